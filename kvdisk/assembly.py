@@ -386,7 +386,7 @@ def _pair_with_gpu(
             always=demanded,
         )
         why = choice.line
-        if choice.usable or not demanded:
+        if choice.direct is not None or not demanded:
             logger.info("%s", choice.line)
             if choice.direct is None:
                 return disk, None

@@ -55,16 +55,14 @@ class Background:
     def _run(self) -> None:
         due_s = dict.fromkeys(range(len(self._jobs)), time.monotonic() + self._first_s)
         while due_s and not self._stopping.wait(max(0.0, min(due_s.values()) - time.monotonic())):
-            for position in [position for position, at_s in due_s.items() if at_s <= time.monotonic()]:
-                interval_s, job = self._jobs[position]
-                if self._stopping.is_set():
-                    break
-                if self._call(job):
-                    # From the end of the call: what takes longer than its interval leaves the
-                    # others their time.
-                    due_s[position] = time.monotonic() + interval_s
-                else:
-                    del due_s[position]
+            position = min(due_s, key=due_s.__getitem__)
+            interval_s, job = self._jobs[position]
+            if self._call(job):
+                # From the end of the call: what takes longer than its interval leaves the others
+                # their time.
+                due_s[position] = time.monotonic() + interval_s
+            else:
+                del due_s[position]
         self._stopping.wait()
         for job in self._last:
             self._call(job)

@@ -268,7 +268,7 @@ class Route:
     def _run(self, kind: JobKind, moves: list[Move] | None = None, **fields: Any) -> None:
         self._last += 1
         job = Job(JobId(self._last), kind, tuple(moves or ()), **fields)
-        self._mover.submit(Plan((job,)), self._mover.compute_done())
+        self._mover.submit(Plan((job,)))
         while True:
             report = self._mover.poll()
             if job.id in report.results:

@@ -57,7 +57,7 @@ class WorkerSide:
         """Let the step wait for the copies of what it overwrites: nothing of it was launched
         yet."""
         if plan.fence or plan.urgent:
-            self.mover.protect(plan._replace(jobs=plan.jobs_before, void=()), self.mover.compute_done())
+            self.mover.protect(plan._replace(jobs=plan.jobs_before, void=()))
 
     def before_forward(self, plan: Plan) -> None:
         """Start all that does not read what this step computes: loads go on beside the forward
@@ -65,13 +65,13 @@ class WorkerSide:
         jobs = plan.jobs_beside
         self._loads.update((job.id, job) for job in jobs if job.kind is JobKind.LOAD)
         if jobs or plan.void:
-            self.mover.submit(Plan(jobs, void=plan.void), self.mover.compute_done())
+            self.mover.submit(Plan(jobs, void=plan.void))
 
     def after_forward(self, plan: Plan) -> None:
         """Start the stores, which read what the forward pass computes."""
         jobs = plan.jobs_after
         if jobs:
-            self.mover.submit(Plan(jobs), self.mover.compute_done())
+            self.mover.submit(Plan(jobs))
 
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
         """Take the mover's results; return the requests whose load ended, and those among them that

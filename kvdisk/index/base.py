@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` protocol: where blocks are on NVMe, durably. One index belongs to one home and one
-owner process.
+"""The ``Index`` protocol: where blocks are on NVMe, durably. An index is one home's and one
+process's.
 
 Writes are queued and committed in batches by the implementation; no call but ``flush`` and
 ``close`` waits for a disk, a commit, or a lock that either can hold.
@@ -22,8 +22,7 @@ from kvdisk.blocks import BlockKey, Slot
 class BlockRecord(NamedTuple):
     """A committed block: where it is, and what its slot headers say on every rank.
 
-    ``parent``: key of the block before it in its chain, or None. ``stored_s``: seconds since the
-    Unix epoch, whole.
+    ``parent``: the block before it in its chain. ``stored_s``: whole seconds since the Unix epoch.
     """
 
     epoch: int
@@ -35,8 +34,7 @@ class BlockRecord(NamedTuple):
 
 
 class BlockColumns(NamedTuple):
-    """Many committed blocks, a column for each field of ``BlockRecord``, all of one length: no
-    object per block.
+    """Many committed blocks, a column for each field of ``BlockRecord``: no object per block.
 
     Ascending by epoch, then by the bytes of the key; no pair of them twice. ``parents``: the
     parents' keys, joined; ``parent_bytes``: the length of each, 0 where there is none.
@@ -80,8 +78,7 @@ class SegmentRecord(NamedTuple):
 
 
 class ForeignCopy(NamedTuple):
-    """A committed block of another home: where it is, and the generation that its slot headers
-    have."""
+    """A committed block of another home. ``generation``: what its slot headers say."""
 
     home_id: str
     segment: SegmentRecord
@@ -90,10 +87,9 @@ class ForeignCopy(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the other homes said to a question: copies by key; a key that nobody has is not there.
+    """What the other homes said to a question: copies by key, of those that anybody has.
 
-    Committed when it was read; its owner may evict it at any time, so only the slot's header tells
-    at the load.
+    Their owners may evict them at any time: only the slot's header tells at the load.
     """
 
     ticket: int
@@ -101,21 +97,17 @@ class Answer(NamedTuple):
 
 
 class Neighbours(Protocol):
-    """The other homes of this store that this engine can read. One thread calls everything; no call
-    waits."""
+    """The other homes that this engine can read. One thread calls everything; no call waits."""
 
     @property
     def any(self) -> bool:
-        """Whether there was another home at the last look, a moment ago: without one there is
-        nobody to ask."""
+        """Whether there was another home a moment ago."""
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
-        """Queue a question, answered by ``poll`` some time later; False where too many wait, and it
-        will not be."""
+        """Queue a question, which ``poll`` answers some time later; False where too many wait."""
 
     def poll(self) -> list[Answer]:
-        """Return the answers that have come since the last call, in the order of their
-        questions."""
+        """Return the answers since the last call, in the order of their questions."""
 
     def close(self) -> None:
         """Stop asking. Idempotent."""
@@ -141,20 +133,20 @@ class Progress(NamedTuple):
 
 
 class Index(Protocol):
-    """See the module. One scheduler thread calls everything; an implementation may have a writer
-    thread of its own."""
+    """See the module. One scheduler thread calls everything.
+
+    Operations are committed in the order in which they were queued. What reads raises CorruptRecord
+    where a record does not decode.
+    """
 
     def segments(self) -> Iterator[SegmentRecord]:
-        """Yield every committed segment, ascending. Raises CorruptRecord where one does not
-        decode."""
+        """Yield every committed segment, ascending."""
 
     def blocks(self) -> Iterator[BlockRecord]:
-        """Yield every committed block of every epoch. Raises CorruptRecord where one does not
-        decode."""
+        """Yield every committed block of every epoch."""
 
     def block_columns(self) -> BlockColumns:
-        """Return what ``blocks`` yields, all at once and much faster. Raises CorruptRecord as it
-        does."""
+        """Return what ``blocks`` yields, all at once and much faster."""
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """Queue records (replacing those of the same epoch and key); return a ticket, or None when
@@ -165,19 +157,16 @@ class Index(Protocol):
         Never refused: the caller bounds deletions by the slots it has."""
 
     def put_segment(self, record: SegmentRecord) -> int:
-        """Queue a segment record; return a ticket. Committed after all that was queued before
-        it."""
+        """Queue a segment record; return a ticket."""
 
     def delete_segment(self, segment: int) -> int:
-        """Queue the deletion of a segment record; return a ticket. Committed after all that was
-        queued before it."""
+        """Queue the deletion of a segment record; return a ticket."""
 
     def poll(self) -> Progress:
         """Return how far commits have come. Never waits."""
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that is queued has been dealt with; False when the time ran out. For
-        shutdown and tools."""
+        """Wait until all that is queued has been dealt with; False when the time ran out."""
 
     def close(self) -> None:
         """Commit what is queued (bounded wait), stop the writer and close. Idempotent."""

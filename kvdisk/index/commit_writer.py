@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue between an index and its transactions: the writer thread, and what it does when a
-commit fails."""
+"""The queue between an index and its transactions: the writer thread, and failed commits."""
 
 from __future__ import annotations
 
@@ -26,13 +25,8 @@ LAST_BACK_OFF_S = 5.0
 
 
 class Operation(NamedTuple):
-    """One record to put, or to delete where ``value`` is None.
+    """One record to put, or to delete where ``value`` is None."""
 
-    ``ticket``: that of the call that it belongs to, on the last operation of the call; 0 on the
-    others.
-    """
-
-    ticket: int
     table: Table
     key: bytes
     value: bytes | None
@@ -50,13 +44,11 @@ class Tables(Protocol):
         """Apply all in order in one transaction, or nothing and raise a KvdiskError."""
 
     def recover(self) -> None:
-        """After a failed commit, do what makes a retry promising. Raises KvdiskError where that
-        fails too."""
+        """After a failed commit, do what makes a retry promising. Raises KvdiskError."""
 
 
 class CommitWriter:
-    """Commits operations in the order of their submission, on a thread of its own, which starts at
-    once.
+    """Commits operations in order, on a thread of its own.
 
     A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION
     have gathered. When a commit fails, the droppable operations of the batch are turned into
@@ -66,8 +58,7 @@ class CommitWriter:
     held; the next back-off is longer unless puts have been committed meanwhile.
 
     One lock guards the queue and the conditions of waiting; it is never held during a transaction.
-    ``progress`` is replaced as a whole and read without the lock. ``clock`` gives seconds; only
-    tests need another.
+    ``progress`` is replaced as a whole and read without the lock.
     """
 
     def __init__(self, tables: Tables, commit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,8 +69,7 @@ class CommitWriter:
         self._changed = threading.Condition()
         self._queue: deque[Operation] = deque()
         self._submitted_count = 0  # written by the caller's thread only
-        self._dealt_count = 0  # written by the writer's thread only
-        self._flush_ticket = 0
+        self._flush_count = 0
         self._failures = 0  # tries after which operations were still held
         self._retry_now = False
         self._stopping = False
@@ -95,7 +85,7 @@ class CommitWriter:
     @property
     def waiting(self) -> int:
         """Operations not yet dealt with."""
-        return self._submitted_count - self._dealt_count
+        return self._submitted_count - self.progress.committed
 
     @property
     def takes_puts(self) -> bool:
@@ -103,7 +93,7 @@ class CommitWriter:
         return self.progress.state is IndexState.WRITABLE
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Queue operations, all of one call."""
+        """Queue operations."""
         self._submitted_count += len(operations)
         with self._changed:
             queued = len(self._queue)
@@ -113,26 +103,20 @@ class CommitWriter:
             if queued == 0 or queued < MAX_TRANSACTION <= len(self._queue):
                 self._changed.notify_all()
 
-    def flush(self, ticket: int, timeout_s: float, tries: int = 2) -> bool:
-        """Wait until the call with this ticket, and all before it, have been dealt with.
-
-        False after the time, or when so many ``tries`` have failed since this was called. Wakes the
-        writer at once, once out of a back-off too.
-        """
+    def flush(self, timeout_s: float, tries: int = 2) -> bool:
+        """Wait until all that was submitted has been dealt with; False after the time, or after so
+        many failed ``tries``. Wakes the writer at once, once out of a back-off too."""
         with self._changed:
-            self._flush_ticket = ticket
+            self._flush_count = self._submitted_count
             self._retry_now = True
             self._changed.notify_all()
             most_failures = self._failures + tries
-            self._changed.wait_for(
-                lambda: self.progress.committed >= ticket or self._failures >= most_failures, timeout_s
-            )
-            return self.progress.committed >= ticket
+            self._changed.wait_for(lambda: not self.waiting or self._failures >= most_failures, timeout_s)
+            return not self.waiting
 
-    def stop(self, ticket: int, timeout_s: float) -> bool:
-        """Flush, and end the thread. False when it hangs in a commit: then the tables must not be
-        closed."""
-        if not self.flush(ticket, timeout_s, tries=1):
+    def stop(self, timeout_s: float) -> bool:
+        """Flush, and end the thread. False: it hangs in a commit; do not close the tables."""
+        if not self.flush(timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
             self._stopping = True
@@ -158,8 +142,7 @@ class CommitWriter:
             self._publish(self.progress._replace(state=IndexState.REFUSING))
 
     def _take(self) -> list[Operation]:
-        """Wait for a batch and return it; an empty one at the end of a back-off, or when the thread
-        is to stop."""
+        """Wait for a batch; an empty one at the end of a back-off, or of the thread."""
         with self._changed:
             rest_s = None if self.takes_puts else max(0.0, self._retry_at_s - self._clock())
             self._changed.wait_for(lambda: self._queue or self._stopping, rest_s)
@@ -170,7 +153,7 @@ class CommitWriter:
             return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_TRANSACTION))]
 
     def _batch_is_due(self) -> bool:
-        flushing = self._flush_ticket > self.progress.committed
+        flushing = self._flush_count > self.progress.committed
         return len(self._queue) >= MAX_TRANSACTION or flushing or self._stopping
 
     def _back_off(self) -> None:
@@ -219,9 +202,7 @@ class CommitWriter:
         self._publish(self.progress._replace(state=IndexState.REFUSING, dropped_puts=dropped_puts))
 
     def _advance(self, operations: Sequence[Operation]) -> None:
-        self._dealt_count += len(operations)
-        committed = max(self.progress.committed, *(operation.ticket for operation in operations))
-        self._publish(self.progress._replace(committed=committed))
+        self._publish(self.progress._replace(committed=self.progress.committed + len(operations)))
 
     def _publish(self, progress: Progress) -> None:
         with self._changed:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in LMDB (``lmdb_tables``), with batched commits on one writer thread
-(``commit_writer``)."""
+"""The ``Index`` in LMDB, with batched commits on a writer thread."""
 
 from __future__ import annotations
 
@@ -22,11 +21,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: BlockColumns, *, map_bytes: int) -> None:
-    """Make an index of these records in the directory ``path``, which exists and is empty, and sync
-    it.
-
-    Raises DeviceError; what is in ``path`` is then of no use.
-    """
+    """Make a synced index of these records in the empty directory ``path``. Raises DeviceError."""
     tables = LmdbTables(Path(path), map_bytes)
     try:
         tables.append(Table.BLOCKS, map(encode_block, columns.records()))
@@ -36,25 +31,20 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
 
 
 class LmdbIndex(RecordIndex):
-    """See ``Index``. One environment in directory ``path``, which is made where it is missing (mode
-    0700, files 0600).
+    """See ``Index``. One environment in directory ``path``, which is made where it is missing.
 
-    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES. A part of it is kept for
-    deletions, so that a full index can always delete (``map_bytes_for`` says how much is enough).
-    ``commit_s``: longest time in seconds from a call to the start of its commit. ``max_queued``:
-    ``put`` is refused while that many operations or more wait.
+    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES; see ``map_bytes_for``. A
+    part of it is kept, so that a full index can always delete. ``commit_s``: longest time from a
+    call to the start of its commit. ``max_queued``: ``put`` is refused while so many operations
+    wait.
 
     A put that is dropped takes the record that it was to replace with it: that one may name a slot
-    of another block. Operations on segments are never dropped: they are tried until they are
-    committed. An iterator of ``segments`` or ``blocks`` is one read transaction: open, it makes the
-    file grow.
-
-    One thread calls everything; the writer's thread is inside. ``put``, ``delete``,
-    ``put_segment``, ``delete_segment`` and ``poll`` take at most a lock that is never held during
-    I/O. Not to be carried over a fork.
+    of another block. Operations on segments are tried until they are committed. An iterator of
+    ``segments`` or ``blocks`` is one read transaction: open, it makes the file grow. Not to be
+    carried over a fork.
 
     Raises StoreLocked where this process has the environment open already, CorruptRecord where the
-    files are no index (opening, ``segments`` and ``blocks``), DeviceError where the system refuses.
+    files are no index, DeviceError where the system refuses.
     """
 
     def __init__(self, path: Path | str, *, map_bytes: int, commit_s: float = 0.05, max_queued: int = 65536) -> None:
@@ -71,8 +61,7 @@ class LmdbIndex(RecordIndex):
 
     @property
     def damaged(self) -> bool:
-        """Whether a commit has met damage. It is noted beside the file, which no owner opens any
-        more."""
+        """Whether a commit has met damage: then no owner opens the file any more."""
         return self._tables.damaged
 
     def poll(self) -> Progress:
@@ -81,20 +70,20 @@ class LmdbIndex(RecordIndex):
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``. Wakes the writer at once, out of a back-off too (once)."""
-        return self._writer.flush(self._last_ticket, timeout_s)
+        return self._writer.flush(timeout_s)
 
     def close(self) -> None:
         """See ``Index.close``; at the end the files are synced.
 
         Raises DeviceError when the sync failed or a commit hangs, CorruptRecord where a commit met
-        damage; then the caller must not set a clean flag.
+        damage: the end is not clean then.
         """
         if self._closed:
             return
         self._closed = True
-        if not self._writer.stop(self._last_ticket, CLOSE_TIMEOUT_S):
+        if not self._writer.stop(CLOSE_TIMEOUT_S):
             raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
-        self._tables.close(in_order=self._writer.progress.committed >= self._last_ticket)
+        self._tables.close(in_order=not self._writer.waiting)
         if self.damaged:
             raise CorruptRecord("index: a commit found it damaged")
 
@@ -107,6 +96,4 @@ class LmdbIndex(RecordIndex):
 
     def _queue(self, table: Table, items: Sequence[Item]) -> None:
         assert not self._closed
-        operations = [Operation(0, table, key, value) for key, value in items]
-        operations[-1] = operations[-1]._replace(ticket=self._last_ticket)
-        self._writer.submit(operations)
+        self._writer.submit([Operation(table, key, value) for key, value in items])

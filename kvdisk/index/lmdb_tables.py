@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LMDB environment under an index, and the only file that imports lmdb: transactions, errors,
-damaged files.
+"""The LMDB environment under an index: transactions, errors, damaged files.
 
 The environment runs with ``sync=False``: a commit is in the operating system's cache when it
 returns. A crash of the process does not lose it; a crash of the machine may, and then the home
@@ -38,11 +37,9 @@ MIN_MAP_BYTES = 1 << 20
 _MARK = "open"
 """A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
 _NO_MARK = "closed"
-"""What it becomes when an owner closes, and was before: a rename takes no room, and a new file
-may."""
+"""What it becomes when an owner closes: a rename takes no room, and a new file may."""
 _DAMAGED_MARK = "damaged"
-"""What it becomes when a commit meets damage: nobody opens the index to write any more (also in
-``device.home``)."""
+"""What it becomes when a commit meets damage: no owner opens it any more (see ``device.home``)."""
 _PART_RECORDS = 16384
 _UNIT_BYTES = 4096
 """What LMDB allocates in, on machines with memory in units of 4 KiB."""
@@ -50,8 +47,7 @@ _RESERVE_UNITS = 128
 _LOCK_BYTES = 8192
 """Of LMDB's lock file: as it would make it, for 126 readers."""
 _BLOCK_RECORD_BYTES = 256
-"""Bytes to plan for a record with sha256 keys: 118-162 at first, 221 after any number of
-replacements (measured)."""
+"""For a record with sha256 keys: 118-162 bytes at first, 221 after many replacements (measured)."""
 _STEP_BYTES = 256 << 10
 _DAMAGED = (
     lmdb.InvalidError,
@@ -65,15 +61,13 @@ _TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
 
 
 def map_bytes_for(block_count: int) -> int:
-    """Return a map size in bytes that holds the records of ``block_count`` blocks and what is kept
-    for deletions."""
+    """Return a map size in bytes for so many blocks, and what is kept for deletions."""
     kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
     return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
 
 
 def planned_bytes(record_count: int) -> int:
-    """Return how long LMDB's file can become by replacements alone, with so many records at a time;
-    in whole steps.
+    """Return how long LMDB's file can become by replacing so many records; in whole steps.
 
     Beside the records as loosely as they come to be packed, there are the units that the last two
     transactions have freed: only the next but one can take them.
@@ -84,8 +78,7 @@ def planned_bytes(record_count: int) -> int:
 
 
 class LmdbTables:
-    """The environment and its two named databases; the only class that does I/O. LMDB's errors end
-    here.
+    """The environment and its two named databases. LMDB's errors end here.
 
     ``readonly``: for another process than the owner's. It makes no file; where there is no lock
     file, or it cannot be opened (a copy in a read-only directory), it reads without a lock, which
@@ -113,8 +106,7 @@ class LmdbTables:
 
     @property
     def complete(self) -> bool:
-        """Whether the owner had made the tables when this was opened to read; else open it again
-        later."""
+        """Whether the owner had made the tables when this was opened to read."""
         return bool(self._databases)
 
     @contextmanager
@@ -168,10 +160,9 @@ class LmdbTables:
         self._allocate(record_count)
 
     def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
-        """Commit many records, ascending, that come after all that the table has; the fastest way
-        into a new one.
+        """Commit many records, ascending, that come after all that the table has: fast.
 
-        The caller has nothing of value in these files until all is in them. Raises DeviceError.
+        Nothing of value may be in these files until all is in them. Raises DeviceError.
         """
         left, count = iter(items), 0
         with _translating(self._path):
@@ -206,8 +197,7 @@ class LmdbTables:
             (self._path / _MARK).rename(self._path / _DAMAGED_MARK)
 
     def close(self, *, in_order: bool = True) -> None:
-        """Sync and close; closed even where the sync raises. Not ``in_order``: the next owner looks
-        at it first."""
+        """Sync and close, even where the sync raises. Not ``in_order``: the next owner tries it."""
         try:
             if not self._readonly:
                 self._environment.sync(True)
@@ -241,9 +231,8 @@ class LmdbTables:
     def _extend_file(self) -> None:
         """Make the file as long as its meta block says it is.
 
-        Reading a map beyond the end of a file that someone cut short kills the process (SIGBUS);
-        zeros are only an error. A sound file may be some units short too, so its length proves
-        nothing.
+        Reading a map beyond the end of a file that was cut short kills the process (SIGBUS); zeros
+        are only an error. A sound file may be some units short, too: its length proves nothing.
         """
         length = (self._environment.info()["last_pgno"] + 1) * self._unit_bytes
         data_file = self._path / "data.mdb"
@@ -251,11 +240,10 @@ class LmdbTables:
             os.truncate(data_file, length)
 
     def _allocate(self, record_count: int) -> None:
-        """Make the file as long as so many records can need, so that it grows with them and never
-        by replacements: on a full drive blocks can still leave for others.
+        """Make the file as long as so many records can need, so that it never grows by
+        replacements: on a full drive blocks can still leave for others.
 
-        Where the drive refuses that, the file grows as LMDB writes it; the next step is tried
-        again.
+        Where the drive refuses that, it grows as LMDB writes it; the next step is tried again.
         """
         wanted_bytes = min(planned_bytes(record_count), self._map_units * self._unit_bytes)
         if wanted_bytes <= self._planned_bytes:
@@ -271,8 +259,7 @@ class LmdbTables:
                 os.close(fd)
 
     def _has_room(self, txn: lmdb.Transaction) -> bool:
-        """Whether deletions will still find free units after this transaction, and after one more
-        of puts.
+        """Whether deletions find free units after this transaction, and one more of puts.
 
         LMDB copies what it changes, and units that a transaction frees can be taken by the next but
         one. So besides the live units there must be place for those that one transaction of full
@@ -307,8 +294,7 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
 
 
 def _make_lock_file(path: Path) -> None:
-    """Make LMDB's lock file where there is none. LMDB would map a hole, and be killed (SIGBUS) on a
-    full drive."""
+    """Make LMDB's lock file: LMDB would map a hole, and be killed (SIGBUS) on a full drive."""
     if not path.exists():
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         try:
@@ -329,8 +315,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_files(path: Path, readonly: bool) -> None:
-    """Raise CorruptRecord where LMDB followed a symlink, or wait for ever at a pipe. A reader needs
-    no lock file."""
+    """Raise CorruptRecord where LMDB would follow a symlink, or wait for ever at a pipe."""
     for name in ("data.mdb",) if readonly else ("data.mdb", "lock.mdb"):
         if os.path.lexists(path / name) and not _is_file(path / name):
             raise CorruptRecord(f"index {path}: {name} is not a file")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in RAM: the reference implementation, for tests and simulations. It commits when it
-is told to."""
+"""The reference ``Index``, in RAM, for tests, simulations and replays."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ from kvdisk.index.records import Table
 
 
 class MemoryIndex(RecordIndex):
-    """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``.
-
-    So a test can hold commits back, or stop between any two. One thread calls everything; there is
-    no other.
+    """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``: a test can
+    stop between any two.
 
     ``max_queued``: ``put`` is refused while that many operations or more wait. ``refuse_puts``:
     while True, the state is REFUSING and ``put`` answers None; a test may set it at any time.
@@ -41,7 +38,7 @@ class MemoryIndex(RecordIndex):
     def poll(self) -> Progress:
         """See ``Index.poll``."""
         state = IndexState.REFUSING if self.refuse_puts else IndexState.WRITABLE
-        return Progress(self._last_ticket - len(self._calls), state, self._dropped_puts)
+        return Progress(self._last_ticket - self._queued_count, state, self._dropped_puts)
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``; takes no time."""
@@ -73,8 +70,7 @@ class MemoryIndex(RecordIndex):
         self.refuse_puts = self.refuse_puts or fail
 
     def reopened(self) -> MemoryIndex:
-        """Return what the next process finds after this one was killed or closed: an index of what
-        was committed."""
+        """Return an index of what was committed, as the next process finds it."""
         survivor = MemoryIndex(max_queued=self._max_queued)
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor

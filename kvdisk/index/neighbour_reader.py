@@ -40,8 +40,8 @@ class Neighbour(NamedTuple):
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask, at this moment; called on the reader's thread, every
-    LOOK_INTERVAL_S. It may raise a KvdiskError or an OSError.
+    ``find_homes``: the homes to ask now; called on the reader's thread, every LOOK_INTERVAL_S. It
+    may raise a KvdiskError or an OSError.
     """
 
     def __init__(self, find_homes: Callable[[], Sequence[Neighbour]]) -> None:
@@ -76,10 +76,7 @@ class NeighbourReader:
 
     def poll(self) -> list[Answer]:
         """See ``Neighbours.poll``."""
-        answers = []
-        while self._answers:
-            answers.append(self._answers.popleft())
-        return answers
+        return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
         """See ``Neighbours.close``. Waits for the question under way, at most a few seconds."""
@@ -114,27 +111,20 @@ class NeighbourReader:
             homes = ()
         self._left_alone = {home_id: until_s for home_id, until_s in self._left_alone.items() if until_s > now}
         self._homes = tuple(home for home in homes if home.home_id not in self._left_alone)
-        if not self._homes:
+        if not set(before) <= set(self._homes):
+            # An index that it has open keeps its space on the drive when its home goes.
             self._reader.stop()
-        elif {home.home_id for home in before} - {home.home_id for home in self._homes}:
-            try:
-                self._reader.close_gone(ANSWER_TIMEOUT_S)
-            except KvdiskError as error:
-                logger.debug("the reader of other homes: %s", error)
 
     def _answer(self, ticket: int, epoch: int, keys: tuple[BlockKey, ...]) -> None:
         copies: dict[BlockKey, list[ForeignCopy]] = {}
         for home in self._homes:
             try:
-                segments, found = self._reader.find(home.index_path, epoch, keys, ANSWER_TIMEOUT_S)
+                found = self._reader.find(home.home_id, home.index_path, epoch, keys, ANSWER_TIMEOUT_S)
             except KvdiskError as error:
                 self._leave_alone(home, error)
                 continue
-            for position, record in found:
-                segment = segments.get(record.slot.segment)
-                if segment is not None:
-                    foreign = ForeignCopy(home.home_id, segment, record.slot.index, record.generation)
-                    copies.setdefault(keys[position], []).append(foreign)
+            for key, copy in found.items():
+                copies.setdefault(key, []).append(copy)
         self._answers.append(Answer(ticket, {key: tuple(found) for key, found in copies.items()}))
 
     def _leave_alone(self, home: Neighbour, error: KvdiskError) -> None:

@@ -3,10 +3,8 @@
 
 LMDB has no checksums. A damaged file can end the process that maps it (SIGBUS, SIGSEGV), and an
 owner that was stopped can hold the locks of its reader table. So neither an engine nor a tool maps
-the index of another owner: a child process does, and answers questions. It ends when its input
-does, however its parent ended.
-
-A question and its answer are pickled objects on a pipe. Both ends run this module.
+the index of another owner: a child does, and answers questions, pickled on a pipe. It ends with its
+parent, however that ended.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, ForeignCopy, SegmentRecord
 from kvdisk.index.lmdb_tables import LmdbTables, try_tables
 from kvdisk.index.record_index import read_columns, read_segments
 from kvdisk.index.records import Table, decode_blocks, encode_block_key
@@ -44,23 +42,13 @@ class ReaderFailed(KvdiskError):
 
 
 class IndexContent(NamedTuple):
-    """All that one index holds.
-
-    ``exists``: False where no index has been made yet. ``problem``: one sentence, where it cannot
-    be read. In both cases the rest is empty, and ``blocks`` is None.
-    """
+    """All that one index holds: nothing, and ``blocks`` None, where none ``exists`` yet, or where
+    ``problem`` says in one sentence why it cannot be read."""
 
     segments: tuple[SegmentRecord, ...] = ()
     blocks: BlockColumns | None = None
     exists: bool = True
     problem: str | None = None
-
-
-class FoundRecords(NamedTuple):
-    """Committed records of the keys asked for, with each key's position; segments by number."""
-
-    segments: dict[int, SegmentRecord]
-    records: list[tuple[int, BlockRecord]]
 
 
 def read_indexes(paths: Sequence[Path], timeout_s: float = math.inf) -> list[IndexContent]:
@@ -105,21 +93,19 @@ class ReaderProcess:
         self._pipe: Connection | None = None
         self._said: IO[bytes] | None = None
 
-    def find(self, index_path: Path, epoch: int, keys: Sequence[BlockKey], timeout_s: float) -> FoundRecords:
-        """Return which of ``keys`` an index holds. An index that is not there holds none."""
-        found: FoundRecords = self.ask(timeout_s, "find", str(index_path), epoch, tuple(keys)) or FoundRecords({}, [])
+    def find(
+        self, home_id: str, index_path: Path, epoch: int, keys: Sequence[BlockKey], timeout_s: float
+    ) -> dict[BlockKey, ForeignCopy]:
+        """Return the copies of ``keys`` in a home's index, none where there is no index."""
+        found: dict[BlockKey, ForeignCopy] = (
+            self.ask(timeout_s, "find", str(index_path), home_id, epoch, tuple(keys)) or {}
+        )
         return found
 
     def read(self, index_path: Path, timeout_s: float = math.inf) -> IndexContent:
         """Return all that an index holds."""
         content: IndexContent = self.ask(timeout_s, "read", str(index_path)) or IndexContent(exists=False)
         return content
-
-    def close_gone(self, timeout_s: float) -> None:
-        """Have indexes closed whose files are gone: open, they would keep their space on the
-        drive."""
-        if self._process is not None:
-            self.ask(timeout_s, "close")
 
     def stop(self) -> str:
         """End the process, if there is one; return how it has ended."""
@@ -204,44 +190,36 @@ def _received(pipe: Connection, timeout_s: float) -> Any:
 
 
 class OpenIndexes:
-    """Read-only indexes by directory, opened on demand. Every read is its own transaction."""
+    """Answers questions about indexes. Those in which keys are looked up stay open."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[int, LmdbTables]] = {}
 
-    def answer(self, what: str, path: str = "", *asked: Any) -> tuple[str | None, object]:
+    def answer(self, what: str, path: str, *asked: Any) -> tuple[str | None, object]:
         """Return why an index cannot be read, and the answer: None where there is no index yet.
 
-        ``what``: "find" with an epoch and keys, "read", "try", or "close", which closes what is
-        gone, as all do.
+        ``what``: "find" with a home's id, an epoch and keys, "read", or "try".
         """
-        self._close_gone()
         try:
             if what == "find":
                 return None, _find(self._get(path), *asked)
             if what == "read":
-                return None, _read_all(self._get(path))
-            if what == "try":
-                try_tables(Path(path))
+                with closing(LmdbTables(Path(path), readonly=True)) as tables:
+                    return None, _read_all(tables)
+            try_tables(Path(path))
         except (KvdiskError, OSError) as error:
             self._close(path)
             if not (isinstance(error, DeviceError) and error.errno == errno.ENOENT):
                 return str(error).replace(f"{path}: ", "").removeprefix("index "), None
         return None, None
 
-    def _close_gone(self) -> None:
-        """Close indexes whose files are gone, or are others: one that was rebuilt is a new file in
-        the old place."""
-        for path, (inode, _) in list(self._open.items()):
-            if _inode(path) != inode:
-                self._close(path)
-
     def _get(self, path: str) -> LmdbTables:
-        known = self._open.get(path)
-        if known is not None and known[1].complete:
+        inode, known = _inode(path), self._open.get(path)
+        # One that was rebuilt is a new file in the old place.
+        if known is not None and known[0] == inode and known[1].complete:
             return known[1]
         self._close(path)
-        inode, tables = _inode(path), LmdbTables(Path(path), readonly=True)
+        tables = LmdbTables(Path(path), readonly=True)
         self._open[path] = (inode, tables)
         if len(self._open) > MOST_OPEN:
             self._close(next(iter(self._open)))
@@ -253,13 +231,19 @@ class OpenIndexes:
             known[1].close()
 
 
-def _find(tables: LmdbTables, epoch: int, keys: Sequence[BlockKey]) -> FoundRecords:
+def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]) -> dict[BlockKey, ForeignCopy]:
     names = [encode_block_key(epoch, key) for key in keys]
-    found = {at: value for at, value in enumerate(tables.get(Table.BLOCKS, names)) if value is not None}
-    records = list(decode_blocks([names[at] for at in found], list(found.values())).records())
+    found = [
+        (name, value) for name, value in zip(names, tables.get(Table.BLOCKS, names), strict=True) if value is not None
+    ]
+    records = list(decode_blocks([name for name, _ in found], [value for _, value in found]).records())
     wanted = {record.slot.segment for record in records}
     segments = {each.segment: each for each in read_segments(tables.scan(Table.SEGMENTS)) if each.segment in wanted}
-    return FoundRecords(segments, list(zip(found, records, strict=True)))
+    return {
+        record.key: ForeignCopy(home_id, segments[record.slot.segment], record.slot.index, record.generation)
+        for record in records
+        if record.slot.segment in segments
+    }
 
 
 def _read_all(tables: LmdbTables) -> IndexContent:

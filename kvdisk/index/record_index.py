@@ -37,7 +37,10 @@ def read_columns(parts: Scan) -> BlockColumns:
 
 
 class RecordIndex(ABC):
-    """See ``Index``. A subclass keeps what is queued, and says what is committed."""
+    """See ``Index``. A subclass keeps what is queued, and says what is committed.
+
+    A ticket is the number of operations queued so far.
+    """
 
     def __init__(self) -> None:
         self._last_ticket = 0
@@ -52,7 +55,7 @@ class RecordIndex(ABC):
 
     @abstractmethod
     def _queue(self, table: Table, items: Sequence[Item]) -> None:
-        """Queue one call, with ``_last_ticket``."""
+        """Queue one call."""
 
     def segments(self) -> Iterator[SegmentRecord]:
         """See ``Index.segments``."""
@@ -85,7 +88,7 @@ class RecordIndex(ABC):
         return self._submit(Table.SEGMENTS, [(encode_segment_key(segment), None)])
 
     def _submit(self, table: Table, items: Sequence[Item]) -> int:
+        self._last_ticket += len(items)
         if items:
-            self._last_ticket += 1
             self._queue(table, items)
         return self._last_ticket

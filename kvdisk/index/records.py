@@ -8,7 +8,8 @@ key.
 Segments table, key: segment u32, so that tables iterate in ascending order. Value: version u8,
 slot_bytes u64, slot_count u32, drive u16.
 
-A record has exactly one encoding. A change of layout takes a new version byte.
+A record has exactly one encoding. A change of layout takes a new version byte. To encode a field
+out of its range is a programmer's error.
 """
 
 from __future__ import annotations
@@ -44,16 +45,14 @@ class Table(IntEnum):
 
 
 def encode_block_key(epoch: int, key: BlockKey) -> bytes:
-    """Return the key bytes of a block's record. An epoch or key that a record cannot hold is a
-    programmer's error."""
+    """Return the key bytes of a block's record."""
     assert 0 <= epoch < _EPOCH_LIMIT, epoch
     assert GROUP_BYTES <= len(key) <= MAX_KEY_BYTES, len(key)
     return epoch.to_bytes(_EPOCH_BYTES, "big") + key
 
 
 def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
-    """Return the key and value bytes of a block's record. A field out of its range is a
-    programmer's error."""
+    """Return the key and value bytes of a block's record."""
     parent = record.parent or b""
     assert record.parent is None or GROUP_BYTES <= len(parent) <= MAX_KEY_BYTES, len(parent)
     segment, index = record.slot
@@ -106,15 +105,13 @@ def encode_segment_key(segment: int) -> bytes:
 
 
 def encode_segment(record: SegmentRecord) -> tuple[bytes, bytes]:
-    """Return the key and value bytes of a segment's record. A field out of its range is a
-    programmer's error."""
+    """Return the key and value bytes of a segment's record."""
     value = _SEGMENT.pack(RECORD_VERSION, record.slot_bytes, record.slot_count, record.drive)
     return encode_segment_key(record.segment), value
 
 
 def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
-    """Return the record of these key and value bytes. Raises CorruptRecord for bytes that no record
-    encodes to."""
+    """Return a segment's record. Raises CorruptRecord for bytes that no record encodes to."""
     if len(key) != _SEGMENT_KEY.size or len(value) != _SEGMENT.size:
         raise CorruptRecord(f"segment record: key of {len(key)} and value of {len(value)} bytes")
     version, slot_bytes, slot_count, drive = _SEGMENT.unpack(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
@@ -50,10 +50,7 @@ def found_columns(index: Index) -> list[BlockRecord]:
     columns = index.block_columns()
     names = list(zip(columns.epochs.tolist(), columns.keys, strict=True))
     assert names == sorted(set(names))
-    slots = map(Slot, columns.segments.tolist(), columns.indices.tolist())
-    parents = [BlockKey(parent) if parent else None for parent in columns.each_parent()]
-    fields = (columns.generations.tolist(), parents, columns.stored_s.tolist())
-    return list(starmap(BlockRecord, zip(columns.epochs.tolist(), columns.keys, slots, *fields, strict=True)))
+    return list(columns.records())
 
 
 def put_all(index: Index, records: list[BlockRecord]) -> int:

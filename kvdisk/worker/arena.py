@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots in host memory: the CPU tier of one rank, and the staging of its worker, are an ``Arena``
-each.
+"""Slots in host memory: a rank's CPU tier and its staging are an ``Arena`` each.
 
 A slot lies here as it lies on the drive, 4 KiB header and payload together, so that neighbours
 move in one transfer. ``torch`` is imported only where a tensor or pinning is asked for.
@@ -54,8 +53,7 @@ class SlotMemory(ABC):
 
     @abstractmethod
     def tensor(self, size_class: int) -> torch.Tensor:
-        """Return all slots of a size class as uint8, shape (slot_count, slot_bytes), sharing the
-        memory."""
+        """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
 
     def run_view(self, size_class: int, index: int, count: int) -> Buffer:
         """Return ``count`` neighbouring slots from ``index`` on, as one view."""
@@ -66,16 +64,11 @@ class SlotMemory(ABC):
 
 
 class Arena(SlotMemory):
-    """One private anonymous mapping.
+    """One private anonymous mapping. Any thread may ask for views.
 
-    ``pin``: register the mapping with CUDA, which touches all of it; otherwise memory is taken as
-    slots are first written. Pinned memory comes from the NUMA node of the process's current GPU,
-    where the machine has several.
-
-    The arena owns the memory until ``close``; a view or tensor that outlives it keeps the mapping
-    alive, never dangling. What lies in a slot belongs to the mover, and to the device while a batch
-    names it. Any thread may ask for views. Raises ConfigError when the memory cannot be had, or
-    ``pin`` is asked for and CUDA is absent or refuses.
+    ``pin``: take all of it from the NUMA node of the process's current GPU and register it with
+    CUDA; otherwise memory is taken as slots are first written. A view or tensor that outlives the
+    arena keeps the mapping alive. Raises ConfigError where the memory cannot be had or pinned.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
@@ -87,17 +80,10 @@ class Arena(SlotMemory):
             raise ConfigError(f"cannot map {self.total_bytes} bytes of host memory: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._mapping: mmap.mmap | None = mapping
         self._memory: memoryview | None = memoryview(mapping)
-        self._tensors: dict[int, torch.Tensor] = {}
         self._pinned_address = 0
         if pin:
             self._pin()
-
-    @property
-    def _address(self) -> int:
-        assert self._mapping is not None
-        return int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
 
     @property
     def memory(self) -> memoryview:
@@ -106,43 +92,31 @@ class Arena(SlotMemory):
         return self._memory
 
     def view(self, size_class: int, index: int) -> memoryview:
-        """Return slot ``index`` of a size class: ``slot_sizes[size_class]`` writable bytes, 4
-        KiB-aligned."""
+        """Return one slot: ``slot_sizes[size_class]`` writable bytes, 4 KiB-aligned."""
         return self.run_view(size_class, index, 1)
 
     def tensor(self, size_class: int) -> torch.Tensor:
         """See ``SlotMemory``."""
-        assert self._mapping is not None, "the arena is closed"
-        if size_class not in self._tensors:
-            import torch
+        import torch
 
-            size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
-            # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
-            array = np.frombuffer(self._mapping, np.uint8, size * count, self._offsets[size_class])
-            self._tensors[size_class] = torch.from_numpy(array.reshape(count, size))
-        return self._tensors[size_class]
+        size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
+        # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
+        array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
+        return torch.from_numpy(array.reshape(count, size))
 
     def close(self) -> None:
-        """Unregister from CUDA and give the memory back, once the last view of it is gone.
-        Idempotent.
+        """Unregister from CUDA, and give the memory back with the last view of it. Idempotent.
 
-        The caller makes sure that no copy and no batch is in flight.
+        No copy and no batch may be in flight.
         """
-        if self._mapping is None:
-            return
         if self._pinned_address:
             import torch
 
             torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
             self._pinned_address = 0
-        mapping, self._mapping = self._mapping, None
         self._memory = None
-        self._tensors.clear()
-        with contextlib.suppress(BufferError):  # someone still holds a view: the last one frees the mapping
-            mapping.close()
 
     def _pin(self) -> None:
-        assert self._mapping is not None
         try:
             import torch
         except ImportError as error:
@@ -150,13 +124,13 @@ class Arena(SlotMemory):
         if not torch.cuda.is_available():
             raise ConfigError("pinned host memory needs CUDA, and torch finds no CUDA device")
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        address = self._address
+        whole = np.frombuffer(self.memory, np.uint8)
         with running_on(processors_near(properties)):
-            np.frombuffer(self._mapping, np.uint8)[::ALIGNMENT] = 0  # memory comes from where it is first touched
-            status = int(torch.cuda.cudart().cudaHostRegister(address, self.total_bytes, 0))
+            whole[::ALIGNMENT] = 0  # memory comes from where it is first touched
+            status = int(torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, self.total_bytes, 0))
         if status != 0:
             raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")
-        self._pinned_address = address
+        self._pinned_address = whole.ctypes.data
 
 
 # -- memory near a GPU ---------------------------------------------------------------------------
@@ -165,8 +139,7 @@ SYS = Path("/sys")
 
 
 def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
-    """Return the processors on the NUMA node of a GPU, as torch describes it; empty where that is
-    not known."""
+    """Return the processors on a GPU's NUMA node; empty where torch or the system does not know."""
     if not hasattr(properties, "pci_bus_id"):
         return set()  # an older torch, or not a CUDA device
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -180,8 +153,7 @@ def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
 
 @contextlib.contextmanager
 def running_on(processors: set[int]) -> Iterator[None]:
-    """Run this thread on these processors, as far as it may; on those that it is on, where it may
-    on none."""
+    """Run this thread on those of these processors that it may use, if there are any."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, processors & before or before)

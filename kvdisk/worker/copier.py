@@ -8,6 +8,7 @@ stacks. Layers that do not fit a stack become stacks of their own, one operation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -21,8 +22,7 @@ from kvdisk.worker.arena import SlotMemory
 
 
 class Event(Protocol):
-    """A point in a stream of device work, such as the end of a copy (``torch.cuda.Event`` is
-    one)."""
+    """A point in a stream of device work, such as the end of a copy: a ``torch.cuda.Event``."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -48,37 +48,6 @@ class Slots(NamedTuple):
     memory: SlotMemory
     size_class: int
     indices: Sequence[int]
-
-
-class Copier(Protocol):
-    """Moves whole blocks between vLLM's tensors and slots of an arena.
-
-    ``group``: KV-cache group. ``blocks``: GPU block ids. ``slots``: one for each block; only their
-    payload takes part, though a gather may overwrite their headers. ``after``: the copy begins when
-    this point in the model's work has passed. From the call until the event that it returns has
-    passed, the copier owns the slots and blocks. ``compute_done`` and ``hold_model`` are called on
-    the model's thread, all else on the mover's.
-    """
-
-    def thread(self) -> AbstractContextManager[Any]:
-        """Return what the mover's thread runs within: its GPU is the current one, and it may write
-        what vLLM made in inference mode."""
-
-    def compute_done(self) -> Event | None:
-        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
-
-    def hold_model(self) -> None:
-        """Let the model's next work begin after every gather that was started so far.
-
-        On the device; does not wait on the host.
-        """
-
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
-        """Start copying blocks to slots."""
-
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """Start copying slots to blocks. A forward pass launched once the copy is done sees
-        them."""
 
 
 class Stack(NamedTuple):
@@ -127,15 +96,13 @@ class LayerBlocks:
 
 
 def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
-    for word in (torch.int64, torch.int32, torch.int16):
-        sizes = [
-            size
-            for stack in stacks
-            for size in (stack.blocks.shape[2], stack.blocks.storage_offset(), *stack.blocks.stride()[:2])
-        ]
-        if all(size % word.itemsize == 0 for size in sizes):
-            return word
-    return torch.uint8
+    sizes = [
+        size
+        for stack in stacks
+        for size in (stack.blocks.shape[2], stack.blocks.storage_offset(), *stack.blocks.stride()[:2])
+    ]
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return words[math.gcd(8, *sizes)]
 
 
 def _regular_count(layers: Sequence[torch.Tensor]) -> int:
@@ -162,8 +129,7 @@ def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
 
 
 def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the runs of neighbouring slots: which of ``slots``, and their bytes (count,
-    slot_bytes)."""
+    """Yield runs of neighbouring slots: which of ``slots``, and their bytes (count, slot_bytes)."""
     every = slots.memory.tensor(slots.size_class)
     for start, count in contiguous_runs(slots.indices, len(slots.indices)):
         first = slots.indices[start]
@@ -171,28 +137,32 @@ def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 class HostCopier:
-    """The copier of the CPU platform: copies at once, on the mover's thread.
+    """Moves whole blocks between vLLM's tensors and slots of an arena. This one is the CPU
+    platform's: it copies at once, on the mover's thread.
 
-    ``groups``: the blocks of each KV-cache group, in order of their index, in host memory.
+    ``groups``: the blocks of each KV-cache group, in order of their index. Only the payload of
+    slots takes part, though a gather may overwrite their headers. From a call until the event that
+    it returns has passed, the copier owns the slots and blocks. ``compute_done`` and ``hold_model``
+    are called on the model's thread, all else on the mover's.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks]) -> None:
         self._groups = tuple(groups)
 
     def thread(self) -> AbstractContextManager[Any]:
-        """See ``Copier``."""
+        """Return what the mover's thread runs within: on its GPU, in vLLM's inference mode."""
         mode: AbstractContextManager[Any] = torch.inference_mode()
         return mode
 
     def compute_done(self) -> Event | None:
-        """See ``Copier``. The CPU platform's forward pass has ended when it returns."""
+        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
         return None
 
     def hold_model(self) -> None:
-        """See ``Copier``. A gather has ended when it returns."""
+        """Let the model's next work begin after every gather so far. No wait on the host."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
-        """See ``Copier``."""
+        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
         at = torch.tensor(blocks)
         for run, target in _runs(slots):
             for stack in self._groups[group].stacks:
@@ -200,7 +170,10 @@ class HostCopier:
         return Passed()
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
-        """See ``Copier``."""
+        """Start copying slots to as many GPU blocks, once ``after`` has passed.
+
+        A forward pass launched once the copy is done sees them.
+        """
         at = np.array(blocks)
         for run, source in _runs(slots):
             for stack in self._groups[group].stacks:
@@ -209,8 +182,7 @@ class HostCopier:
 
 
 class Lane(Enum):
-    """The two streams of device work: what a lane is given runs in that order, beside the
-    other's."""
+    """The two streams of device work; each runs in order, beside the other."""
 
     STORE = "store"
     LOAD = "load"
@@ -252,17 +224,16 @@ class CudaLanes:
         return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
 
 
-class CudaCopier:
+class CudaCopier(HostCopier):
     """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
-    ``groups``: as for ``HostCopier``, on ``lanes.device``. ``gpu_scratch_bytes``: device memory for
-    scratch, half for each lane, though never less than one slot of the largest group. The scratch
-    holds whole slots, so that neighbours in the arena move in one copy. A request larger than the
-    scratch goes in parts: a lane keeps their order, so that no part overwrites one still in use.
+    ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for scratch, half for each
+    lane, though never less than the largest slot. The scratch holds whole slots, so that neighbours
+    in the arena move in one copy. What is larger goes in parts, whose order a lane keeps.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks], lanes: CudaLanes, gpu_scratch_bytes: int) -> None:
-        self._groups = tuple(groups)
+        super().__init__(groups)
         self._lanes = lanes
         largest = max(HEADER_BYTES + round_up(group.payload_bytes, ALIGNMENT) for group in groups)
         self.scratch_bytes = max(gpu_scratch_bytes // 2, largest)
@@ -274,21 +245,21 @@ class CudaCopier:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         device = self._lanes.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
             yield
 
     def compute_done(self) -> Event | None:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         return self._lanes.record(None)
 
     def hold_model(self) -> None:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         self._lanes.wait(None, self._lanes.record(Lane.STORE))
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         layers = self._groups[group]
         with self._lanes.on(Lane.STORE):
             if after is not None:
@@ -303,7 +274,7 @@ class CudaCopier:
             return self._lanes.record(Lane.STORE)
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """See ``Copier``. The blocks' earlier owner has ended with ``after``."""
+        """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
         layers = self._groups[group]
         with self._lanes.on(Lane.LOAD):
             at = self._lanes.numbers(blocks)
@@ -318,8 +289,7 @@ class CudaCopier:
             return self._lanes.record(Lane.LOAD)
 
     def _parts(self, lane: Lane, slots: Slots) -> Iterator[tuple[slice, Slots, torch.Tensor]]:
-        """Yield as many slots as fit the scratch: which they are, and scratch (count,
-        slot_bytes)."""
+        """Yield as many slots as fit the scratch: which, and their scratch (count, slot_bytes)."""
         slot_bytes = slots.memory.slot_sizes[slots.size_class]
         most = self.scratch_bytes // slot_bytes
         for start in range(0, len(slots.indices), most):

@@ -22,9 +22,9 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class DeviceIo:
-    """Moves parts between memory and segment files. The mover's thread calls everything.
+    """Moves parts between memory and segment files. ``stats``: where failures are counted.
 
-    ``stats`` is the caller's; failed transfers are counted.
+    The mover's thread calls everything.
     """
 
     def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
@@ -64,22 +64,16 @@ class DeviceIo:
         return dict.fromkeys(unopened, Reason.IO_ERROR)
 
     def poll(self, wait_s: float) -> list[Outcome]:
-        """Return the batches that have ended, for ``ended``; wait for the first up to
-        ``wait_s``."""
+        """Return the batches that have ended; wait up to ``wait_s`` for the first."""
         return self._device.poll(wait_s) if self._parts else []
-
-    def drain(self) -> list[Outcome]:
-        """As ``poll``, waiting for all."""
-        return self._device.drain()
 
     def ended(
         self, outcomes: Sequence[Outcome], files: Mapping[int, OpenFile]
     ) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts that have ended, with failed moves; of a late one these have failed long
-        ago.
+        """Yield the parts that have ended, with moves that failed just now.
 
-        Not those that read again, each slot alone, what could not be read: one bad place on a drive
-        costs one block.
+        What could not be read is read again before, each slot alone: one bad place on a drive costs
+        one block.
         """
         for outcome in outcomes:
             part = self._parts.pop(outcome.ticket)

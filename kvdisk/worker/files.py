@@ -151,7 +151,7 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 
 
 class FileJobs:
-    """Runs the jobs in the order of ``add``; the mover's thread calls everything.
+    """Runs the jobs in order; the mover's thread calls everything.
 
     ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at
     the device names it: its drop waits for that. ``threaded``: False: they run within ``turn``.
@@ -199,19 +199,10 @@ class FileJobs:
             elif not self._hand_over():
                 return ended
 
-    def stop(self) -> list[tuple[Job, Reason | None]]:
-        """End what has started, however long it takes; return all jobs left, others as
-        CANCELLED."""
+    def close(self) -> None:
+        """End the thread after its job at hand, and close the files. No batch is under way."""
         for _, task in self._handed:
             task.cancel()
-        ended = [self._end(job, task) for job, task in self._handed]
-        ended += [(job, Reason.CANCELLED) for job in self._waiting]
-        self._handed.clear()
-        self._waiting.clear()
-        return ended
-
-    def close(self) -> None:
-        """End the thread after what has started, and close the files. No batch is under way."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
@@ -255,8 +246,6 @@ class FileJobs:
             self._device.detach_file(opened.fd)
 
     def _end(self, job: Job, task: Future[OpenFile | None]) -> tuple[Job, Reason | None]:
-        if task.cancelled():
-            return job, Reason.CANCELLED
         try:
             file = task.result()
         except KvdiskError as error:

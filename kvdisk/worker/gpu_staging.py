@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots in GPU memory for blocks between drive and vLLM's tensors, and their payload checksums,
-computed there.
+"""Slots in GPU memory between drive and vLLM's tensors, and payload checksums computed there.
 
-A slot lies here as it lies in an ``Arena`` and on the drive: 4 KiB header and payload. The host
-never sees a payload: it reads and writes headers through a small pinned area, and gets 16 bytes of
-sums for each slot.
+A slot lies here as it lies in an ``Arena`` and on the drive. The host never sees a payload: it
+reads and writes headers through a small pinned area, and gets 16 bytes of sums for each slot.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ class PayloadSums:
         self._scratch = torch.empty(scratch_bytes // WORD_BYTES, dtype=torch.int64, device=device)
 
     def of(self, slots: torch.Tensor, payload_bytes: int, out: torch.Tensor) -> None:
-        """Put the checksums of the payloads in ``slots``, uint8 (n, slot_bytes), into ``out``,
-        int64 (n, 2).
+        """Put the checksums of ``slots``, uint8 (n, slot_bytes), into ``out``, int64 (n, 2).
 
         Whatever is behind the payloads in their last rows becomes zeros.
         """
@@ -79,16 +76,11 @@ def _on_device(numbers: np.ndarray[Any, np.dtype[np.uint64]], device: torch.devi
 
 
 class GpuStaging(SlotMemory):
-    """Registered staging of one rank on its GPU; its buffers are addresses only, in truth
-    ``GpuRange``.
+    """Registered staging of one rank on its GPU. Its buffers are addresses only (``GpuRange``).
 
-    ``lanes``: those of the copier, whose
-    streams the work here goes to: sums of what was gathered to STORE, of what was read to LOAD. On
-    a CPU (tests) it is host memory.
-
-    The staging owns its memory until ``close``, when neither a copy nor a batch may be in flight.
-    The mover's thread calls everything. Raises torch's OutOfMemoryError where the GPU has not so
-    much left.
+    ``lanes``: those of the copier; sums of what was gathered go to STORE, of what was read to LOAD.
+    On a CPU (tests) it is host memory. The mover's thread calls everything. Raises torch's
+    OutOfMemoryError where the GPU has not so much left.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], lanes: CudaLanes) -> None:
@@ -140,14 +132,12 @@ class GpuStaging(SlotMemory):
         return memoryview(self._heads[size_class][index].numpy())
 
     def digest(self, size_class: int, index: int) -> bytes:
-        """Return a payload's checksum of kind MULTILINEAR, once the event of ``start_sums`` has
-        passed."""
+        """Return a payload's MULTILINEAR checksum, once the event of ``start_sums`` has passed."""
         sums: bytes = self._host_sums[size_class][index].numpy().astype("<i8").tobytes()
         return sums
 
     def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
-        """Compute the checksums of slots, and bring them to host memory; on lane LOAD with their
-        headers."""
+        """Bring slots' checksums to host memory, and on lane LOAD their headers, too."""
         with self._lanes.on(lane):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)
@@ -169,7 +159,7 @@ class GpuStaging(SlotMemory):
             return self._lanes.record(Lane.STORE)
 
     def close(self) -> None:
-        """Give the memory back to the GPU. Idempotent."""
+        """Give the memory back. Idempotent. No copy and no batch may be in flight."""
         self._tensors, self._owner, self._pool = [], None, None
         self._sums.clear()
         self._payload_sums.clear()

@@ -17,13 +17,11 @@ from kvdisk.worker.runner import PART_BYTES, Runner
 if TYPE_CHECKING:
     from kvdisk.worker.copier import Event
 
-_DEVICE_WAIT_S = 0.001
-"""Longest look at the device before new plans are looked for."""
+_WAIT_S = 0.001
+"""Longest wait for the device, or for files, before new plans are looked for."""
 _COPY_WAIT_S = 0.0002
-_FILES_WAIT_S = 0.001
 URGENT_S = 0.25
-"""How long copies of what a preemption takes away may take to begin, while the engine's step
-waits."""
+"""How long a step waits for copies of what a preemption takes away to begin."""
 FENCE_S = 0.5
 """How long a step may wait for the mover's thread: what has not begun then never begins."""
 
@@ -69,8 +67,7 @@ class Mover:
         self._fenced: set[JobId] = set()
         """Jobs of which some copy from the GPU has not begun, while ``protect`` waits for them."""
         self._hangs = False
-        """``protect`` waited in vain, and no turn has ended since: the next step need not wait,
-        too."""
+        """``protect`` waited in vain, and no turn has ended since: the next step does not wait."""
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()
@@ -88,17 +85,13 @@ class Mover:
 
     # -- the model's thread --------------------------------------------------------------------
 
-    def compute_done(self) -> Event | None:
-        """Note the model's work launched so far, for ``submit``."""
-        return self._copier.compute_done()
+    def submit(self, plan: Plan) -> None:
+        """Take over a plan. Each job is reported once; one with late moves is released once, too.
 
-    def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Take over a plan. Each job is reported exactly once. Not after ``close``.
-
-        A job with late moves is released once, too. ``after``: copies from and to the GPU's blocks
-        begin when this work of the model has ended.
+        Copies from and to the GPU's blocks begin when the model's work launched so far has ended.
         """
         assert not self._closing, "the mover is closed"
+        after = self._copier.compute_done()
         with self._changed:
             twice = [job.id for job in plan.jobs if job.id in self._out]
             assert not twice, f"jobs {twice} were submitted twice"
@@ -111,7 +104,7 @@ class Mover:
                 self._fenced.update(job_id for job_id in (*plan.urgent, *plan.fence) if job_id in self._out)
             self._changed.notify_all()
 
-    def protect(self, plan: Plan, after: Event | None = None) -> None:
+    def protect(self, plan: Plan) -> None:
         """Take over a plan, and let the model's next work wait for the copies of its fenced stores.
 
         ``plan``: ``Plan.fence`` and ``Plan.urgent``, with those of their jobs that are new. Waits,
@@ -122,7 +115,7 @@ class Mover:
         drives, is not waited for.
         """
         started_s = self._clock()
-        self.submit(plan, after)
+        self.submit(plan)
         if self._thread is None:
             now_s = started_s
             while self._fenced:
@@ -147,8 +140,7 @@ class Mover:
     def halt(self) -> None:
         """Begin nothing more, of the jobs under way either; what has begun ends.
 
-        When it returns no copy from the GPU begins, and the model waits for those that have begun,
-        as in ``protect``.
+        When it returns no copy from the GPU begins, and the model waits for those that have begun.
         """
         with self._changed:
             self._runner.halt()
@@ -181,11 +173,11 @@ class Mover:
             return bool(self._report.results)
 
     def close(self) -> None:
-        """End what has started, fail the rest with CANCELLED, close device and files. Idempotent.
+        """Cancel what has not ended, and close device and files. Idempotent.
 
         Waits for the legs under way, late ones too, and for the files, however long they take:
-        nothing writes to a slot afterwards. The results and releases of all jobs can be polled for
-        then.
+        nothing writes to a slot afterwards. ``poll`` has the results of all jobs, long before that
+        where the drive takes long.
         """
         with self._changed:
             self._closing = True
@@ -228,45 +220,33 @@ class Mover:
     def _turn_until_closed(self) -> None:
         happened = True
         while not self._closing:
+            wait_s = _COPY_WAIT_S if self._runner.copying else _WAIT_S
             if happened or self._runner.at_device:
-                wait_s = _COPY_WAIT_S if self._runner.copying else _DEVICE_WAIT_S
                 happened = self.turn(0.0 if happened else wait_s)
                 continue
             with self._changed:
                 if not self._inbox and not self._closing:
-                    wait_s = _COPY_WAIT_S if self._runner.copying else _FILES_WAIT_S
                     self._changed.wait(None if self._runner.idle else wait_s)
             happened = True
 
     def _finish(self) -> None:
-        """End the runner's work, in order if it can be, and answer for all jobs."""
+        """Cancel what has not ended, now and from now on; then close.
+
+        Nobody who waits for a load waits for the drive, too, which may never end.
+        """
         if self._ended:
             return
-        if self._error is None:
-            try:
-                self._runner.stop()
-                self._publish()
-            except BaseException as error:
-                self._error = error
-        if self._error is not None:
-            # Loads and urgent stores are waited for: they are answered before the drive is, which
-            # may never end.
-            self._runner.await_copies()
-            self._answer_rest()
-        try:
-            self._runner.close()
-        except BaseException as error:
-            self._error = self._error or error
-        self._answer_rest()
-
-    def _answer_rest(self) -> None:
-        """Answer for all jobs, now and from now on: what has not ended was cancelled."""
+        self._runner.await_copies()
         with self._changed:
             self._ended = True
             self._inbox.clear()
             self._fenced.clear()
             self._cancel_rest()
             self._changed.notify_all()
+        try:
+            self._runner.close()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _publish(self) -> None:
         runner = self._runner

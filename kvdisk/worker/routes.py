@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.device.base import Buffer, Device
 from kvdisk.geometry import Geometry
-from kvdisk.messages import Job, JobKind, JobResult, Move, Reason
+from kvdisk.messages import Job, JobKind, Move, Reason
 from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Copier, Event
+    from kvdisk.worker.copier import Event, HostCopier
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.files import SegmentFiles
 
@@ -35,7 +35,7 @@ class Resources:
     rank: int
     arena: Arena | None
     staging: Arena
-    copier: Copier
+    copier: HostCopier
     device: Device
     files: SegmentFiles
     direct: Direct | None = None
@@ -134,13 +134,12 @@ def route_of(kind: JobKind, move: Move) -> Route | None:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A job under way. ``left``: moves that have not ended. ``after``: the model's work to wait
-    for.
+    """A job under way.
 
-    ``deadline_s``: on the mover's clock; what has not started then fails. ``late``: moves that have
-    failed, and that the device has not ended; ``late_parts``: how many parts they are. ``urgent``:
-    before all that is not; ``fenced``: what of it cannot start at once fails. ``copied``: it was
-    reported that nothing of it reads the GPU any more.
+    ``left``: moves that have not ended. ``after``: the model's work to wait for. ``deadline_s``: on
+    the mover's clock; what has not started then fails. ``urgent``: before all that is not;
+    ``fenced``: what of it cannot start at once fails. ``copied``: it was reported that nothing of
+    it reads the GPU any more.
     """
 
     job: Job
@@ -148,15 +147,9 @@ class Work:
     deadline_s: float
     left: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)
-    late_parts: int = 0
     urgent: bool = False
     fenced: bool = False
     copied: bool = False
-
-    def result(self) -> JobResult:
-        """Return this rank's answer."""
-        return JobResult(1, self.failed, set(self.late), 1 if self.late else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -200,8 +193,7 @@ class Part:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Its place in the queue: urgent stores, loads by the arrival of their requests, then the
-        others."""
+        """Its place in the queue: urgent stores, loads as their requests arrived, the others."""
         route, work = self.route, self.work
         rank = 0 if work.urgent else 1 if route.scatters else 2 if route.gathers else 3 if route.reads else 4
         return rank, work.job.arrival
@@ -216,8 +208,7 @@ class Part:
 
 
 class OpenFile(NamedTuple):
-    """An open segment file. ``drive``: position in the list of the home that was opened, for a
-    neighbour's file too."""
+    """An open segment file. ``drive``: by the home that was opened, for a neighbour's file too."""
 
     fd: int
     slot_bytes: int
@@ -247,8 +238,7 @@ class PartCutter:
         }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
-        """Cut a job into parts, in their order; moves without a source fail with ABSENT. Sets
-        ``work.left``.
+        """Cut a job into parts, and set ``work.left``; moves without a source fail with ABSENT.
 
         Where the KV is the same on every rank, what another rank writes to the drive has ended well
         here, unmoved. ``files``: by segment. What lies on several drives is taken from each in

@@ -15,14 +15,13 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
 from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
-from kvdisk.messages import Job, JobKind, Reason, Report
+from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
@@ -126,11 +125,13 @@ class Runner:
         for job_id in job_ids:
             work = self._works.get(job_id)
             if work is not None and not self.has_launched(job_id):
-                parts = self._take_queued(partial(_is_of, work))
-                work.urgent = work.fenced = True
-                self._enqueue(parts)
-                if work in self._waiting:
-                    self._fail_waiting(work, Reason.OVERWRITTEN)
+                self._fence(work)
+
+    def _fence(self, work: Work) -> None:
+        parts = self._take_queued(lambda part: part.work is work)
+        work.urgent = work.fenced = True
+        self._fail_unstarted(Reason.OVERWRITTEN, lambda each, _: each is work)
+        self._enqueue(parts)
 
     def has_launched(self, job_id: JobId) -> bool:
         """Whether every copy from the GPU of a job that was added has begun, or never will."""
@@ -146,12 +147,9 @@ class Runner:
         self._enqueue(parts)
 
     def _enqueue(self, parts: Iterable[Part]) -> None:
-        """Let parts wait for their turn, unless nothing of their job may start any more."""
+        """Let parts wait for their turn."""
         for part in parts:
-            if self._stopping:
-                self._fail(part.work, dict.fromkeys(part.positions, Reason.CANCELLED))
-            else:
-                insort(self._queues.setdefault((part.route, part.work.urgent), []), part, key=_urgency)
+            insort(self._queues.setdefault((part.route, part.work.urgent), []), part, key=_urgency)
 
     def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
         """Finish ended jobs of files, and admit what waited for them; return whether any ended."""
@@ -202,7 +200,9 @@ class Runner:
         happened |= self._note_files(self._files.turn())
         happened |= self._give_up_late(now_s)
         happened |= self._expire(now_s)
-        return (self._cancel_unstarted() if self._stopping else self._start()) or happened
+        if self._stopping:
+            return self._fail_unstarted(Reason.CANCELLED, lambda *_: True) or happened
+        return self._start() or happened
 
     def take_report(self) -> Report:
         """Return what has ended since the last call."""
@@ -215,30 +215,13 @@ class Runner:
         self._stopping = True
 
     def give_up(self, job_ids: Iterable[JobId]) -> None:
-        """Give stores up. Any thread. When it returns, each of their copies from the GPU has begun,
-        or never will."""
+        """Give stores up. Any thread. Of their copies from the GPU none begins after it returns."""
         self.given_up.update(job_ids)
         with self._gathering:
             pass
 
-    def _cancel_unstarted(self) -> bool:
-        waiting = list(self._waiting)
-        for work in waiting:
-            self._fail_waiting(work, Reason.CANCELLED)
-        return self._fail_queued(lambda _: True, Reason.CANCELLED) or bool(waiting)
-
-    def stop(self) -> None:
-        """End what is under way, however long it takes; the rest is CANCELLED. Then ``idle``."""
-        self.halt()
-        self._cancel_unstarted()
-        self._note_files(self._files.stop())
-        while self._device_io.busy:
-            self._reap(self._device_io.drain())
-        self._reap_copies(wait=True)
-        assert self.idle
-
     def await_copies(self) -> None:
-        """After an error of ours: wait until no copy touches the GPU's blocks. Does not raise."""
+        """Begin nothing more, and wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
         for part in self._under_way:
             with suppress(Exception):  # a GPU that fails copies nothing any more
@@ -246,16 +229,15 @@ class Runner:
                     part.copy.synchronize()
 
     def close(self) -> None:
-        """Close device and files, when ``idle`` or after ``await_copies``: then what is at the
-        device is waited for, and reported no more."""
+        """Close device and files, after ``await_copies``. Waits for what has begun, and reports
+        nothing of it."""
         with suppress(Exception):
             self._resources.device.drain()
         self._files.close()
         self._resources.device.close()
 
     def _start(self) -> bool:
-        """Start the first part that can be. One that cannot holds up what is behind it on its
-        route."""
+        """Start the first part that can be. One that cannot holds up its route."""
         for part in sorted((parts[0] for parts in self._queues.values() if parts), key=_urgency):
             route, work = part.route, part.work
             if self._has_room(route, work.urgent) and self._parts.lend(part):
@@ -264,7 +246,9 @@ class Runner:
                 self._advance(part)
                 return True
             if work.fenced or (route.gathers and work.job.id in self.given_up):
-                return self._fail_queued(partial(is_, part), Reason.OVERWRITTEN)
+                self._queues[route, work.urgent].pop(0)
+                self._fail(work, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
+                return True
         return False
 
     def _has_room(self, route: Route, urgent: bool) -> bool:
@@ -285,18 +269,16 @@ class Runner:
         """Fail what has not started by its deadline, and what its drive would not take."""
         stuck = self._stuck()
         if not stuck and now_s <= self._soonest_s:
-            return False  # the usual case, in which nothing that grows with the queue is looked at
-        waiting = [work for work in self._waiting if work.deadline_s < now_s]
-        for work in waiting:
-            self._fail_waiting(work, Reason.DEADLINE)
-        failed = self._fail_queued(
-            lambda part: part.work.deadline_s < now_s or (part.drive, part.route.writes) in stuck, Reason.DEADLINE
+            return False  # the usual case, in which the queue is not looked at
+        failed = self._fail_unstarted(
+            Reason.DEADLINE,
+            lambda work, part: work.deadline_s < now_s or (part and (part.drive, part.route.writes) in stuck),
         )
         left = [part.work.deadline_s for part in self.queued] + [work.deadline_s for work in self._waiting]
         self._soonest_s = min(left, default=math.inf)
-        if failed or waiting:
+        if failed:
             self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
-        return failed or bool(waiting)
+        return failed
 
     def _stuck(self) -> set[tuple[int, bool]]:
         """Return the drives that are given no more reads (False) or writes (True)."""
@@ -319,8 +301,6 @@ class Runner:
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
             self._stats.add("late_moves", len(late))
             part.late = True
-            part.work.late.update(late)
-            part.work.late_parts += 1
             self._fail(part.work, late)
         return bool(overdue)
 
@@ -356,8 +336,7 @@ class Runner:
         return bool(part.positions)
 
     def _copy(self, part: Part) -> bool:
-        """Start a leg on copier or GPU; return whether it is under way. What was given up gathers
-        nothing."""
+        """Start a leg on copier or GPU, unless its store was given up; return whether it runs."""
         with self._gathering if part.leg is Leg.GATHER else nullcontext():
             if part.leg is Leg.GATHER and part.work.job.id in self.given_up:
                 self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
@@ -383,18 +362,18 @@ class Runner:
             return copier.gather(part.group, blocks, slots, work.after)
         return copier.scatter(part.group, slots, blocks, work.after)
 
-    def _has_copied(self, part: Part, copy: Event, *, wait: bool = False) -> bool:
-        """Note a copy that has ended. ``wait``: until it has."""
-        if not wait and not copy.query():
+    def _has_copied(self, part: Part, copy: Event) -> bool:
+        """Note a copy that has ended."""
+        if not copy.query():
             return False
         copy.synchronize()
         part.copy = None
         self._count(part, len(part.positions))
         return True
 
-    def _reap_copies(self, *, wait: bool = False) -> bool:
+    def _reap_copies(self) -> bool:
         copying = [(part, part.copy) for part in self._under_way if part.copy is not None]
-        ended = [part for part, copy in copying if self._has_copied(part, copy, wait=wait)]
+        ended = [part for part, copy in copying if self._has_copied(part, copy)]
         for part in ended:
             self._advance(part)
         return bool(ended)
@@ -405,12 +384,11 @@ class Runner:
                 self._end_late(part)
                 continue
             self._count(part, len(part.positions) - len(failed))
-            self._drop(part, self._note_direct(part, failed) if failed and part.route.direct else failed)
+            self._drop(part, self._leave_direct(part, failed) if failed and part.route.direct else failed)
             self._advance(part)
 
     def _count(self, part: Part, moved: int) -> None:
-        """Count the moves that a leg has made between two kinds of memory, and how long that
-        took."""
+        """Count what a leg has moved between two kinds of memory, and how long it took."""
         memory = "gpu" if part.route.direct else "cpu"
         at_device = part.leg in {Leg.READ, Leg.WRITE}
         if not moved or (part.route.direct and not at_device):
@@ -433,32 +411,33 @@ class Runner:
 
     def _check(self, part: Part) -> None:
         bad, unknown = self._headers.check(part)
-        if self._direct is not None and unknown:
-            self._direct.note_of_host(part.work.job.moves[position] for position in unknown)
-            self._load_by_host(part, unknown)
+        self._load_by_host(part, unknown)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
             self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")
         self._drop(part, bad)
 
-    def _note_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
-        """Count failures of the drive on the GPU's way; such loads go the host's way once more.
+    def _leave_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
+        """The drive has failed moves on the GPU's way: use it less, and load them by the host's.
 
         Returns the failures that stay.
         """
         assert self._direct is not None
-        mine = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
-        if mine and self._direct.note_failure():
-            self._log.warn("direct", "GPUDirect has failed too often: all blocks go through host memory from now on")
-        if not part.route.reads:
-            return failed
-        self._load_by_host(part, mine)
-        return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}
+        broken = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
+        if part.route.reads:
+            self._load_by_host(part, broken)
+            return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}
+        if broken:
+            self._direct.store_by_host()
+            self._log.warn("direct", "a write straight from the GPU failed: from now on all go through host memory")
+        return failed
 
     def _load_by_host(self, part: Part, positions: Sequence[int]) -> None:
-        """Take moves out of a part, and load them through host memory."""
+        """Take moves out of a part; load them, and all of their segments, through host memory."""
         positions = [position for position in part.positions if position in positions]  # in the order of their slots
         if positions:
+            assert self._direct is not None
+            self._direct.load_by_host(part.work.job.moves[position] for position in positions)
             part.drop(dict.fromkeys(positions, Reason.IO_ERROR))
             self._enqueue(self._parts.cut_by_host(part, positions))
 
@@ -479,34 +458,31 @@ class Runner:
         """The device has ended a late part: its slots are free to be used."""
         self._under_way.remove(part)
         self._parts.give_back(part)
-        work = part.work
-        work.late_parts -= 1
-        if work.left:  # nobody has been told
-            work.late.difference_update(part.positions)
-        elif not work.late_parts:
-            self._report.released[work.job.id] = 1
+        if part.work.left == 0 and not self._late_of(part.work):
+            self._report.released[part.work.job.id] = 1
 
-    def _fail_queued(self, wanted: Callable[[Part], bool], reason: Reason) -> bool:
-        """Fail the parts of the queue that are ``wanted``; return whether there were any."""
-        gone = self._take_queued(wanted)
-        for part in gone:
+    def _late_of(self, work: Work) -> set[int]:
+        """Return the moves that have failed, and that the device has not ended."""
+        return {position for part in self._under_way if part.late and part.work is work for position in part.positions}
+
+    def _fail_unstarted(self, reason: Reason, wanted: Callable[[Work, Part | None], object]) -> bool:
+        """Fail the jobs that wait for files (part None) and the queued parts that are ``wanted``;
+        return whether there were any."""
+        waiting = [work for work in self._waiting if wanted(work, None)]
+        for work in waiting:
+            self._waiting.remove(work)
+            work.left = len(work.job.moves)
+            self._fail(work, dict.fromkeys(range(work.left), reason))
+        parts = self._take_queued(lambda part: wanted(part.work, part))
+        for part in parts:
             self._fail(part.work, dict.fromkeys(part.positions, reason))
-        return bool(gone)
+        return bool(waiting or parts)
 
-    def _take_queued(self, wanted: Callable[[Part], bool]) -> list[Part]:
-        taken: list[Part] = []
-        for lane, parts in self._queues.items():
-            kept: list[Part] = []
-            for part in parts:
-                (taken if wanted(part) else kept).append(part)
-            self._queues[lane] = kept
+    def _take_queued(self, wanted: Callable[[Part], object]) -> list[Part]:
+        taken = [part for part in self.queued if wanted(part)]
+        if taken:
+            self._queues = {lane: [part for part in parts if not wanted(part)] for lane, parts in self._queues.items()}
         return taken
-
-    def _fail_waiting(self, work: Work, reason: Reason) -> None:
-        """Fail a job that waits for its files."""
-        self._waiting.remove(work)
-        work.left = len(work.job.moves)
-        self._fail(work, dict.fromkeys(range(work.left), reason))
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:
         work.failed.update(failed)
@@ -536,11 +512,8 @@ class Runner:
     def _finish(self, work: Work) -> None:
         self._note_copied(work)
         del self._works[work.job.id]
-        self._report.results[work.job.id] = work.result()
+        late = self._late_of(work)
+        self._report.results[work.job.id] = JobResult(1, work.failed, late, 1 if late else 0)
 
 
 _urgency = attrgetter("urgency")
-
-
-def _is_of(work: Work, part: Part) -> bool:
-    return part.work is work

@@ -40,8 +40,7 @@ class SlotHeaders:
         self._direct = direct
 
     def seal(self, part: Part) -> None:
-        """Write the header of every slot of a part; of a direct one to host memory, to be copied
-        from there."""
+        """Write the header of every slot of a part; of a direct one in host memory."""
         size_class, direct = part.size_class, self._direct
         kind = XXH3_128 if direct is None else direct.checksum_kind(size_class)
         for _, slot, move, identity in self._each(part):
@@ -54,8 +53,8 @@ class SlotHeaders:
     def check(self, part: Part) -> tuple[dict[int, Reason], list[int]]:
         """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones.
 
-        Also returns the positions of sound headers with a checksum that a GPU does not compute:
-        nothing is known of their payloads. There are such on direct routes only.
+        Also returns the positions on a direct route whose checksum a GPU does not compute: nothing
+        is known of these payloads.
         """
         bad: dict[int, Reason] = {}
         unknown: list[int] = []

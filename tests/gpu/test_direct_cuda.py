@@ -80,7 +80,7 @@ class Worker:
     def run(self, kind: JobKind, moves=(), **fields) -> dict[int, Reason]:
         self.last += 1
         job = Job(JobId(self.last), kind, tuple(moves), **fields)
-        self.mover.submit(Plan((job,)), self.mover.compute_done())
+        self.mover.submit(Plan((job,)))
         while True:
             report = self.mover.poll()
             if job.id in report.results:

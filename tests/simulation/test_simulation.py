@@ -15,6 +15,7 @@ from support import ENVIRONMENT
 from support.simulator import SHAPES, Simulation, run_seeds
 
 from kvdisk.worker.direct import Direct
+from kvdisk.worker.runner import Runner
 from kvdisk.worker.slot_headers import SlotHeaders
 
 SEEDS = 100
@@ -69,16 +70,16 @@ def test_a_seed_is_a_run(seed: int) -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What became of moves that might go straight."""
     counts: Counter[str] = Counter()
-    route, failures, check = Direct.route, Direct.note_failure, SlotHeaders.check
+    route, failed, check = Direct.route, Runner._leave_direct, SlotHeaders.check
 
     def routed(self: Direct, wanted: Any, *rest: Any) -> Any:
         found = route(self, wanted, *rest)
         counts[found.name] += 1
         return found
 
-    def failed(self: Direct) -> bool:
+    def left(*parts: Any) -> Any:
         counts["failed straight"] += 1
-        return failures(self)
+        return failed(*parts)
 
     def checked(*parts: Any) -> Any:
         bad, unknown = check(*parts)
@@ -87,7 +88,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return bad, unknown
 
     monkeypatch.setattr(Direct, "route", routed)
-    monkeypatch.setattr(Direct, "note_failure", failed)
+    monkeypatch.setattr(Runner, "_leave_direct", left)
     monkeypatch.setattr(SlotHeaders, "check", checked)
     return counts
 

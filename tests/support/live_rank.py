@@ -129,12 +129,12 @@ class LocalRank:
         mover, plan = self._parts.mover, work.plan
         self._weights = work.weights
         if plan.fence or plan.urgent:
-            mover.protect(plan._replace(jobs=plan.jobs_before, void=()), mover.compute_done())
+            mover.protect(plan._replace(jobs=plan.jobs_before, void=()))
         early = plan.jobs_beside
         self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
         self._out |= {job.id for job in plan.jobs}
         if early or plan.void:
-            mover.submit(Plan(early, void=plan.void), mover.compute_done())
+            mover.submit(Plan(early, void=plan.void))
 
     def forward(self, work: StepWork) -> None:
         """Run the model: write what it computes, and look at all that it reads."""
@@ -151,7 +151,7 @@ class LocalRank:
         """Hand the mover the stores, which read what the model has computed."""
         stores = work.plan.jobs_after
         if stores:
-            self._parts.mover.submit(Plan(stores), self._parts.mover.compute_done())
+            self._parts.mover.submit(Plan(stores))
 
     def finish(self) -> StepReply:
         """Return what the rank finished. Raises WrongBytesError."""

@@ -86,19 +86,19 @@ class SimCopier(HostCopier):
         }
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         now = slots._replace(indices=list(slots.indices))
         copy = partial(self._copy, "gather", blocks, super().gather, group, list(blocks), now, after)
         return self._begin("gather", copy, blocks)
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """See ``Copier``."""
+        """See ``HostCopier``."""
         now = slots._replace(indices=list(slots.indices))
         copy = partial(self._copy, "scatter", blocks, super().scatter, group, now, list(blocks), after)
         return self._begin("scatter", copy, blocks)
 
     def hold_model(self) -> None:
-        """See ``Copier``: before the model goes on, every gather that was started has ended."""
+        """See ``HostCopier``: before the model goes on, every gather that was started has ended."""
         self._end("gather", len(self._pending["gather"]))
 
     def reads(self, block: int) -> bool:

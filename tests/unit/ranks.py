@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 
 import torch
-from support.addressed_device import AddressedDevice, view_of
+from support.addressed_device import AddressedDevice
 from support.sim_rank import staging_is_free
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
+from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.device.memory import MemoryDevice
-from kvdisk.errors import DeviceError
-from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaLanes, HostCopier, Lane, LayerBlocks
+from kvdisk.worker.copier import CudaLanes, HostCopier, Lane, LayerBlocks, Passed
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -44,15 +42,11 @@ def segment_of(group: int) -> SegmentSpec:
 
 
 class NamedFiles:
-    """``SegmentFiles`` for a device whose descriptors are only names.
-
-    ``broken``: segments that cannot be made. ``slow``: the opening of each of these waits for its
-    event, and sets ``opening``.
-    """
+    """``SegmentFiles`` for a device whose descriptors are only names. ``slow``: the opening of each
+    of these waits for its event, and sets ``opening``."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.broken: set[int] = set()
         self.slow: dict[int, threading.Event] = {}
         self.opening = threading.Event()
         self.closed = False
@@ -64,8 +58,6 @@ class NamedFiles:
         if spec.segment in self.slow:
             self.opening.set()
             assert self.slow[spec.segment].wait(600.0)
-        if spec.segment in self.broken:
-            raise DeviceError(errno.ENOSPC, f"segment {spec.segment}")
         self.calls.append(f"open {spec.segment}")
         return OpenFile(100 + spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
 
@@ -74,14 +66,6 @@ class NamedFiles:
 
     def close(self) -> None:
         self.closed = True
-
-
-class Now:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 class CpuLanes(CudaLanes):
@@ -97,33 +81,13 @@ class CpuLanes(CudaLanes):
 
     def record(self, lane):
         self.log.append(("record", lane))
-        return Now()
+        return Passed()
 
     def wait(self, lane, event) -> None:
         self.log.append(("wait", lane))
 
     def numbers(self, values):
         return torch.tensor(values)
-
-
-class HeldCopier(HostCopier):
-    """No copy is known to have ended while it is ``held``."""
-
-    held = False
-
-    def query(self) -> bool:
-        return not self.held
-
-    def synchronize(self) -> None:
-        pass
-
-    def gather(self, *args, **fields):
-        super().gather(*args, **fields)
-        return self
-
-    def scatter(self, *args, **fields):
-        super().scatter(*args, **fields)
-        return self
 
 
 class Rank:
@@ -169,7 +133,7 @@ class Rank:
             rank,
             self.arena,
             self.staging,
-            copier or HeldCopier([LayerBlocks(layers) for layers in self.layers]),
+            copier or HostCopier([LayerBlocks(layers) for layers in self.layers]),
             AddressedDevice(self.device) if direct else self.device,
             self.files,
             self.direct,
@@ -193,7 +157,7 @@ class Rank:
 
     def submit(self, kind: JobKind, moves=(), **fields) -> int:
         job = self.job(kind, moves, **fields)
-        self.mover.submit(Plan((job,)), self.mover.compute_done())
+        self.mover.submit(Plan((job,)))
         return int(job.id)
 
     def run(self) -> dict[int, JobResult]:
@@ -233,48 +197,34 @@ class Rank:
         return moves
 
     def close(self) -> None:
-        """End the mover; all staging is given back."""
+        """End the mover; all staging was given back, unless a test has ended it."""
         self.device.plan.hold = False
         self.device.release()
+        if not self.mover._ended:
+            self.run()
+            assert staging_is_free(self.mover._runner._parts), "staging is lost"
         self.mover.close()
-        assert staging_is_free(self.mover._runner._parts), "staging is lost"
 
     def cpu(self, group: int, index: int) -> Slot:
         return Slot(self.classes[group], index)
 
-    def staging_view(self, size_class: int, count: int) -> memoryview:
-        """The first slots of the staging that staged moves go through."""
-        if self.direct is None:
-            return self.staging.run_view(size_class, 0, count)
-        return view_of(self.direct.staging.run_view(size_class, 0, count))
-
     def payload(self, group: int, block: int) -> bytes:
         return b"".join(bytes(layer[block].numpy()) for layer in self.layers[group])
 
-    def erase(self, group: int | None = None) -> None:
+    def erase(self) -> None:
         """Overwrite the blocks, as a model that goes on does."""
-        for at, layers in enumerate(self.layers):
-            for layer in layers if group in {None, at} else ():
-                layer.fill_(0xEE)
+        for layer in (layer for layers in self.layers for layer in layers):
+            layer.fill_(0xEE)
 
     def is_erased(self, group: int, block: int) -> bool:
         return set(self.payload(group, block)) == {0xEE}
-
-    def flip(self, group: int, index: int, byte: int) -> None:
-        """Change one byte of slot ``index`` of a group's segment on the drive."""
-        spec = segment_of(group)
-        self.memory._files[100 + group][slot_offset(spec.slot_bytes, index) + byte] ^= 0x40
-
-
-def key_of(number: int, group: int = 0) -> BlockKey:
-    return make_block_key(number.to_bytes(32, "big"), group)
 
 
 def move(number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, **fields) -> Move:
     """Block ``number`` of a group; ``nvme``: index in the group's segment."""
     slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(group, nvme)}
     slots = {tier: slot for tier, slot in slots.items() if slot is not None}
-    return Move(key_of(number, group), fields.pop("generation", 7), block, slots, **fields)
+    return Move(make_block_key(number.to_bytes(32, "big"), group), fields.pop("generation", 7), block, slots, **fields)
 
 
 def keeping(move: Move, slot: Slot) -> Move:

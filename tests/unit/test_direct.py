@@ -6,16 +6,15 @@ is in ``test_mover*.py``."""
 from __future__ import annotations
 
 import errno
-import logging
 
 import pytest
-from ranks import FINGERPRINT, GROUPS, CpuLanes, Rank, move, segment_of
+from ranks import CpuLanes, Rank, move, segment_of
 
+from kvdisk.blocks import Slot, Tier
 from kvdisk.device.base import Op
-from kvdisk.device.header import MULTILINEAR, XXH3_128, SlotIdentity, check_slot, read_header
-from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
-from kvdisk.messages import JobKind
-from kvdisk.worker.direct import MOST_FAILURES
+from kvdisk.device.header import MULTILINEAR, XXH3_128, read_header
+from kvdisk.geometry import slot_offset
+from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.routes import Route
 
 STORED = range(6)
@@ -45,32 +44,6 @@ def store(rank: Rank, group: int = 0):
     return moves, before
 
 
-def arena_untouched(rank: Rank) -> bool:
-    return not any(any(bytes(rank.staging.run_view(at, 0, 8))) for at in set(rank.classes))
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_nothing_of_it_is_in_host_memory_and_the_host_can_verify_it(rank, group):
-    moves, before = store(rank, group)
-    assert arena_untouched(rank)
-    for b in STORED:
-        slot = slot_on_drive(rank, group, b)
-        header = read_header(slot)
-        assert header.checksum_kind == MULTILINEAR
-        size = GROUPS[group].payload_bytes
-        assert check_slot(slot, SlotIdentity(Namespace(FINGERPRINT, 0), moves[b].key, 7, size, 0, 1)) is None
-        assert slot[HEADER_BYTES : HEADER_BYTES + size] == before[b]
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert arena_untouched(rank)
-    assert {b: rank.payload(group, b) for b in STORED} == before
-    assert rank.stats.sum_of("transfer_bytes.gpu_to_cpu") == rank.stats.sum_of("transfer_bytes.cpu_to_gpu") == 0
-    assert (
-        rank.stats.sum_of("transfer_bytes.nvme_to_gpu")
-        == rank.stats.sum_of("transfer_bytes.gpu_to_nvme")
-        == len(STORED) * GROUPS[group].slot_bytes
-    )
-
-
 def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_host_from_then_on(rank):
     rank.direct.loads, rank.direct.stores, every = frozenset(), frozenset(), rank.direct.loads
     moves, before = store(rank)
@@ -89,21 +62,20 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
     assert rank.direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
 
 
-def test_a_way_that_keeps_failing_is_not_gone_any_more(rank, caplog):
+def test_what_the_drive_fails_goes_through_host_memory_from_then_on(rank):
     moves, before = store(rank)
-    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        for _ in range(MOST_FAILURES):
-            together_and_alone = range(rank.device._transfers + 1, rank.device._transfers + 4)
-            rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
-            assert rank.do(JobKind.LOAD, moves[:2]) == {}
-    assert rank.direct.given_up
-    assert sum("GPUDirect has failed too often" in record.message for record in caplog.records) == 1
-    rank.erase()
-    rank.device.plan.fail = {}
-    assert rank.do(JobKind.LOAD, moves) == {}
-    assert {b: rank.payload(0, b) for b in STORED} == before
-    assert not arena_untouched(rank)
-    assert rank.do(JobKind.STORE, [move(30, 0, 30, nvme=30)]) == {}
+    elsewhere = moves[0]._replace(slots={Tier.NVME: Slot(7, 0)})
+    together_and_alone = range(rank.device._transfers + 1, rank.device._transfers + 4)
+    rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
+    assert rank.do(JobKind.LOAD, moves[:2]) == {}, "read again"
+    assert {b: rank.payload(0, b) for b in range(2)} == {b: before[b] for b in range(2)}
+    straight = [rank.direct.route(Route.LOAD_STAGED, rank.classes[0], each) for each in (moves[0], elsewhere)]
+    assert straight == [Route.LOAD_STAGED, Route.LOAD_DIRECT], "its segment alone"
+    rank.device.plan.fail = {rank.device._transfers + 1: errno.EIO}
+    written = [move(30, 0, 30, nvme=30)]
+    assert rank.do(JobKind.STORE, written) == {0: Reason.IO_ERROR}
+    assert rank.do(JobKind.STORE, written) == {}
+    assert rank.direct.route(Route.STORE_STAGED, rank.classes[0], written[0]) is Route.STORE_STAGED
     assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
 
 

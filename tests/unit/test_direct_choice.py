@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start makes of the way between drive and GPU: kept, not kept, or refused in one sentence.
-Without a GPU."""
+"""What a start makes of the way between drive and GPU: by which speeds it is chosen, and what a way
+that lies, fails or hangs comes to. Without a GPU."""
 
 from __future__ import annotations
 
+import errno
 import os
 from types import SimpleNamespace
-from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
 from kvdisk import assembly
-from kvdisk.assembly import _pair_with_gpu
 from kvdisk.config import Config
 from kvdisk.device import probe
+from kvdisk.device.base import GpuRange, Op
 from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
@@ -26,93 +27,126 @@ from kvdisk.worker.direct import choose_direct
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 20000), GroupGeometry(1, 16, 3000)), 1, 16)
 SIZES = GEOMETRY.slot_sizes
-COUNTS = (4, 4)
+FILE_BYTES = 1 << 20
+FAST, SLOW = 4e8, 1e8
 
 
-class OnFiles(AddressedDevice):
-    """Both kinds of memory by system calls; notes whether it was closed."""
+class InRam(AddressedDevice):
+    """Both kinds of memory over bytes in RAM, at a speed for each op, way, and whether slots are
+    neighbours, in bytes per second. What goes straight by ``lies`` is written or read elsewhere."""
 
-    made: ClassVar[list[OnFiles]] = []
-
-    def __init__(self, inner=None, **_) -> None:
-        super().__init__(inner or PosixDevice(threads=1))
+    def __init__(self, speeds=lambda *_: FAST, *, lies: Op | None = None, **plan) -> None:
+        super().__init__(FaultyDevice(MemoryDevice(FILE_BYTES), FaultPlan(**plan)))
+        self.speeds = speeds
+        self.lies = lies
+        self.now_s = 1000.0
         self.closed = False
-        OnFiles.made.append(self)
+
+    def submit(self, op, batch):
+        direct = isinstance(batch[0].buffers[0], GpuRange)
+        self.now_s += sum(b.nbytes for item in batch for b in item.buffers) / self.speeds(op, direct, len(batch) == 1)
+        if direct and op is self.lies:
+            batch = [item._replace(offset=item.offset + 4096) for item in batch]
+        return super().submit(op, batch)
 
     def close(self) -> None:
         super().close()
         self.closed = True
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    OnFiles.made = []
-    # Its clock stands still: all repetitions are made, and no drive is silent, however long the
-    # machine takes.
-    monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(probe, "GIVE_UP_S", 600.0)
+@pytest.fixture
+def choose(tmp_path, monkeypatch):
+    """Choose by a trial of this device, by its own clock; the memory that is chosen is closed at
+    the end."""
+    stagings = []
+    monkeypatch.setattr(probe, "GIVE_UP_S", 600.0)  # no drive is silent, however long the machine takes
+
+    def choice(device, *, path=tmp_path, always=False):
+        monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: device.now_s))
+        found = choose_direct(path, SIZES, (4, 4), CpuLanes(), lambda: device, always=always, file_bytes=FILE_BYTES)
+        stagings.extend([found.direct.staging] if found.direct else [])
+        return found
+
+    yield choice
+    for staging in stagings:
+        staging.close()
 
 
-def choose(path, make_device=OnFiles, *, always=False):
-    return choose_direct(path, SIZES, COUNTS, CpuLanes(), make_device, always=always, file_bytes=1 << 20)
+@pytest.mark.parametrize(
+    ("speeds", "loads", "stores"),
+    [
+        (lambda op, direct, run: FAST if direct else SLOW, {0, 1}, {0, 1}),
+        (lambda op, direct, run: SLOW if direct else FAST, set(), set()),
+        (lambda op, direct, run: FAST if direct and op is Op.READ else SLOW, {0, 1}, set()),
+        (lambda op, direct, run: FAST if direct and op is Op.WRITE else SLOW, set(), {0, 1}),
+        (lambda op, direct, run: FAST if direct == run else SLOW, set(), set()),
+    ],
+    ids=["faster", "slower", "faster for reads", "faster for writes", "slower for single slots"],
+)
+def test_what_is_faster_is_chosen_by_direction(choose, speeds, loads, stores):
+    chosen = choose(InRam(speeds))
+    found = (chosen.direct.loads, chosen.direct.stores) if chosen.direct else (set(), set())
+    assert found == (loads, stores)
+    sizes = ", ".join(map(str, SIZES))
+    for what, which in (("loads", loads), ("stores", stores)):
+        assert (f"{what} of {sizes} bytes" in chosen.line) == bool(which)
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"lies": Op.READ}, "what was read straight is not"),
+        ({"lies": Op.WRITE}, "what was written straight is not"),
+        ({"fail": {1: errno.EIO}}, "a write that was tried failed straight"),
+        ({"fail": {3: errno.EIO}}, "a write that was tried failed in host memory"),
+        ({"fail": {4: errno.EIO}}, "a read that was tried failed straight"),
+    ],
+)
+def test_a_way_that_lies_or_fails_is_not_gone(choose, fault, said):
+    """By the size in which it does; where it is demanded, by none."""
+    speeds = lambda op, direct, run: FAST if direct else SLOW  # noqa: E731
+    chosen = choose(InRam(speeds, **fault))
+    assert f"of {SIZES[0]} bytes {said}" in chosen.line
+    assert chosen.direct is None if "lies" in fault else chosen.direct.loads == chosen.direct.stores == {1}
+    assert choose(InRam(speeds, **fault), always=True).direct is None
 
 
-def test_what_is_demanded_goes_however_fast(tmp_path):
-    before = open_files()
-    choice = choose(tmp_path, always=True)
-    assert choice.usable and choice.direct.loads == choice.direct.stores == {0, 1}
-    assert choice.direct.staging.slot_counts == COUNTS
-    assert [device.closed for device in OnFiles.made] == [True]
-    assert open_files() == before and list(tmp_path.iterdir()) == []
-    choice.direct.staging.close()
+def test_what_is_demanded_goes_however_slow_and_leaves_nothing_open(choose, tmp_path):
+    before, device = len(os.listdir("/proc/self/fd")), InRam(lambda op, direct, run: SLOW if direct else FAST)
+    chosen = choose(device, always=True)
+    assert chosen.direct.loads == chosen.direct.stores == {0, 1}
+    assert device.closed and list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_cannot_be_made_is_said(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise ConfigError("kvikio cannot be used: no\nluck")
-
-    found = choose(tmp_path, refuse)
-    assert (found.direct, found.usable) == (None, False) and "kvikio cannot be used: no luck" in found.line
-    assert "No such file" in choose(tmp_path / "missing").line
-    monkeypatch.setattr("kvdisk.worker.gpu_staging.GpuStaging", refuse)
-    assert "no luck" in choose(tmp_path).line, "as where a GPU is full"
-
-
-def test_a_drive_that_hangs_keeps_its_memory_and_file(tmp_path, monkeypatch):
+def test_a_drive_that_hangs_keeps_its_memory_and_file(choose, monkeypatch):
+    kept = []
+    monkeypatch.setattr(directs, "_given_up", kept)
+    before, device = len(os.listdir("/proc/self/fd")), InRam(hold=True)
     monkeypatch.setattr(probe, "GIVE_UP_S", 0.0)
-    monkeypatch.setattr(directs, "_given_up", [])
-    before = open_files()
-    plan = FaultPlan(hold=True)
-    choice = choose(tmp_path, lambda: OnFiles(FaultyDevice(MemoryDevice(), plan)), always=True)
-    assert (choice.direct, choice.usable) == (None, False) and "has not answered" in choice.line
-    (device, fd), (arena, staging) = directs._given_up
-    assert not device.closed and open_files() == before + 1
-    assert arena.memory.nbytes and staging.memory.nbytes
-    os.close(fd)
-    arena.close()
+    chosen = choose(device, always=True)
+    assert chosen.direct is None and "has not answered" in chosen.line
+    assert not device.closed and len(os.listdir("/proc/self/fd")) == before + 1
+    assert kept[0] is device and all(memory.memory.nbytes for memory in kept[1])
+
+
+# -- as the assembly asks for it -----------------------------------------------------------------
 
 
 def pair(tmp_path, lanes, device="auto", **more):
     config = Config.from_mapping({"store_dirs": str(tmp_path), "nvme_bytes": "1GiB", "device": device, **more})
-    return _pair_with_gpu(config, GEOMETRY, lanes, PosixDevice())
+    return assembly._pair_with_gpu(config, GEOMETRY, lanes, PosixDevice())
 
 
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(assembly, "gds_unavailable", lambda: None)
-    monkeypatch.setattr(assembly, "GdsDevice", OnFiles)
+    monkeypatch.setattr(assembly, "GdsDevice", lambda **_: AddressedDevice(PosixDevice(threads=1)))
 
 
-def test_a_start_with_a_gpu_has_a_device_of_both_memories(tmp_path, here, monkeypatch):
-    monkeypatch.setattr(directs, "FASTER", 0.0)
+def test_a_start_with_a_gpu_has_a_device_of_both_memories(tmp_path, here):
     device, direct = pair(tmp_path, CpuLanes(), "gds", gpu_staging_bytes="1MiB")
     assert device.name == "addressed(posix)" and direct.loads == {0, 1}
     assert sum(size * count for size, count in zip(SIZES, direct.staging.slot_counts, strict=True)) <= 1 << 20
-    assert [made.closed for made in OnFiles.made] == [True, False]
     device.close()
     direct.staging.close()
 
@@ -124,11 +158,15 @@ def test_a_start_with_a_gpu_has_a_device_of_both_memories(tmp_path, here, monkey
         (lambda: None, "", 1 << 20, None, "the model is not on a GPU"),
         (CpuLanes, "", 0, None, "gpu_staging_bytes is 0"),
         (CpuLanes, "missing", 1 << 20, None, ".*No such file.*"),
+        (Mock, "", 1 << 20, None, ".*: out of memory"),
     ],
+    ids=["no driver", "no GPU", "no staging", "no directory", "a full GPU"],
 )
 def test_a_start_without_gpudirect(tmp_path, here, monkeypatch, lanes, folder, staging_bytes, gds, why):
     """What is demanded is refused in one sentence; otherwise there is the host's device alone."""
     monkeypatch.setattr(assembly, "gds_unavailable", lambda: gds)
+    if lanes is Mock:
+        monkeypatch.setattr("kvdisk.worker.gpu_staging.GpuStaging", Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(ConfigError, match=rf"^device 'gds' cannot be used: {why}\.$"):
         pair(tmp_path / folder, lanes(), "gds", gpu_staging_bytes=staging_bytes)
     for device in ("auto", "posix"):

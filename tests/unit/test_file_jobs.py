@@ -54,11 +54,15 @@ def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):
 def test_a_job_that_waits_for_a_segment_is_given_up_in_time(rank):
     rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
     waits = rank.submit(JobKind.STORE, [slow_move(2)])
-    assert not rank.mover.wait_any(0.001)
+    rank.now_s = 5.0
+    later = rank.submit(JobKind.STORE, [slow_move(3)])
     rank.now_s = 11.0
     await_jobs(rank, waits)
     assert rank.results[waits].failed == {0: Reason.DEADLINE}
-    assert rank.results[waits].late == set()
+    assert rank.results[waits].late == set() and later not in rank.results
+    rank.files.slow[7].set()
+    await_jobs(rank, later)
+    assert rank.results[later].failed == {}
 
 
 def test_close_ends_the_file_under_way_and_starts_no_other(rank):
@@ -76,8 +80,8 @@ def test_close_ends_the_file_under_way_and_starts_no_other(rank):
     closer.join(WAIT_S)
     assert rank.files.closed
     rank.poll()
-    assert rank.results[make].failed == {}
-    assert rank.results[after].failed == {-1: Reason.CANCELLED}
+    assert rank.files.calls[-1] == "open 7"
+    assert rank.results[make].failed == rank.results[after].failed == {-1: Reason.CANCELLED}
     assert rank.results[waits].failed == {0: Reason.CANCELLED}
 
 

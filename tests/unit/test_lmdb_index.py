@@ -56,27 +56,6 @@ def write_records(path: Path, count: int) -> None:
         index.put_segment(SegmentRecord(1, 8192, 4))
 
 
-# A full map.
-
-
-def test_a_full_map_drops_puts_deletes_and_comes_back(tmp_path: Path) -> None:
-    with opened(tmp_path / "index", MIN_MAP_BYTES, commit_s=0.001) as index:
-        fill(index, random.Random(1), batch=20)
-        assert index.poll().dropped_puts == 20
-        kept = sorted(found_blocks(index))
-        assert len(kept) > 500
-        segment_ticket = index.put_segment(SegmentRecord(9, 8192, 4))
-        assert index.delete(kept[:400]) > segment_ticket
-        assert index.flush(WAIT_S)
-        assert sorted(found_blocks(index)) == kept[400:]
-        assert list(index.segments()) == [SegmentRecord(9, 8192, 4)]
-
-        until(lambda: index.put([record_of(1), record_of(2)]) is not None)
-        assert index.flush(WAIT_S)
-        assert found_blocks(index).keys() == {*kept[400:], (0, key_of(1)), (0, key_of(2))}
-        assert index.poll().dropped_puts == 20
-
-
 @pytest.mark.parametrize(("order", "batch", "deletions"), [("shuffled", 40, 1000), ("sorted", 1, 3)])
 def test_a_full_index_can_always_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, batch: int, deletions: int
@@ -93,14 +72,19 @@ def test_a_full_index_can_always_delete(
         for _ in range(2):
             until(lambda: index.put([record_of(0)]) is not None)  # in the second round, after a back-off
             assert index.flush(WAIT_S)
+            dropped_puts = index.poll().dropped_puts
             fill(index, rng, batch)
+            assert index.poll().dropped_puts == dropped_puts + batch
+            assert index.put_segment(SegmentRecord(9, 8192, 4))
             names = sorted(found_blocks(index))
+            assert len(names) > 500
             if order == "shuffled":
                 rng.shuffle(names)
             for start in range(0, len(names), deletions):
                 index.delete(names[start : start + deletions])
                 assert index.flush(WAIT_S)
             assert list(index.blocks()) == []
+            assert list(index.segments()) == [SegmentRecord(9, 8192, 4)]
     assert back_offs == []
 
 
@@ -130,9 +114,6 @@ def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_pat
             reader.kill()
         assert index.flush(WAIT_S)
         assert sorted(found_blocks(index)) == left
-
-
-# Errors of the system.
 
 
 class _Failing:
@@ -165,9 +146,6 @@ def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None
         until(lambda: index.put([record_of(4)]) is not None)
         assert index.flush(WAIT_S)
         assert list(index.blocks()) == [record_of(4)]
-
-
-# Opening.
 
 
 def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes, order and reports of the mover."""
+"""Parts, routes, order and reports of the mover."""
 
 from __future__ import annotations
 
-from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
+from ranks import FINGERPRINT, GROUPS, Rank, move, segment_of
 
+from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
-from kvdisk.messages import JobKind, Plan
-from kvdisk.worker.routes import Part, Route
-from kvdisk.worker.runner import MOST_WRITES, Runner
+from kvdisk.messages import Job, JobKind, Plan
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Work
 
-WAIT_S = 600.0
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
 
@@ -54,57 +53,6 @@ def test_neighbouring_slots_are_one_transfer(rank):
     assert {at: rank.payload(0, at) for at in range(4)} == before
 
 
-def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
-    rank.do(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
-    rank.device.plan.hold = True
-    for _ in range(12):
-        rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
-    rank.run()
-    queued, looked = rank.mover._runner.queued, []
-    assert len(queued) > 20
-    urgency = Part.urgency.fget
-    monkeypatch.setattr(Part, "urgency", property(lambda part: looked.append(part) or urgency(part)))
-    monkeypatch.setattr(Runner, "_take_queued", lambda *_: looked.extend(queued) or [])
-    assert not rank.mover.turn()
-    assert len(looked) <= len(Route), "however many wait"
-    monkeypatch.undo()
-    rank.device.plan.hold = False
-    rank.device.release()
-    assert all(not result.failed for result in rank.run().values())
-
-
-def test_fenced_stores_go_before_all_else(rank):
-    rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
-    stores = [
-        rank.submit(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(at * 8, at * 8 + 8)])
-        for at in range(4)
-    ]
-    load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
-    rank.mover.submit(Plan(fence=(stores[2], stores[3])))
-    order: list[int] = []
-    while rank.mover.turn():
-        order += [job_id for job_id in rank.poll() if job_id in {*stores, load} - set(order)]
-    assert order == [stores[2], stores[3], load, stores[0], stores[1]]
-
-
-def test_loads_of_requests_that_arrived_earlier_go_first(rank):
-    """Whatever the order of their plans, and wherever their blocks come from."""
-    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(32)])
-    rank.do(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(32)])
-    rank.device.plan.hold = True
-    first = rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(16)], arrival=9)
-    rank.run()  # it has taken all the reads that may be under way
-    staged = [rank.submit(JobKind.LOAD, [move(16 + at, 0, 16 + at, nvme=16 + at)], arrival=at) for at in (5, 3, 7)]
-    kept = rank.submit(JobKind.LOAD, [move(24, 0, 24, rank.cpu(0, 40), 24)], arrival=4)
-    rank.device.plan.hold = False
-    order: list[int] = []
-    rank.device.release()
-    while rank.mover.turn():
-        order += [job_id for job_id in rank.poll() if job_id in {first, *staged, kept} - set(order)]
-    assert order.index(staged[1]) < order.index(kept) < order.index(staged[0]) < order.index(staged[2])
-    assert order[-1] == staged[2] or order[-1] == first
-
-
 def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it(rank):
     rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1), move(2, 1, 2, nvme=2), move(2, 0, 2, rank.cpu(0, 0))])
     rank.device.plan.hold = True
@@ -126,26 +74,56 @@ def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it
     assert rank.do(JobKind.LOAD, [move(3, 0, 3, nvme=3)]) == {}
 
 
-def test_stores_through_staging_are_several_at_the_drive_and_leave_half_of_it_to_loads():
-    rank = Rank(staging_slots=2 * MOST_WRITES, part_bytes=8 * GROUPS[0].slot_bytes)
-    try:
-        before = {block: rank.payload(0, block) for block in range(12)}
-        rank.run()
-        rank.device.plan.hold = True
-        moves = [move(block, 0, block, nvme=block) for block in before]
-        store = rank.submit(JobKind.STORE, moves)
-        rank.run()
-        assert (rank.device.held, store in rank.results) == (MOST_WRITES, False)
-        late = rank.submit(JobKind.LOAD, [move(99, 0, 20, nvme=30)])
-        rank.run()
-        assert rank.device.held == MOST_WRITES + 1, "there is staging for a load"
-        rank.device.plan.hold = False
-        while rank.device.held:
-            rank.device.release()
-            rank.run()
-        assert rank.results[store].failed == {} and list(rank.results[late].failed) == [0]
-        rank.erase()
-        assert rank.do(JobKind.LOAD, moves) == {}
-        assert {block: rank.payload(0, block) for block in before} == before
-    finally:
-        rank.mover.close()
+def order_of(rank: Rank, *jobs: int) -> list[int]:
+    """Turn until nothing happens; return these jobs as they end."""
+    order: list[int] = []
+    while rank.mover.turn():
+        order += [job_id for job_id in rank.poll() if job_id in set(jobs) - set(order)]
+    return order
+
+
+def test_fenced_stores_go_before_all_else(rank):
+    rank.do(JobKind.STORE, [move(1, 0, 1, rank.cpu(0, 47))])
+    stores = [
+        rank.submit(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(at * 8, at * 8 + 8)])
+        for at in range(4)
+    ]
+    load = rank.submit(JobKind.LOAD, [move(1, 0, 44, rank.cpu(0, 47))])
+    rank.mover.submit(Plan(fence=(stores[2], stores[3])))
+    assert order_of(rank, *stores, load) == [stores[2], stores[3], load, stores[0], stores[1]]
+
+
+def test_loads_of_requests_that_arrived_earlier_go_first(rank):
+    """Whatever the order of their plans, and wherever their blocks come from."""
+    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(32)])
+    rank.do(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(32)])
+    rank.device.plan.hold = True
+    first = rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(16)], arrival=9)
+    rank.run()  # it has taken all the reads that may be under way
+    staged = [rank.submit(JobKind.LOAD, [move(16 + at, 0, 16 + at, nvme=16 + at)], arrival=at) for at in (5, 3, 7)]
+    kept = rank.submit(JobKind.LOAD, [move(24, 0, 24, rank.cpu(0, 40), 24)], arrival=4)
+    rank.device.plan.hold = False
+    rank.device.release()
+    order = [job for job in order_of(rank, first, *staged, kept) if job != first]
+    assert order == [staged[1], kept, staged[0], staged[2]]
+
+
+def test_a_job_is_cut_into_parts_by_drive_in_the_order_of_its_slots_and_drives_take_turns():
+    drives = {4: 0, 7: 1, 8: 1}
+    slots = [Slot(segment, index) for segment in (7, 4) for index in (1, 0, 3, 2, 4)] + [Slot(9, 0), Slot(8, 1)]
+    moves = tuple(move(at, 0, at, nvme=0)._replace(slots={Tier.NVME: slot}) for at, slot in enumerate(slots))
+    files = {segment: OpenFile(100, segment_of(0).slot_bytes, 8, drive) for segment, drive in drives.items()}
+    rank = Rank()
+    work = Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
+    parts = PartCutter(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
+    rank.close()
+    assert work.left == len(slots)
+    assert [(part.drive, [slots[at] for at in part.positions]) for part in parts] == [
+        (1, [Slot(7, 0), Slot(7, 1)]),
+        (0, [Slot(4, 0), Slot(4, 1)]),
+        (NO_DRIVE, [Slot(9, 0)]),
+        (1, [Slot(7, 2), Slot(7, 3)]),
+        (0, [Slot(4, 2), Slot(4, 3)]),
+        (1, [Slot(7, 4), Slot(8, 1)]),
+        (0, [Slot(4, 4)]),
+    ]

@@ -3,43 +3,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import pytest
-from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
+from ranks import GPU_BLOCKS, Rank, move, segment_of
 
-from kvdisk.geometry import HEADER_BYTES
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.copier import HostCopier
 
 WAIT_S = 600.0
-
-
-def refused_alone(rank: Rank, moves, bad: int, reason: Reason, **fields) -> None:
-    """The load of ``moves`` fails at ``bad`` alone, and there the GPU block stays as it was."""
-    assert rank.do(JobKind.LOAD, moves, **fields) == {bad: reason}
-    assert [at for at, each in enumerate(moves) if rank.is_erased(0, each.block)] == [bad]
-
-
-@pytest.mark.parametrize("byte", [HEADER_BYTES, HEADER_BYTES + GROUPS[0].payload_bytes - 1])
-def test_a_flipped_payload_byte_on_the_drive(rank, byte):
-    moves = rank.stored(8)
-    rank.flip(0, 5, byte)
-    refused_alone(rank, moves, 5, Reason.CHECKSUM)
-    assert rank.stats["verification_failures.checksum"] == 1
-    assert rank.stats["verification_failures.header"] == rank.stats["io_errors.read"] == 0
-
-
-def test_a_full_drive(rank, caplog):
-    rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(GPU_BLOCKS)])
-    rank.device.plan.full = True
-    moves = [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(GPU_BLOCKS)]
-    with caplog.at_level(logging.WARNING, "kvdisk.worker"):
-        assert rank.do(JobKind.DEMOTE, moves) == dict.fromkeys(range(GPU_BLOCKS), Reason.NO_SPACE)
-    assert len(caplog.records) == 1  # one cause, one warning
-    rank.device.plan.full = False
-    assert rank.do(JobKind.DEMOTE, moves) == {}
 
 
 def test_void_reaches_a_result_that_nobody_has_polled_for(rank):
@@ -51,7 +23,7 @@ def test_void_reaches_a_result_that_nobody_has_polled_for(rank):
     assert rank.run()[load].failed == dict.fromkeys(range(2), Reason.CANCELLED)
 
 
-def test_close_ends_what_has_started_and_cancels_the_rest(rank):
+def test_close_waits_for_what_has_begun_and_cancels_it_with_the_rest(rank):
     rank.do(JobKind.STORE, [move(b, 0, b, rank.cpu(0, b)) for b in range(GPU_BLOCKS)])
     rank.device.plan.hold = True
     demote = rank.submit(JobKind.DEMOTE, [move(b, cpu=rank.cpu(0, b), nvme=b) for b in range(GPU_BLOCKS)])
@@ -64,10 +36,8 @@ def test_close_ends_what_has_started_and_cancels_the_rest(rank):
     file_job = rank.submit(JobKind.DROP_SEGMENT, segment=segment_of(0))
     rank.mover.close()
     results = rank.poll()
-    written = set(range(GPU_BLOCKS)) - set(results[demote].failed)
-    assert held > 1
-    assert 0 < len(written) < GPU_BLOCKS
-    assert set(results[demote].failed.values()) == {Reason.CANCELLED}
+    assert held > 1 and rank.device.held == 0
+    assert results[demote].failed == dict.fromkeys(range(GPU_BLOCKS), Reason.CANCELLED)
     assert results[load].failed == {0: Reason.CANCELLED}  # read, but not scattered any more
     assert rank.is_erased(0, 0)
     assert results[unseen].failed == {0: Reason.CANCELLED}

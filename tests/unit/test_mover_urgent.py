@@ -55,21 +55,7 @@ def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
 
 
 def fence(rank: Rank, *jobs: int) -> None:
-    rank.mover.protect(Plan(fence=jobs), rank.mover.compute_done())
-
-
-def test_a_fence_waits_for_the_copy_and_for_nothing_after_it(rank):
-    before = {block: rank.payload(0, block) for block in range(4)}
-    rank.device.plan.hold = True
-    job = rank.submit(JobKind.STORE, [move(block, 0, block, nvme=block) for block in range(4)])
-    fence(rank, job)
-    rank.erase()
-    assert job not in rank.poll(), "the drive has not written it"
-    rank.device.plan.hold = False
-    rank.device.release()
-    assert rank.run()[job].failed == {}
-    assert rank.do(JobKind.LOAD, [move(block, 0, block, nvme=block) for block in range(4)]) == {}
-    assert {block: rank.payload(0, block) for block in range(4)} == before
+    rank.mover.protect(Plan(fence=jobs))
 
 
 def test_what_cannot_begin_at_a_fence_is_given_up_at_once_and_others_are_left_alone(rank):

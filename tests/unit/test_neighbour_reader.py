@@ -73,22 +73,29 @@ def answer(found: NeighbourReader, names, *, epoch: int = 0, within_s: float = W
     raise AssertionError("no answer")
 
 
-def test_what_another_home_has_committed_is_found(tmp_path) -> None:
+def test_what_another_home_has_committed_is_found_in_its_newest_file(tmp_path) -> None:
     names = keys(40)
-    with home(tmp_path / "one", names[:30]) as owner, reader([Neighbour("one", tmp_path / "one")]) as found:
-        assert found.any
-        copies = answer(found, names)
-        assert set(copies) == set(names[:30])
-        (copy,) = copies[names[4]]
-        assert (copy.home_id, copy.segment, copy.slot_index, copy.generation) == ("one", SEGMENT, 4, 1004)
-        owner.put(records(names[30:]))
-        owner.delete([(0, names[0])])
-        assert owner.flush(WAIT_S)
-        assert set(answer(found, names)) == set(names[1:])
-        assert answer(found, names, epoch=5) == {}
+    with reader([Neighbour("one", tmp_path / "one")]) as found:
+        with home(tmp_path / "one", names[:30]) as owner:
+            assert found.any
+            copies = answer(found, names)
+            assert set(copies) == set(names[:30])
+            (copy,) = copies[names[4]]
+            assert (copy.home_id, copy.segment, copy.slot_index, copy.generation) == ("one", SEGMENT, 4, 1004)
+            owner.put(records(names[30:]))
+            owner.delete([(0, names[0])])
+            assert owner.flush(WAIT_S)
+            assert set(answer(found, names)) == set(names[1:])
+            assert answer(found, names, epoch=5) == {}
+        (tmp_path / "one" / "data.mdb").unlink()
+        with home(tmp_path / "one", keys(3, 7)):
+            assert set(answer(found, names)) == set(keys(3, 7))
+        child = found._reader._process
+    assert child.poll() is not None and not found.any, "closing ends the child"
+    assert not found.ask(1, 0, keys(1))
 
 
-def test_homes_come_and_go(tmp_path) -> None:
+def test_homes_come_and_go_and_a_child_that_was_killed_is_started_anew(tmp_path) -> None:
     homes: list[Neighbour] = []
     with reader(homes) as found, home(tmp_path / "a", keys(2)), home(tmp_path / "b", keys(4, 1)):
         assert not found.any
@@ -101,9 +108,13 @@ def test_homes_come_and_go(tmp_path) -> None:
         one, two, three = keys(3)
         while holders() != {one: ["a"], two: ["a", "b"], three: ["b"]}:
             pass
-        del homes[0]
-        while holders() != {two: ["b"], three: ["b"]}:
+        os.kill(found._reader._process.pid, signal.SIGKILL)
+        # The first home is blamed for it; the second is read by a new child.
+        assert holders() == {two: ["b"], three: ["b"]}
+        del homes[1]
+        while holders():
             pass
+        assert found._reader._process is None, "it keeps nothing of a home that is gone open"
 
 
 def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, caplog) -> None:
@@ -116,33 +127,6 @@ def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, caplog)
         for _ in range(3):
             assert set(answer(found, keys(3))) == set(keys(3))
         assert caplog.text.count("does not read home bad") == 1
-
-
-def test_an_index_that_was_made_anew_is_read_anew(tmp_path) -> None:
-    with reader([Neighbour("one", tmp_path / "one")]) as found:
-        for names in (keys(3), keys(3, 7)):
-            with home(tmp_path / "one", names):
-                assert set(answer(found, keys(10))) == set(names)
-            (tmp_path / "one" / "data.mdb").unlink()
-
-
-def test_the_child_is_started_anew_when_it_was_killed(tmp_path) -> None:
-    homes = [Neighbour("one", tmp_path / "one"), Neighbour("two", tmp_path / "two")]
-    with home(tmp_path / "one", keys(3)), home(tmp_path / "two", keys(3, 3)), reader(homes) as found:
-        assert len(answer(found, keys(6))) == 6
-        os.kill(found._reader._process.pid, signal.SIGKILL)
-        # The first home is blamed for it; the second is read by a new child.
-        assert set(answer(found, keys(6))) == set(keys(3, 3))
-
-
-def test_questions_are_bounded_and_closing_ends_the_child(tmp_path) -> None:
-    with home(tmp_path / "one", keys(3)):
-        with reader([Neighbour("one", tmp_path / "one")]) as found:
-            answer(found, keys(3))
-            child = found._reader._process
-        assert child.poll() is not None
-        assert not found.ask(1, 0, keys(1))
-        assert not found.any
 
 
 def test_the_child_ends_with_its_parent(tmp_path) -> None:
