@@ -7,10 +7,10 @@ import errno
 import os
 
 import pytest
+from support.memory_device import MemoryDevice
 
 from kvdisk.device import aio
 from kvdisk.device.base import Device, Op, Transfer
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, FilesConformance, fill, make_memory
@@ -74,85 +74,71 @@ class TestFaultyMemory(TestMemory):
         return FaultyDevice(self.reference)
 
 
-@pytest.fixture
-def memory_file():
-    """A reference device with one file of four blocks, and the bytes in it."""
-    device = MemoryDevice()
-    device.attach_file(7)
-    memory = make_memory(4 * ALIGNMENT)
+# -- a device that fails on purpose -------------------------------------------------------------
+
+ZEROS, HELD = bytes(ALIGNMENT), 4
+"""Blocks of the file."""
+
+
+def faulty(plan: FaultPlan) -> tuple[FaultyDevice, MemoryDevice, bytes]:
+    """Return a device that fails, the one behind it with a file of four blocks, and its bytes."""
+    inner = MemoryDevice()
+    inner.attach_file(7)
+    memory = make_memory(HELD * ALIGNMENT)
     data = fill(memory, 1)
-    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
-    device.drain()
-    return device, data
+    inner.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
+    inner.drain()
+    return FaultyDevice(inner, plan), inner, data
 
 
-def blocks(memory, count):
+def blocks(memory, count=HELD):
     return [memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(count)]
 
 
-def test_the_nth_transfer_fails_with_its_errno_and_moves_nothing(memory_file):
-    inner, data = memory_file
-    device = FaultyDevice(inner, FaultPlan(fail={2: errno.ENXIO, 4: errno.EIO}))
-    memory = make_memory(4 * ALIGNMENT)
-    views = blocks(memory, 4)
+def test_the_nth_transfer_fails_is_torn_or_lost():
+    plan = FaultPlan(fail={2: errno.ENXIO}, tear={4, 5}, lose={7})
+    device, inner, data = faulty(plan)
+    memory = make_memory(HELD * ALIGNMENT)
+    views = blocks(memory)
     device.submit(Op.READ, [Transfer(7, at * ALIGNMENT, (view,)) for at, view in enumerate(views[:3])])
     assert device.drain()[0].errors == {1: errno.ENXIO}
-    assert memory == data[:ALIGNMENT] + bytes(ALIGNMENT) + data[2 * ALIGNMENT : 3 * ALIGNMENT] + bytes(ALIGNMENT)
-    ticket = device.submit(Op.WRITE, [Transfer(7, 0, (views[3],))])
-    assert device.poll(WAIT_S) == [(ticket, {0: errno.EIO})]
-    assert inner.contents(7) == data
-    device.submit(Op.WRITE, [Transfer(7, 0, (views[3],))])
-    assert device.drain()[0].errors == {}
-    assert inner.contents(7)[:ALIGNMENT] == bytes(ALIGNMENT)
+    assert [bytes(view) for view in views] == [data[:ALIGNMENT], ZEROS, data[2 * ALIGNMENT :][:ALIGNMENT], ZEROS]
+    mine = fill(memory, 4)
+    last = (memory[:ALIGNMENT],)
+    device.submit(Op.WRITE, [Transfer(7, at, views) for at, views in ((0, tuple(views[:3])), (3 * ALIGNMENT, last))])
+    ticket = device.submit(Op.WRITE, [Transfer(7, 4 * ALIGNMENT, last)])
+    torn, fine = device.poll(WAIT_S)
+    assert torn.errors == {0: errno.EIO, 1: errno.EIO} and fine == (ticket, {})
+    written = mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
+    assert inner.contents(7) == written, "half of the one, and nothing of a single block"
+    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
+    assert device.drain()[0].errors == {} and inner.contents(7) == written, "lost, and nobody is told"
 
 
 @pytest.mark.parametrize("byte", [0, 4 * ALIGNMENT + 9])
-def test_one_bit_of_the_nth_read_is_flipped(memory_file, byte):
-    inner, data = memory_file
-    device = FaultyDevice(inner, FaultPlan(corrupt={2: byte}))
-    memories = [make_memory(4 * ALIGNMENT) for _ in range(3)]
+def test_one_bit_of_the_nth_read_is_flipped(byte):
+    device, inner, data = faulty(FaultPlan(corrupt={2: byte}))
+    memories = [make_memory(HELD * ALIGNMENT) for _ in range(3)]
     device.submit(Op.WRITE, [Transfer(7, 4 * ALIGNMENT, (memories[0],))])
-    device.submit(Op.READ, [Transfer(7, 0, tuple(blocks(memory, 4))) for memory in memories])
+    device.submit(Op.READ, [Transfer(7, 0, tuple(blocks(memory))) for memory in memories])
     assert not any(outcome.errors for outcome in device.drain())
-    assert memories[0] == data
-    assert memories[2] == data
+    assert memories[0] == data == memories[2]
     changed = {at: memories[1][at] ^ data[at] for at in range(len(data)) if memories[1][at] != data[at]}
     assert changed == {byte % len(data): 1}
     assert inner.contents(7)[: len(data)] == data
 
 
-def test_held_batches_run_when_released_oldest_first(memory_file):
-    inner, data = memory_file
-    device = FaultyDevice(inner, FaultPlan(hold=True))
-    memory = make_memory(2 * ALIGNMENT)
-    first, second = blocks(memory, 2)
+def test_held_batches_run_when_released_oldest_first():
+    device, _, data = faulty(FaultPlan(hold=True))
+    first, second = blocks(make_memory(2 * ALIGNMENT), 2)
     tickets = [device.submit(Op.READ, [Transfer(7, 0, (view,))]) for view in (first, second)]
-    assert device.poll(3600.0) == []
-    assert device.held == 2
+    assert device.poll(3600.0) == [] and device.held == 2
     device.release(1)
     assert device.poll(WAIT_S) == [(tickets[0], {})]
-    assert first == data[:ALIGNMENT]
-    assert not any(second)
+    assert first == data[:ALIGNMENT] and not any(second)
     device.plan.hold = False
     later = device.submit(Op.READ, [Transfer(7, 0, (first,))])
     assert device.poll(WAIT_S) == [(later, {})]
     assert device.drain() == [(tickets[1], {})]
     assert second == data[:ALIGNMENT]
-    assert [op for op, _ in device.submitted] == [Op.READ] * 3
-    assert device.submitted[0][1] == ((7, 0, ALIGNMENT),)
-
-
-def test_torn_and_lost_transfers(memory_file):
-    """Half of the one is moved, and it has failed; nothing of the other, and it has not."""
-    inner, data = memory_file
-    device = FaultyDevice(inner, FaultPlan(tear={1, 2}, lose={4}))
-    memory = make_memory(4 * ALIGNMENT)
-    mine = fill(memory, 4)
-    torn = Transfer(7, 0, tuple(blocks(memory, 4)[:3]))
-    single = Transfer(7, 3 * ALIGNMENT, (memory[:ALIGNMENT],))
-    device.submit(Op.WRITE, [torn, single, Transfer(7, 4 * ALIGNMENT, (memory[:ALIGNMENT],))])
-    assert device.drain()[0].errors == {0: errno.EIO, 1: errno.EIO}
-    assert inner.contents(7) == mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
-    device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
-    assert device.drain()[0].errors == {}
-    assert inner.contents(7) == mine[:ALIGNMENT] + data[ALIGNMENT:] + mine[:ALIGNMENT]
+    assert [op for op, _ in device.submitted] == [Op.READ] * 3 and device.submitted[0][1] == ((7, 0, ALIGNMENT),)

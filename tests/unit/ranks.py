@@ -9,10 +9,10 @@ import threading
 
 import torch
 from support.addressed_device import AddressedDevice, view_of
+from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry, GroupGeometry, slot_offset
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec

@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
+from support.memory_device import MemoryDevice
 
 from kvdisk import assembly
 from kvdisk.assembly import _pair_with_gpu
 from kvdisk.config import Config
 from kvdisk.device import probe
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry

@@ -9,9 +9,9 @@ import errno
 import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
+from support.memory_device import MemoryDevice
 
 from kvdisk.device.base import GpuRange, Op
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import direct as directs
