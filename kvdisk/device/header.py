@@ -120,11 +120,6 @@ def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
     return multilinear_digest(payload)
 
 
-def write_header(view: memoryview, header: SlotHeader) -> None:
-    """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
-    fill_header(view, header.identity, header.parent, header.checksum, header.checksum_kind)
-
-
 def seal_slot(slot_view: memoryview, identity: SlotIdentity, parent: BlockKey | None, kind: int = XXH3_128) -> None:
     """Write the header of a slot whose payload is in place behind it."""
     end = HEADER_BYTES + identity.payload_bytes
