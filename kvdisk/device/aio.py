@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdisk.device.base import Buffer, Op, Transfer
-from kvdisk.device.batches import Call, Done, cut, without
+from kvdisk.device.base import Buffer, Op, Outcome, Transfer
+from kvdisk.device.batches import Call, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES, LONGEST_BYTES = 512 << 10, 2 << 20
@@ -141,7 +141,7 @@ class KernelQueue:
     def __init__(
         self,
         name: str,
-        report: Callable[[Done], None],
+        report: Callable[[Outcome], None],
         longest_bytes: int = LONGEST_BYTES,
         reads: KernelQueue | None = None,
     ) -> None:
@@ -272,7 +272,7 @@ class KernelQueue:
                 settled = [self._settle(number, result) for number, _, result, _ in _EVENT.iter_unpack(found)]
             self._submit()
             for flight in filter(None, settled):
-                self._report(Done(flight.ticket, flight.errors))
+                self._report(Outcome(flight.ticket, flight.errors))
 
     def _least(self) -> int:
         """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends
@@ -307,7 +307,7 @@ class KernelQueue:
             flight = self._settle(number, -error)
             wake = bool(self._waiting)
         if flight is not None:
-            self._report(Done(flight.ticket, flight.errors))
+            self._report(Outcome(flight.ticket, flight.errors))
         if wake:
             self._wakes.put(True)
 

@@ -23,13 +23,13 @@ from kvdisk.device import paths
 from kvdisk.device.control import (
     HOMES,
     STORE_FILE,
-    DriveFolder,
     DriveName,
     HomeRecord,
     check_directory,
     home_ids,
     read_store,
 )
+from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import FORMAT_VERSION
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvdisk.device import paths
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
-from kvdisk.device.control import INDEX, DriveFolder, HomePaths, HomeRecord, write_record
+from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
+from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError
 
 INDEX_FILE = "data.mdb"

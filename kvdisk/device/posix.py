@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
-from kvdisk.device.batches import Call, Done, DriveQueue, cut, without
+from kvdisk.device.batches import Call, DriveQueue, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class _ThreadQueue:
 
     way = "threads"
 
-    def __init__(self, name: str, count: int, report: Callable[[Done], None], run: Run, longest_bytes: int) -> None:
+    def __init__(self, name: str, count: int, report: Callable[[Outcome], None], run: Run, longest_bytes: int) -> None:
         self._longest_bytes = longest_bytes
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads = [
@@ -101,7 +101,7 @@ class PosixDevice:
         self._last_ticket = 0
         self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
         """Reports that are still to come, and errors so far, by ticket."""
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         """What the queues report, on their threads."""
         self._closed = False
 
@@ -146,7 +146,7 @@ class PosixDevice:
         reports = sum(place.put(self._last_ticket, op, part, batch_bytes) for place, part in known.items())
         self._in_flight[self._last_ticket] = (max(1, reports), errors)
         if not reports:
-            self._done.put(Done(self._last_ticket, {}))
+            self._done.put(Outcome(self._last_ticket, {}))
         return self._last_ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
@@ -183,7 +183,7 @@ class PosixDevice:
         """Return the queues that serve a transfer; None where its file is not attached."""
         return self._files.get(transfer.fd)
 
-    def _count_report(self, done: Done, ended: list[Outcome]) -> None:
+    def _count_report(self, done: Outcome, ended: list[Outcome]) -> None:
         """Count a report; of two errors of one transfer the first in time stays."""
         left, errors = self._in_flight.pop(done.ticket)
         for position, number in done.errors.items():
@@ -248,7 +248,7 @@ def _checked_bytes(op: Op, transfer: Transfer) -> int:
     return total_bytes
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Done], None]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Outcome], None]) -> None:
     while True:
         task = tasks.get()
         if task is None:
@@ -258,7 +258,7 @@ def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Do
             number = run(task.op, call)
             if number:
                 errors.setdefault(call.position, number)
-        done = Done(task.ticket, errors)
+        done = Outcome(task.ticket, errors)
         # Whoever hears of the end may release the memory: no view of it may be left in this frame.
         del task, call
         report(done)

@@ -34,7 +34,6 @@ from kvdisk.device.control import (
     HOMES,
     INDEX,
     LOCK_FILE,
-    DriveFolder,
     HomeRecord,
     StoreRecord,
     check_directory,
@@ -59,7 +58,7 @@ from kvdisk.device.drives import (
     with_all,
 )
 from kvdisk.device.home import Home, JoinedHome
-from kvdisk.device.segment import SegmentFile, create_segment, drop_segment
+from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
 from kvdisk.messages import ForeignSegment, SegmentSpec
@@ -225,11 +224,8 @@ class Store:
             raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
         with paths.device_errors(f"joining home {home_id}"):
-            lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+            lock_fd = paths.take_lock(path / LOCK_FILE, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"home {home_id}")
             try:
-                paths.wait_lock(lock_fd, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"home {home_id}")
-                if not paths.same_file(lock_fd, path / LOCK_FILE):
-                    raise StoreLocked(f"home {home_id} was taken over or deleted while it was being joined")
                 record = read_record(path)
                 if record.fingerprint != fingerprint:
                     raise GeometryMismatch(f"home {home_id} is of another namespace")
@@ -265,19 +261,17 @@ class Store:
         return int(self._clock())
 
     @contextmanager
-    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[Callable[[], bool]]:
-        """Hold the store lock. Raises StoreLocked, DeviceError.
-
-        ``readonly``: of a store that cannot be written. Yields what says whether it is held still:
-        not where this process was stopped, and another did not wait.
-        """
+    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[None]:
+        """Hold the store lock. ``readonly``: of a store that cannot be written. Raises StoreLocked,
+        DeviceError."""
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+        lock, what = self.path / LOCK_FILE, f"the store {self.path}"
         with paths.device_errors(f"store {self.path}"):
-            fd = paths.take_named_lock(self.path / LOCK_FILE, wait_s, f"the store {self.path}", readonly=readonly)
+            fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly)
             try:
-                yield lambda: paths.same_file(fd, self.path / LOCK_FILE)
+                yield
             finally:
-                paths.drop_named_lock(fd, readonly=readonly)
+                paths.unlock(fd)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
         """Delete a home, and its folders on all drives; return whether all is gone.
@@ -288,7 +282,8 @@ class Store:
         # folders are nobody's.
         folders = self.folders(home_id, record)[1:] if record else ()
         try:
-            paths.remove_anything(self.path / HOMES, home_id, first=HOME_FILE)
+            paths.remove_anything(self.path / HOMES, home_id, HOME_FILE)
+            paths.remove_anything(self.path / HOMES, home_id)
         except OSError:
             return False
         gone = [remove_folder(folder.path) for folder in folders if folder is not None]
@@ -373,28 +368,13 @@ class Store:
 
     @contextmanager
     def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
-        """Hold the store lock, and of each unowned home the lock, with a stock that was taken
-        meanwhile.
-
-        A process that was stopped may have lost the store lock, or see another go on that had: then
-        what it has seen is of two times, and it begins anew. One that is stopped later does no
-        harm: what it may delete is locked, or was nobody's for good. Raises StoreLocked,
-        DeviceError.
-        """
-        while True:
-            with self.locked(timeout_s=timeout_s) as still_holds, ExitStack() as stack:
-                stock = self._take_stock(stack)
-                if still_holds() and [home.id for home in stock.homes] == home_ids(self.path):
-                    yield stock
-                    return
-
-    def _take_stock(self, stack: ExitStack) -> Stock:
-        """Measure every home, and lock each unowned one until ``stack`` ends. Raises OSError."""
-        folders = list_folders(self.drives)  # first: who makes one has made the home before
-        homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
-        named = {name for home in homes if home.record for name in home.record.drives}
-        loose = [path for name, path in folders.items() if name not in named]
-        return Stock(homes, loose, sum(map(self._measure, loose)))
+        """Hold the store lock, and of each unowned home the lock; yield what all homes hold. Raises
+        StoreLocked, DeviceError."""
+        with self.locked(timeout_s=timeout_s), ExitStack() as stack:
+            homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
+            named = {name for home in homes if home.record for name in home.record.drives}
+            loose = [path for name, path in list_folders(self.drives).items() if name not in named]
+            yield Stock(homes, loose, sum(map(self._measure, loose)))
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
         path = self.home_path(home_id)

@@ -14,7 +14,7 @@ import pytest
 
 from kvdisk.device import aio, posix
 from kvdisk.device.base import Op, Transfer
-from kvdisk.device.batches import Done
+from kvdisk.device.base import Outcome as Done
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory

@@ -108,12 +108,12 @@ def written(tmp_path):
 
 
 def test_it_is_written_over_what_it_was_before_and_needs_no_room(written):
-    inodes = {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
-    length = written.stat().st_size
+    beside = written.with_name("HOME.tmp")
+    inodes, length = {written.stat().st_ino, beside.stat().st_ino}, written.stat().st_size
     for number in range(2, 5):
         write(written, number)
         assert (paths.read_control(written)["number"], written.stat().st_size) == (number, length)
-    assert inodes == {written.stat().st_ino, written.with_name("HOME.tmp").stat().st_ino}
+    assert inodes == {written.stat().st_ino, beside.stat().st_ino}
     write(written, 5, "y" * 10_000)
     assert paths.read_control(written) == {"number": 5, "long": "y" * 10_000}
 
