@@ -155,10 +155,9 @@ def _are_drives(drives: tuple[DriveName, ...]) -> bool:
     )
 
 
-def write_record(home_path: Path, record: HomeRecord, *, durable: bool) -> None:
-    """Replace HOME in one step. Raises OSError."""
-    fields = asdict(record) | {"fingerprint": record.fingerprint.hex()}
-    paths.write_control(home_path / HOME_FILE, fields, durable=durable)
+def write_record(home_path: Path, record: HomeRecord) -> None:
+    """Replace HOME in one step; it survives a loss of power. Raises OSError."""
+    paths.write_control(home_path / HOME_FILE, asdict(record) | {"fingerprint": record.fingerprint.hex()})
 
 
 def check_directory(path: Path) -> None:

@@ -199,5 +199,5 @@ class Home(_HeldHome):
 
     def _write(self, record: HomeRecord) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):
-            write_record(self.path, record, durable=True)
+            write_record(self.path, record)
         self.record = record

@@ -127,9 +127,8 @@ def encode_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
-    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on.
-    Raises OSError.
+def write_control(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file in one step; it survives a loss of power from here on. Raises OSError.
 
     What it replaces stays beside it, under another name, and is written over the next time, which
     then needs no room.
@@ -144,14 +143,12 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
         encoded = encoded.ljust(os.fstat(fd).st_size)  # spaces, so that no length changes
         if os.pwrite(fd, encoded, 0) != len(encoded):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
-        if durable:
-            os.fsync(fd)
+        os.fsync(fd)
         if not _exchange(temporary, path):
             temporary.replace(path)
     finally:
         os.close(fd)
-    if durable:
-        sync(path.parent)
+    sync(path.parent)
 
 
 def _open_kept(path: Path) -> int:

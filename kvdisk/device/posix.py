@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that needs nothing but the kernel: O_DIRECT through the kernel's own queue, or calls
-on a few threads.
+"""The device that needs nothing but the kernel: its own queue, or ``preadv`` and ``pwritev`` on a
+few threads.
 
 While Python code runs elsewhere in the process, each system call waits for the interpreter lock
-when it returns. So few calls are made. The kernel's queue (``aio``) takes a whole batch in one.
-Without it a batch is cut into about as many tasks as there are threads, each a list of calls of
-``preadv`` or ``pwritev`` of up to ``longest_bytes``.
+when it returns. So few calls are made: the kernel's queue (``aio``) takes a whole batch in one, and
+for threads a batch is cut into about as many tasks as there are threads.
 """
 
 from __future__ import annotations
@@ -117,12 +116,10 @@ class PosixDevice:
 
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
-        drive = drive_of(fd)
-        in_kernel = self.kernel_queue and drive != NO_DRIVE and aio.serves(fd)
-        found = self._queues.get((drive, in_kernel))
-        if found is None:
-            found = self._queues[drive, in_kernel] = self._make_queues(in_kernel)
-        self._files[fd] = found
+        place = os.fstat(fd).st_dev, self.kernel_queue and aio.serves(fd)
+        if place not in self._queues:
+            self._queues[place] = self._make_queues(in_kernel=place[1])
+        self._files[fd] = self._queues[place]
 
     def detach_file(self, fd: int) -> None:
         """See ``Device``."""
@@ -212,18 +209,6 @@ class PosixDevice:
 
     def _make_thread_queues(self, name: str, count: int, run: Run) -> dict[Op, DriveQueue]:
         return {op: _ThreadQueue(f"{name}-{op.value}", count, self._done.put, run, self._longest_bytes) for op in Op}
-
-
-NO_DRIVE = -1
-"""Of a descriptor that is not open: its transfers will say what is wrong with it."""
-
-
-def drive_of(fd: int) -> int:
-    """Return the number of the drive that an open file lies on, or NO_DRIVE."""
-    try:
-        return os.fstat(fd).st_dev
-    except OSError:
-        return NO_DRIVE
 
 
 @functools.cache

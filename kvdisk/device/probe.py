@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdisk.device.base import Device, Op, Transfer
-from kvdisk.device.control import check_directory
-from kvdisk.device.drives import make_missing_directory, write_in_place
+from kvdisk.device.drives import prepare_directory, write_in_place
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.segment import make_direct
 from kvdisk.errors import KvdiskError
@@ -85,8 +84,7 @@ def probe(
     """
     name, direct = "posix", None
     try:
-        make_missing_directory(directory)
-        check_directory(directory)
+        prepare_directory(directory)
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
             name, wrong = _try(make(True), fd)
             if not wrong:

@@ -188,10 +188,9 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
             file = scan_file(folder, segment, rank)
             stack.callback(file.close)
             files.append(file)
-            mine = SegmentHeader(segment, rank, shape.rank_count, *files[0].sizes, shape.fingerprint)
-            if file.header != mine:
+            slot_bytes, slot_count = files[0].slot_bytes, files[0].slot_count
+            if file.header != SegmentHeader(segment, rank, shape.rank_count, slot_bytes, slot_count, shape.fingerprint):
                 raise CorruptRecord(f"segment {segment}: the header of rank {rank} says something else")
-        slot_bytes, slot_count = files[0].sizes
         if slot_bytes not in {group.slot_bytes for group in shape.groups}:
             raise CorruptRecord(f"segment {segment}: no block is of {slot_bytes} bytes")
         told = [_headers(file, shape) for file in files]

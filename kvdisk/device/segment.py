@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's segment file, ``segments/<n>/rank<r>.kv``: a 4 KiB header, then slots.
-
-Segment header, little-endian: magic 8, format version u16, rank u16, rank count u16, 2 zeros,
-segment u64, slot bytes u64, slot count u64, fingerprint 32, zeros; the last 8 of the 4096 bytes are
-the xxh3_64 of those before them.
-"""
+"""One rank's segment file, ``segments/<n>/rank<r>.kv``: a 4 KiB header, then slots. docs/STORE.md
+has the layout."""
 
 from __future__ import annotations
 
@@ -88,11 +84,6 @@ class SegmentFile:
         self.rank = header.rank
         self.slot_bytes = header.slot_bytes
         self.slot_count = header.slot_count
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a slot, and how many there are."""
-        return self.slot_bytes, self.slot_count
 
     def close(self) -> None:
         """Close the file; ``fd`` becomes -1. The caller detached it from its device before.

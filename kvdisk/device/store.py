@@ -4,12 +4,12 @@
 Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
 owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
-itself (a flock belongs to the open file, so one that came by a fork would be the parent's). A home
-whose lock can be taken exclusively is unowned. That is tried only while holding the store's
-``lock``, so two who try never take each other for an owner.
+itself: one that came by a fork would be the parent's. A home whose lock can be taken exclusively is
+unowned. That is tried only under the store's ``lock``, so two who try never take each other for an
+owner.
 
-A home's id lasts for one owner: a takeover renames it. So a worker that was started by the owner
-before finds no such home, instead of writing into one that another engine has taken over.
+A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
+into one that another engine owns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from kvdisk.device.control import (
     LOCK_FILE,
     HomeRecord,
     StoreRecord,
-    check_directory,
     home_ids,
     is_home_id,
     read_record,
@@ -50,9 +49,9 @@ from kvdisk.device.drives import (
     list_directories,
     list_folders,
     make_folders,
-    make_missing_directory,
     make_store,
     open_further,
+    prepare_directory,
     remove_folder,
     serves,
     with_all,
@@ -96,17 +95,14 @@ class Store:
     ) -> Store:
         """Open a store, or make one with ``create``.
 
-        To make one, its parent must exist, and its directories may if they are empty. ``need_all``
-        False: further directories that cannot be opened are left out. Raises ConfigError where a
-        directory is not fit to be a store's, is one of another format or is part of another store,
+        ``need_all`` False: further directories that cannot be opened are left out. Raises
+        ConfigError where a directory is not fit, of another format or part of another store,
         CorruptRecord where STORE does not decode, StoreLocked, DeviceError.
         """
         path, *further = list_directories(directories)
         with paths.device_errors(f"opening the store {path}"):
             store = cls(path, boot_id=boot_id, clock=clock)
-            if create:
-                make_missing_directory(path)
-            check_directory(path)
+            prepare_directory(path, create=create)
             record = read_store(path)
             if record is not None and record.part_of is not None:
                 raise ConfigError(
@@ -136,12 +132,12 @@ class Store:
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
 
-        A home fits if all its drives are among the store's; those that it has no folder on are
-        added. Whether its index can be trusted is the next question: see ``Home``. Unowned homes
-        that are not complete are deleted, and what ``cap`` says must go for this one to fit; on a
-        drive without room even for HOME others go too, one by one. ``cap_bytes``: over all ranks.
-        ``index_bytes``: what the index may grow to. ``except_ids``: homes that are left alone.
-        Raises StoreLocked, DeviceError.
+        A home fits if all its drives are among the store's; further ones are added to it. Whether
+        its index can be trusted is the next question: see ``Home``. Unowned homes go that are not
+        complete, or that ``cap`` says must go for this one to fit; on a drive without room even for
+        HOME others go too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the
+        index may grow to. ``except_ids``: homes that are left alone. Raises StoreLocked,
+        DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
@@ -440,7 +436,7 @@ class Store:
 
     def _take_over(self, held_fd: int, home_id: str, record: HomeRecord) -> int:
         """Own the home that now has this id; return its lock's descriptor. Raises OSError."""
-        write_record(self.home_path(home_id), record, durable=True)
+        write_record(self.home_path(home_id), record)
         make_folders(self.folders(home_id, record))
         return _keep(held_fd)
 
@@ -454,7 +450,7 @@ class Store:
             fcntl.flock(lock_fd, fcntl.LOCK_SH)
             paths.make_directory(path / INDEX)
             make_folders(self.folders(home_id, record))
-            write_record(path, record, durable=True)
+            write_record(path, record)
         except BaseException:
             self.delete_home(home_id, record)
             paths.unlock(lock_fd)

@@ -255,7 +255,7 @@ def _names(transfer: Transfer) -> Iterator[tuple[BlockKey, int]]:
     for buffer in transfer.buffers:
         for start in range(0, buffer.nbytes, ALIGNMENT):
             try:
-                header = read_header(buffer[start : start + HEADER_BYTES])
+                found = read_header(buffer[start : start + HEADER_BYTES]).identity
             except CorruptRecord:
                 continue  # a payload
-            yield header.key, header.generation
+            yield found.key, found.generation

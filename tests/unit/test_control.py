@@ -80,7 +80,7 @@ def test_a_store_is_made_only_when_asked_and_only_in_a_place_of_ones_own(tmp_pat
 @pytest.mark.parametrize("field", [field.name for field in fields(HomeRecord)])
 def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, field):
     record = HomeRecord(1, MINE, {}, "", True, CAP, 1, 1, 0, "", (DriveName("a" * 32, ""),))
-    write_record(tmp_path, record, durable=False)
+    write_record(tmp_path, record)
     good = json.loads((tmp_path / "HOME").read_text())
     for value in (None, True, -1, 0, 1 << 70, 1.5, "", "x", "é" * 32, [], [None], [[]], [{}], {}, {"folder": []}):
         (tmp_path / "HOME").write_text(json.dumps(good | {field: value}))
@@ -88,7 +88,7 @@ def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, field):
             record = read_record(tmp_path)
         except CorruptRecord:
             continue
-        write_record(tmp_path, record, durable=False)
+        write_record(tmp_path, record)
         assert read_record(tmp_path) == record
 
 
@@ -96,7 +96,7 @@ def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, field):
 
 
 def write(path: Path, number: int, long: str = "") -> None:
-    paths.write_control(path, {"number": number, "long": long}, durable=True)
+    paths.write_control(path, {"number": number, "long": long})
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import dataclasses
 import struct
 
 import pytest
@@ -40,32 +39,24 @@ def make_slot(parent=b"p" * 34, kind=XXH3_128, **changes) -> memoryview:
     return slot
 
 
-def write(view: memoryview, header: SlotHeader) -> None:
-    fill_header(view, header.identity, header.parent, header.checksum, header.checksum_kind)
-
-
 u64 = st.integers(0, 2**64 - 1)
 u16 = st.integers(0, 2**16 - 1)
 keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
+namespaces = st.builds(Namespace, st.binary(min_size=32, max_size=32), st.integers(0, 2**63 - 1))
 
 
 @given(
     header=st.builds(
         SlotHeader,
-        namespace=st.builds(Namespace, st.binary(min_size=32, max_size=32), st.integers(0, 2**63 - 1)),
-        key=keys,
-        generation=u64,
+        st.builds(SlotIdentity, namespaces, keys, u64, u64, u16, u16),
         parent=st.none() | keys,
-        payload_bytes=u64,
-        rank=u16,
-        rank_count=u16,
         checksum=st.binary(min_size=16, max_size=16),
         checksum_kind=st.sampled_from(CHECKSUM_KINDS),
     )
 )
 def test_what_is_written_is_read(header):
     view = memoryview(bytearray(b"\xaa" * (HEADER_BYTES + 16)))
-    write(view, header)
+    fill_header(view, *header)
     assert read_header(view) == header
     assert view[HEADER_BYTES:] == b"\xaa" * 16, "wrote beyond the header"
 
@@ -111,7 +102,7 @@ def test_a_slot_is_verified_by_the_kind_that_it_names():
     digest = multilinear_digest(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
     assert (header.checksum_kind, header.checksum) == (MULTILINEAR, digest)
     assert named_checksum(slot[:HEADER_BYTES], WHO) == (MULTILINEAR, digest)
-    write(slot, dataclasses.replace(header, checksum_kind=XXH3_128))
+    fill_header(slot, *header._replace(checksum_kind=XXH3_128))
     assert check_slot(slot, WHO) is Reason.CHECKSUM
 
 

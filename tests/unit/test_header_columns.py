@@ -84,18 +84,19 @@ def one_by_one(blocks: list[bytes]) -> list[Told]:
             header = read_header(memoryview(block))
         except KvdiskError:
             continue
-        group = group_of(header.key)
+        (fingerprint, epoch), key, generation, payload_bytes, *ranks = header.identity
+        group, parent = group_of(key), header.parent or b""
         fits = (
-            len(header.key) >= GROUP_BYTES
-            and (header.parent is None or len(header.parent) >= GROUP_BYTES)
-            and (header.rank, header.rank_count) == (1, 2)
-            and header.namespace.fingerprint == FINGERPRINT
-            and header.namespace.epoch < 2**63
+            len(key) >= GROUP_BYTES
+            and (not parent or len(parent) >= GROUP_BYTES)
+            and ranks == [1, 2]
+            and fingerprint == FINGERPRINT
+            and epoch < 2**63
             and group < len(SIZES)
-            and SIZES[group] == header.payload_bytes
+            and SIZES[group] == payload_bytes
         )
         if fits:
-            told.append(Told(header.namespace.epoch, header.key, index, header.generation, header.parent or b""))
+            told.append(Told(epoch, key, index, generation, parent))
     return told
 
 
