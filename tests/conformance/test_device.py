@@ -74,35 +74,19 @@ class TestFaultyMemory(TestMemory):
         return FaultyDevice(self.reference)
 
 
-# -- a device that fails on purpose -------------------------------------------------------------
-
-ZEROS, HELD = bytes(ALIGNMENT), 4
-"""Blocks of the file."""
-
-
-def faulty(plan: FaultPlan) -> tuple[FaultyDevice, MemoryDevice, bytes]:
-    """Return a device that fails, the one behind it with a file of four blocks, and its bytes."""
-    inner = MemoryDevice()
-    inner.attach_file(7)
-    memory = make_memory(HELD * ALIGNMENT)
+def test_the_nth_transfer_fails_is_torn_or_lost():
+    inner, memory = MemoryDevice(), make_memory(4 * ALIGNMENT)
     data = fill(memory, 1)
+    inner.attach_file(7)
     inner.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
     inner.drain()
-    return FaultyDevice(inner, plan), inner, data
-
-
-def blocks(memory, count=HELD):
-    return [memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(count)]
-
-
-def test_the_nth_transfer_fails_is_torn_or_lost():
-    plan = FaultPlan(fail={2: errno.ENXIO}, tear={4, 5}, lose={7})
-    device, inner, data = faulty(plan)
-    memory = make_memory(HELD * ALIGNMENT)
-    views = blocks(memory)
+    device = FaultyDevice(inner, FaultPlan(fail={2: errno.ENXIO}, tear={4, 5}, lose={7}))
+    memory[:] = bytes(len(memory))
+    views = [memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(4)]
     device.submit(Op.READ, [Transfer(7, at * ALIGNMENT, (view,)) for at, view in enumerate(views[:3])])
     assert device.drain()[0].errors == {1: errno.ENXIO}
-    assert [bytes(view) for view in views] == [data[:ALIGNMENT], ZEROS, data[2 * ALIGNMENT :][:ALIGNMENT], ZEROS]
+    zeros = bytes(ALIGNMENT)
+    assert [bytes(view) for view in views] == [data[:ALIGNMENT], zeros, data[2 * ALIGNMENT :][:ALIGNMENT], zeros]
     mine = fill(memory, 4)
     last = (memory[:ALIGNMENT],)
     device.submit(Op.WRITE, [Transfer(7, at, views) for at, views in ((0, tuple(views[:3])), (3 * ALIGNMENT, last))])
@@ -113,32 +97,3 @@ def test_the_nth_transfer_fails_is_torn_or_lost():
     assert inner.contents(7) == written, "half of the one, and nothing of a single block"
     device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
     assert device.drain()[0].errors == {} and inner.contents(7) == written, "lost, and nobody is told"
-
-
-@pytest.mark.parametrize("byte", [0, 4 * ALIGNMENT + 9])
-def test_one_bit_of_the_nth_read_is_flipped(byte):
-    device, inner, data = faulty(FaultPlan(corrupt={2: byte}))
-    memories = [make_memory(HELD * ALIGNMENT) for _ in range(3)]
-    device.submit(Op.WRITE, [Transfer(7, 4 * ALIGNMENT, (memories[0],))])
-    device.submit(Op.READ, [Transfer(7, 0, tuple(blocks(memory))) for memory in memories])
-    assert not any(outcome.errors for outcome in device.drain())
-    assert memories[0] == data == memories[2]
-    changed = {at: memories[1][at] ^ data[at] for at in range(len(data)) if memories[1][at] != data[at]}
-    assert changed == {byte % len(data): 1}
-    assert inner.contents(7)[: len(data)] == data
-
-
-def test_held_batches_run_when_released_oldest_first():
-    device, _, data = faulty(FaultPlan(hold=True))
-    first, second = blocks(make_memory(2 * ALIGNMENT), 2)
-    tickets = [device.submit(Op.READ, [Transfer(7, 0, (view,))]) for view in (first, second)]
-    assert device.poll(3600.0) == [] and device.held == 2
-    device.release(1)
-    assert device.poll(WAIT_S) == [(tickets[0], {})]
-    assert first == data[:ALIGNMENT] and not any(second)
-    device.plan.hold = False
-    later = device.submit(Op.READ, [Transfer(7, 0, (first,))])
-    assert device.poll(WAIT_S) == [(later, {})]
-    assert device.drain() == [(tickets[1], {})]
-    assert second == data[:ALIGNMENT]
-    assert [op for op, _ in device.submitted] == [Op.READ] * 3 and device.submitted[0][1] == ((7, 0, ALIGNMENT),)

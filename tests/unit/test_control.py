@@ -95,15 +95,15 @@ def test_whatever_home_says_it_decodes_or_is_corrupt(tmp_path, field):
 # -- a control file ----------------------------------------------------------------------------
 
 
-def write(path: Path, number: int, long: str = "") -> None:
-    paths.write_control(path, {"number": number, "long": long})
+def write(path: Path, number: int) -> None:
+    paths.write_control(path, {"number": number, "long": "x" * 100})
 
 
 @pytest.fixture
 def written(tmp_path):
     """A control file that was written twice: what it was before lies beside it."""
     for number in range(2):
-        write(tmp_path / "HOME", number, "x" * 100)
+        write(tmp_path / "HOME", number)
     return tmp_path / "HOME"
 
 
@@ -114,8 +114,8 @@ def test_it_is_written_over_what_it_was_before_and_needs_no_room(written):
         write(written, number)
         assert (paths.read_control(written)["number"], written.stat().st_size) == (number, length)
     assert inodes == {written.stat().st_ino, beside.stat().st_ino}
-    write(written, 5, "y" * 10_000)
-    assert paths.read_control(written) == {"number": 5, "long": "y" * 10_000}
+    paths.write_control(written, {"long": "y" * 10_000})
+    assert paths.read_control(written) == {"long": "y" * 10_000}
 
 
 def test_a_control_file_has_its_name_after_its_bytes_are_on_the_drive(written, monkeypatch):
@@ -141,10 +141,7 @@ def test_who_reads_it_by_another_name_or_slowly_reads_one_state(written, tmp_pat
     assert paths.read_control(tmp_path / "copy")["number"] == 1
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [os.mkfifo, lambda path: path.symlink_to("elsewhere"), lambda path: path.write_bytes(bytes(1 << 20))],
-)
+@pytest.mark.parametrize("damage", [os.mkfifo, lambda path: path.symlink_to("elsewhere")])
 def test_whatever_lies_beside_it_does_not_matter(written, damage):
     beside = written.with_name("HOME.tmp")
     beside.rename(beside.with_name("elsewhere"))
