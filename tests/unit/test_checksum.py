@@ -10,8 +10,8 @@ DIGESTS = {
     4097: "391b74d75bc7776288908cf94aac6df4",
     131 * 4096 + 77: "a466f52ec4b21c773736ebea4d523fa1",
 }
-"""Of the pattern's first bytes, by the formula of docs/STORE.md in plain integers. Slots that lie on
-drives have such: no change of the code may change them."""
+"""Of the pattern's first bytes, by the formula of docs/STORE.md in plain integers. Slots on drives
+have such: no change of the code may change them."""
 
 
 def test_it_stays_what_it_is_on_drives_at_any_address():
