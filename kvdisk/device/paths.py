@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File-system calls that the rooms of the store share: modes, control files, locks, sums,
-removal."""
+"""File-system calls that the store's modules share: modes, control files, locks, sums, removal."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def is_directory(path: Path) -> bool:
 
 
 def is_other_than_directory(path: Path) -> bool:
-    """Return whether there is something that is no directory; looks once, while others make and
-    remove it."""
+    """Return whether there is something that is no directory, in one look."""
     mode = _mode(path)
     return mode != 0 and not stat.S_ISDIR(mode)
 
@@ -130,8 +128,7 @@ def encode_json(value: dict[str, Any]) -> bytes:
 def write_control(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file in one step; it survives a loss of power from here on. Raises OSError.
 
-    What it replaces stays beside it, under another name, and is written over the next time, which
-    then needs no room.
+    What it replaces stays beside it and is written over the next time, which then needs no room.
     """
     temporary = path.with_name(path.name + ".tmp")
     encoded = encode_json(value)
@@ -152,8 +149,7 @@ def write_control(path: Path, value: dict[str, Any]) -> None:
 
 
 def _open_kept(path: Path) -> int:
-    """Open what a control file was before, to write; -1 where there is none, or it is somebody
-    else's file, too."""
+    """Open what a control file was before, to write; -1 where there is none fit for that."""
     try:
         fd = open_regular(path, os.O_WRONLY)
     except OSError:
@@ -165,8 +161,7 @@ def _open_kept(path: Path) -> int:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two files change names in one step; False where there is only one, or the system cannot
-    do that."""
+    """Let two files change names in one step; False where that cannot be."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
@@ -192,8 +187,7 @@ def read_control(path: Path) -> dict[str, Any]:
 
 
 def try_lock(fd: int, kind: int) -> bool:
-    """Take a flock of ``kind`` (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was
-    taken."""
+    """Take a flock (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was taken."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -231,8 +225,7 @@ def unlock(fd: int) -> int:
 
 
 def same_file(fd: int, path: Path) -> bool:
-    """Return whether ``path`` names the file that ``fd`` is open on: a lock on a removed file
-    protects nothing."""
+    """Return whether ``path`` names the file that ``fd`` is open on."""
     try:
         now = path.lstat()
     except FileNotFoundError:
@@ -261,8 +254,8 @@ def sync_tree(directory: Path) -> None:
 
 
 def sum_of_file(path: Path) -> str:
-    """Return the xxh3_128 of a file's bytes as hex digits. Raises OSError; FileNotFoundError also
-    for what is no regular file."""
+    """Return the xxh3_128 of a file as hex digits. Raises OSError; FileNotFoundError also for what
+    is no regular file."""
     if (fd := open_regular(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with os.fdopen(fd, "rb") as file:
@@ -270,8 +263,7 @@ def sum_of_file(path: Path) -> str:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Return the bytes that the file system holds for ``path`` and all below it; what vanishes
-    meanwhile counts 0."""
+    """Return the bytes allocated for ``path`` and all below it; what vanishes counts 0."""
     try:
         status = path.lstat()
         total = status.st_blocks * STAT_BLOCK_BYTES

@@ -56,10 +56,7 @@ class SegmentHeader(NamedTuple):
 
 
 class SegmentFileSummary(NamedTuple):
-    """A segment file as found; ``allocated_bytes`` is what the file system holds for it.
-
-    ``drive``: position in the home's list of drives.
-    """
+    """A segment file as found. ``drive``: position in the home's list of drives."""
 
     segment: int
     rank: int
@@ -69,11 +66,7 @@ class SegmentFileSummary(NamedTuple):
 
 
 class SegmentFile:
-    """An open segment file; ``fd`` is its own until ``close``.
-
-    Transfers bypass the kernel's cache (O_DIRECT) unless the file system refuses that. Slot ``i``
-    begins at ``geometry.slot_offset(slot_bytes, i)``.
-    """
+    """An open segment file; ``fd`` is its own until ``close``. See ``make_direct``."""
 
     __slots__ = ("fd", "header", "rank", "segment", "slot_bytes", "slot_count")
 
@@ -96,7 +89,7 @@ class SegmentFile:
 def create_segment(
     folder: DriveFolder, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes
 ) -> SegmentFile:
-    """Make this rank's file of a segment, all its bytes allocated, and open it. Blocks on the disk.
+    """Make this rank's file of a segment, all its bytes allocated, and open it. Waits for the disk.
 
     The file has its name only when it is complete. Raises DeviceError, with nothing left behind:
     ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where it has a file already, ...
@@ -140,12 +133,9 @@ def _create_with_folder(path: Path) -> int:
 def open_segment(
     folder: DriveFolder, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes, *, writable: bool = True
 ) -> SegmentFile:
-    """Open this rank's file of a segment that exists.
-
-    Blocks on the disk. Raises DeviceError (ENOENT where there is none), CorruptRecord where its
-    header does not decode or the file is shorter than it says, GeometryMismatch where it was made
-    for something else.
-    """
+    """Open this rank's file of a segment. Waits for the disk. Raises DeviceError (ENOENT where
+    there is none), CorruptRecord where its header does not decode or it is too short,
+    GeometryMismatch where it was made for something else."""
     file = scan_file(folder, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
     expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
     for name, found, wanted in zip(SegmentHeader._fields, file.header, expected, strict=True):
@@ -171,10 +161,8 @@ def read_segment_header(folder: DriveFolder, segment: int, rank: int) -> Segment
 
 
 def drop_segment(folder: DriveFolder, segment: int, rank: int) -> None:
-    """Remove this rank's closed file of a segment, and its directory with the last rank's.
-
-    What is gone already is no error. Raises DeviceError.
-    """
+    """Remove this rank's closed file of a segment, and its directory with the last rank's. Gone
+    already is no error. Raises DeviceError."""
     path = segment_path(folder, segment, rank)
     with paths.device_errors(f"dropping segment {segment} of rank {rank}"):
         _remove_files(folder, segment, (_temporary(path).name, path.name))

@@ -198,11 +198,9 @@ class Store:
         self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
-        """Own an unowned home under its id, to look after its files. HOME stays as it is.
-
-        Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner,
-        DeviceError (ENOENT where there is no such home).
-        """
+        """Own an unowned home under its id, to look after its files. HOME stays as it is. Raises
+        CorruptRecord where HOME does not decode, StoreLocked where it has an owner, DeviceError
+        (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
             if found.lock_fd < 0:
                 raise DeviceError(errno.ENOENT, f"home {home_id} has no lock file")
@@ -210,12 +208,9 @@ class Store:
             return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
-        """Enter the home that this engine's scheduler acquired.
-
-        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT where there is no
-        such home), StoreLocked where it is being taken away, GeometryMismatch where it is of
-        another fingerprint.
-        """
+        """Enter the home that this engine's scheduler acquired. Raises CorruptRecord where
+        ``home_id`` is no id, DeviceError (ENOENT where there is no such home), StoreLocked where it
+        is being taken away, GeometryMismatch where it is of another fingerprint."""
         if not is_home_id(home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
@@ -270,10 +265,8 @@ class Store:
                 paths.unlock(fd)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
-        """Delete a home, and its folders on all drives; return whether all is gone.
-
-        The caller holds the store lock and the home's, and ``record`` is what HOME says.
-        """
+        """Delete a home, and its folders on all drives; return whether all is gone. The caller
+        holds the store lock and the home's; ``record`` is what HOME says."""
         # HOME goes first: what a crash leaves of the rest is then not a complete home, and its
         # folders are nobody's.
         folders = self.folders(home_id, record)[1:] if record else ()
@@ -286,10 +279,8 @@ class Store:
         return all(gone)
 
     def remove_home(self, home_id: str) -> bool:
-        """Delete a home without an owner, readable or not; return whether all of it is gone.
-
-        Raises StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home).
-        """
+        """Delete a home without an owner, readable or not; return whether all of it is gone. Raises
+        StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
             return self.delete_home(home_id, found.record)
 
@@ -413,10 +404,8 @@ class Store:
             stock.homes.append(home._replace(record=None))
 
     def _remove_loose(self, stock: Stock) -> None:
-        """Remove the folders that no home names.
-
-        Not while a live home's HOME cannot be read: they may be its own.
-        """
+        """Remove the folders that no home names, unless a live home's HOME cannot be read: they may
+        be its own."""
         if all(home.record is not None for home in stock.homes if home.live):
             stock.loose = [path for path in stock.loose if not remove_folder(path)]
             stock.loose_bytes = sum(map(self._measure, stock.loose))

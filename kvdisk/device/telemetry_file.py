@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FIGURES: what a running engine tells of itself, in its home, for ``kvdisk top`` and other tools.
 
-One JSON object, replaced in one step, not synced: it is worth nothing after its engine, and nothing
-else depends on it. What does not decode is damaged, or of another kvdisk, and is shown as unknown.
+One JSON object, replaced in one step, not synced: nothing depends on it. What does not decode is
+damaged, or of another kvdisk, and is shown as unknown.
 """
 
 from __future__ import annotations
