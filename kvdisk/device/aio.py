@@ -302,4 +302,8 @@ class KernelQueue:
 
 
 def _address(buffer: Buffer) -> int:
-    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])  # also where it is read-only
+    """Return where a buffer lies; 0, for which the kernel fails the call, where it is none."""
+    try:
+        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    except (ValueError, TypeError, BufferError):
+        return 0

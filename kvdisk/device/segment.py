@@ -186,7 +186,10 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
     OSError."""
     found = []
     for segment in segment_numbers(segments_path):
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(segments_path / str(segment)) as files:
+        directory = segments_path / str(segment)
+        if not paths.is_directory(directory):
+            continue
+        with suppress(FileNotFoundError), os.scandir(directory) as files:
             for file in files:
                 match = _FILE_NAME.fullmatch(file.name)
                 if match and file.is_file(follow_symlinks=False):

@@ -76,7 +76,9 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
                 for series, samples in _by_series(fields["histograms"])
             },
             gauges={series: float(value) for series, value in _by_series(fields["gauges"])},
-            drives=tuple(DriveTelemetry(**drive) for drive in fields["drives"]),
+            drives=tuple(
+                DriveTelemetry(*(drive[name] for name in DriveTelemetry._fields)) for drive in fields["drives"]
+            ),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} does not have the fields of an engine's figures") from error

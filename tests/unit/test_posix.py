@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from kvdisk.device import aio, posix
-from kvdisk.device.base import Op, Outcome, Transfer
+from kvdisk.device.base import GpuRange, Op, Outcome, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
@@ -104,6 +104,18 @@ def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, 
 
 
 # -- both --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel_queue", [True, False])
+def test_what_is_no_memory_of_the_host_fails_and_nothing_else(fd, monkeypatch, kernel_queue):
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    device = PosixDevice(kernel_queue=kernel_queue)
+    device.attach_file(fd)
+    memory = make_memory(ALIGNMENT)
+    batch = [Transfer(fd, 0, (GpuRange(1 << 40, ALIGNMENT, None),)), Transfer(fd, ALIGNMENT, (memory.toreadonly(),))]
+    assert run(device, Op.WRITE, *batch) == {0: errno.EFAULT}
+    assert run(device, Op.WRITE, batch[1]) == {}
+    device.close()
 
 
 @pytest.mark.parametrize("kernel_queue", [True, False])
