@@ -220,7 +220,7 @@ class KernelQueue:
         iocbs = bytearray(_IOCB.size * len(taken))
         base = ctypes.addressof(ctypes.c_char.from_buffer(iocbs))
         for at, (op, call) in enumerate(taken):
-            vector = (_Vector * len(call.buffers))(*((_address(buffer), buffer.nbytes) for buffer in call.buffers))
+            vector = (_Vector * len(call.buffers))(*(_Vector(_address(each), each.nbytes) for each in call.buffers))
             vectors.append(vector)
             head = first + at, 0, 0, _OPCODES[op], 0, call.fd
             _IOCB.pack_into(iocbs, at * _IOCB.size, *head, ctypes.addressof(vector), len(vector), call.offset, 0, 0, 0)

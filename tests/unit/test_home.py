@@ -181,7 +181,12 @@ def test_after_a_clean_end_the_sum_of_the_index_decides_in_any_boot(store, index
     assert not home.index_is_sound()
     (home.index_path / "data.mdb").write_bytes(b"index")
     assert home.index_is_sound()
-    home.close(clean=False)
+    home.adopt_index()
+    home.release()  # as one that was killed while it wrote
+    for boot_id, sound in (("boot-1", True), ("boot-2", False)):
+        home = taken(store, boot_id)
+        assert home.index_is_sound() is sound, "without a sum the boot decides"
+        home.close(clean=False)
 
 
 def test_a_note_of_use_that_is_late_does_not_undo_the_clean_end(store, indexed, monkeypatch):
