@@ -2,9 +2,8 @@
 """What an engine tells of itself: values for vLLM's endpoint, a file in its home, and a line in the
 log.
 
-The scheduler's thread calls ``take`` each step, which does next to nothing but once a second, and
-then leaves a snapshot; ``write`` and ``log`` do what may wait, on another thread
-(``kvdisk.background``).
+The scheduler's thread calls ``take`` each step, which leaves a snapshot once a second; ``write``
+and ``log`` use it on another thread (``kvdisk.background``).
 """
 
 from __future__ import annotations
@@ -57,12 +56,8 @@ class _Snapshot(NamedTuple):
 
 
 class Telemetry:
-    """See the module. ``stats``: the engine's totals, of which the samples are taken out here and
-    nowhere else.
-
-    ``write_file``: takes the JSON object; None: there is no home. ``drives``: the directories of
-    its parts.
-    """
+    """See the module. ``stats``: the engine's totals; their samples are taken out here only.
+    ``write_file``: takes the JSON object; None: there is no home. ``drives``: its directories."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ import numpy as np
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.config import EVICTIONS, Config
-from kvdisk.device.header import SlotHeader, write_header
+from kvdisk.device.header import SlotIdentity, fill_header
 from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
 from kvdisk.device.segment import create_segment
@@ -248,9 +248,9 @@ def home_of_headers(path: Path, segment_count: int) -> Home:
         file = create_segment(home.folder(0), SegmentSpec(segment, slot_bytes, SEGMENT_SLOTS), 0, 1, FINGERPRINT)
         for slot in range(SEGMENT_SLOTS):
             record = record_of(segment * SEGMENT_SLOTS + slot, slot)
-            sealed = (namespace, record.key, record.generation, record.parent, payload_bytes, 0, 1, bytes(16))
+            identity = SlotIdentity(namespace, record.key, record.generation, payload_bytes, 0, 1)
             with memoryview(block) as view:
-                write_header(view, SlotHeader(*sealed))
+                fill_header(view, identity, record.parent, bytes(16))
             os.pwritev(file.fd, [block], slot_offset(slot_bytes, slot))
         os.fsync(file.fd)
         file.close()

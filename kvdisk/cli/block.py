@@ -247,7 +247,8 @@ def _header(path: Path, offset: int) -> dict[str, Any] | None:
     except (OSError, ValueError, KvdiskError):
         return None
     names = ("key", "parent", "generation", "rank", "rank_count", "payload_bytes", "checksum_kind", "checksum")
-    return {name: getattr(header, name) for name in names} | header.namespace._asdict()
+    found = header._asdict() | header.identity._asdict()
+    return {name: found[name] for name in names} | header.identity.namespace._asdict()
 
 
 # -- for people --------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
-from kvdisk.device.control import DriveFolder, HomeRecord, HomeSummary, read_record
+from kvdisk.device.control import HomeRecord, HomeSummary, read_record
 from kvdisk.device.drives import Directories
 from kvdisk.device.listing import list_homes
+from kvdisk.device.segment import DriveFolder
 from kvdisk.device.uses import USES_RECORD, UsesRecords, find_uses, read_uses
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord

@@ -47,10 +47,10 @@ from kvdisk.cli.output import (
     size,
     store_paths,
 )
-from kvdisk.device.control import DriveFolder, HomeRecord, read_record
+from kvdisk.device.control import HomeRecord, read_record
 from kvdisk.device.home import index_is_sound
 from kvdisk.device.rebuild import HomeShape
-from kvdisk.device.segment import open_segment, segment_path
+from kvdisk.device.segment import DriveFolder, open_segment, segment_path
 from kvdisk.device.store import Store
 from kvdisk.device.verify import NamedSlot, WrongSlot, check_slots, read_memory
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError

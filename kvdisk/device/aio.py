@@ -2,9 +2,9 @@
 """A drive's queue in the kernel: Linux AIO (``io_submit``), where a batch is one system call.
 
 A thread that calls ``preadv`` waits for the interpreter lock after each call: 5 ms, while Python
-code runs elsewhere in the process. Here the calls of a batch go to the kernel together, and their
-ends come in together. It is asynchronous for O_DIRECT only, and on some file systems: others are
-served by threads. Unlike io_uring it is allowed by the usual profile of containers.
+code runs elsewhere in the process. Here calls and their ends go together. It is asynchronous for
+O_DIRECT only, and on some file systems; threads serve others. Unlike io_uring, the usual profile of
+containers allows it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdisk.device.base import Buffer, Op, Transfer
-from kvdisk.device.batches import Call, Done, cut, without
+import numpy as np
+
+from kvdisk.device.base import Buffer, Op, Outcome, Transfer
+from kvdisk.device.batches import Call, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES, LONGEST_BYTES = 512 << 10, 2 << 20
@@ -141,7 +143,7 @@ class KernelQueue:
     def __init__(
         self,
         name: str,
-        report: Callable[[Done], None],
+        report: Callable[[Outcome], None],
         longest_bytes: int = LONGEST_BYTES,
         reads: KernelQueue | None = None,
     ) -> None:
@@ -214,41 +216,28 @@ class KernelQueue:
                 self._bytes += size
         if not taken:
             return
-        vectors: list[Any] = []  # lists of buffers, which have to be there until the calls are submitted
+        vectors: list[Any] = []  # of buffers, which have to be there until the calls are submitted
         iocbs = bytearray(_IOCB.size * len(taken))
         base = ctypes.addressof(ctypes.c_char.from_buffer(iocbs))
-        made: list[int] = []
-        refused: list[int] = []
-        for number, (op, call) in enumerate(taken, first):
-            try:
-                vector = (_Vector * len(call.buffers))(*(_Vector(_address(each), each.nbytes) for each in call.buffers))
-            except (ValueError, TypeError, BufferError):
-                refused.append(number)  # by Python
-                continue
-            at = (number - first) * _IOCB.size
-            place = ctypes.addressof(vector), len(vector)
-            _IOCB.pack_into(iocbs, at, number, 0, 0, _OPCODES[op], 0, call.fd, *place, call.offset, 0, 0, 0)
+        for at, (op, call) in enumerate(taken):
+            vector = (_Vector * len(call.buffers))(*(_Vector(_address(each), each.nbytes) for each in call.buffers))
             vectors.append(vector)
-            made.append(base + at)
+            head = first + at, 0, 0, _OPCODES[op], 0, call.fd
+            _IOCB.pack_into(iocbs, at * _IOCB.size, *head, ctypes.addressof(vector), len(vector), call.offset, 0, 0, 0)
         # Whoever hears of the end may release the memory: no view of it may be left in this frame.
         del call
         taken.clear()
-        for number in refused:
-            self._fail(number, errno.EFAULT)
-        self._hand_over(made, lambda address: first + (address - base) // _IOCB.size)
-
-    def _hand_over(self, made: Sequence[int], number_of: Callable[[int], int]) -> None:
-        pointers = (ctypes.c_uint64 * len(made))(*made)
+        pointers = (ctypes.c_uint64 * len(vectors))(*range(base, base + len(iocbs), _IOCB.size))
         done = 0
-        while done < len(made):
-            place = ctypes.byref(pointers, done * ctypes.sizeof(ctypes.c_uint64))
+        while done < len(vectors):
+            rest = ctypes.byref(pointers, done * ctypes.sizeof(ctypes.c_uint64))
             try:
-                done += self._kernel.submit(self._context, len(made) - done, place)
+                done += self._kernel.submit(self._context, len(vectors) - done, rest)
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     time.sleep(_FULL_WAIT_S)  # the kernel is short of something
                 elif error.errno != errno.EINTR:
-                    self._fail(number_of(made[done]), error.errno or errno.EIO)
+                    self._fail(first + done, error.errno or errno.EIO)
                     done += 1
 
     # -- the reaping thread --------------------------------------------------------------------
@@ -272,7 +261,7 @@ class KernelQueue:
                 settled = [self._settle(number, result) for number, _, result, _ in _EVENT.iter_unpack(found)]
             self._submit()
             for flight in filter(None, settled):
-                self._report(Done(flight.ticket, flight.errors))
+                self._report(Outcome(flight.ticket, flight.errors))
 
     def _least(self) -> int:
         """Return how many ends to wait for: each look costs the interpreter lock, and no batch ends
@@ -307,10 +296,14 @@ class KernelQueue:
             flight = self._settle(number, -error)
             wake = bool(self._waiting)
         if flight is not None:
-            self._report(Done(flight.ticket, flight.errors))
+            self._report(Outcome(flight.ticket, flight.errors))
         if wake:
             self._wakes.put(True)
 
 
 def _address(buffer: Buffer) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    """Return where a buffer lies; 0, for which the kernel fails the call, where it is none."""
+    try:
+        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    except (ValueError, TypeError, BufferError):
+        return 0

@@ -16,10 +16,9 @@ Buffer = memoryview
 class GpuRange:
     """A range of GPU memory by its address, in the place of a ``Buffer``. Immutable; any thread.
 
-    Has ``nbytes`` and ``readonly`` and is sliced in bytes like a memoryview, so that parts and
-    transfers are cut the same way. It has no buffer protocol: a device that does not know it
-    refuses it. ``owner``: keeps the memory alive; slices share it. ``address`` and ``nbytes``:
-    multiples of ``geometry.ALIGNMENT``.
+    Sliced in bytes like a memoryview, so that parts and transfers are cut the same way. It has no
+    buffer protocol: a device that does not know it refuses it. ``owner``: keeps the memory alive.
+    ``address`` and ``nbytes``: multiples of ``geometry.ALIGNMENT``.
     """
 
     __slots__ = ("address", "nbytes", "owner")

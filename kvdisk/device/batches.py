@@ -31,8 +31,8 @@ class DriveQueue(Protocol):
     way: str
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
-        """Start transfers, given with their positions; return how many reports (``Done``) will
-        come.
+        """Start transfers, given with their positions; return how many parts will be
+        reported, each as an ``Outcome`` when it has ended.
 
         ``batch_bytes``: of the whole batch, which is cut into about as many calls as run at once.
         Does not wait for the drive.
@@ -75,10 +75,3 @@ def without(buffers: Sequence[Buffer], moved: int) -> list[Buffer]:
             return [buffer[moved:], *buffers[position + 1 :]]
         moved -= buffer.nbytes
     return []
-
-
-class Done(NamedTuple):
-    """A task that has ended, with errno by position of the failed transfers."""
-
-    ticket: int
-    errors: dict[int, int]

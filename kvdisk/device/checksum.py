@@ -2,17 +2,9 @@
 """The payload checksum that a GPU computes as easily as numpy: two multilinear sums modulo 2**64.
 Pure, no I/O.
 
-A payload, with zeros behind it up to a multiple of 4096 bytes, is rows of 512 words of 8 bytes. Of
-lane 0 and lane 1, which reads each word's bytes the other way round::
-
-    row sum(lane, row) = sum over at of multiplier(lane, at) * word(row, at) sum(lane)          =
-    multiplier(4, lane) + sum over row of multiplier(2 + lane, row) * row sum(lane, row)
-
-Multipliers are fixed, odd, and look random (splitmix64 of their place), as multilinear hashing
-wants them (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). An odd multiplier
-never hides a change of one word. What changes only the high bits of a word changes only the high
-bits of lane 0's sum, where changes cancel more easily; but the low bits of lane 1's. docs/STORE.md
-says what that makes of chances.
+docs/STORE.md has the formula, and its chances. A payload is rows of 512 words of 8 bytes. Lane 0
+reads them little-endian and lane 1 big-endian: what changes only the high bits of a word changes
+only the high bits of lane 0's sum, where changes cancel more easily, but the low bits of lane 1's.
 
 ``worker/gpu_staging.py`` computes the same with torch, bit for bit.
 """

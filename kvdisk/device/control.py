@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvdisk.device import paths
-from kvdisk.device.segment import SegmentFileSummary
+from kvdisk.device.segment import SEGMENTS, DriveFolder, SegmentFileSummary
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
 
@@ -20,7 +20,6 @@ LOCK_FILE = "lock"
 USES_FILE = "USES"
 HOMES = "homes"
 INDEX = "index"
-SEGMENTS = "segments"
 
 _NUMBER_LIMIT = 1 << 62
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -64,18 +63,6 @@ class HomeRecord:
         """Return whether an engine of this fingerprint and description can read what the home
         holds."""
         return self.fingerprint == fingerprint and self.description.get("geometry") == description.get("geometry")
-
-
-@dataclass(frozen=True, slots=True)
-class DriveFolder:
-    """The part of a home that lies on one drive."""
-
-    path: Path
-
-    @property
-    def segments_path(self) -> Path:
-        """Directory of the segments on this drive."""
-        return self.path / SEGMENTS
 
 
 class HomePaths:
@@ -168,10 +155,9 @@ def _are_drives(drives: tuple[DriveName, ...]) -> bool:
     )
 
 
-def write_record(home_path: Path, record: HomeRecord, *, durable: bool) -> None:
-    """Replace HOME in one step. Raises OSError."""
-    fields = asdict(record) | {"fingerprint": record.fingerprint.hex()}
-    paths.write_control(home_path / HOME_FILE, fields, durable=durable)
+def write_record(home_path: Path, record: HomeRecord) -> None:
+    """Replace HOME in one step; it survives a loss of power. Raises OSError."""
+    paths.write_control(home_path / HOME_FILE, asdict(record) | {"fingerprint": record.fingerprint.hex()})
 
 
 def check_directory(path: Path) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directories of a store, one per drive: which may be, and which folders on them belong to
-which home.
+"""The directories of a store, one per drive, and which folders on them belong to which home.
 
 The first directory has the store's lock and, of each home, HOME, lock, index and a part of the
 segments. A further one has ``STORE``, which names the first (``part_of``), and
-``homes/<folder>/segments``; a home's HOME says which folders are its own. What no HOME names was
-left by a crash.
+``homes/<folder>/segments``. HOME says which folders are its own; what no HOME names was left by a
+crash.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from kvdisk.device import paths
 from kvdisk.device.control import (
     HOMES,
     STORE_FILE,
-    DriveFolder,
     DriveName,
     HomeRecord,
     check_directory,
     home_ids,
     read_store,
 )
+from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import FORMAT_VERSION
 
@@ -60,17 +59,18 @@ def make_store(path: Path, now_s: int, part_of: str | None) -> str:
     paths.make_directory(path / HOMES, exist_ok=True)
     store_id = uuid.uuid4().hex
     fields = {"format_version": FORMAT_VERSION, "store_id": store_id, "created_s": now_s}
-    paths.write_control(path / STORE_FILE, fields | ({"part_of": part_of} if part_of else {}), durable=True)
+    paths.write_control(path / STORE_FILE, fields | ({"part_of": part_of} if part_of else {}))
     return store_id
 
 
-def make_missing_directory(path: Path) -> None:
-    """Make a store's directory where there is none. Raises ConfigError where its parent is missing
-    too, OSError."""
-    if not os.path.lexists(path):
+def prepare_directory(path: Path, *, create: bool = True) -> None:
+    """Check that a directory may be a store's; with ``create`` make it where it is missing. Raises
+    ConfigError where it is not fit or its parent is missing too, OSError."""
+    if create and not os.path.lexists(path):
         if not path.parent.is_dir():
             raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
         paths.make_directory(path, exist_ok=True)
+    check_directory(path)
 
 
 def open_further(
@@ -98,9 +98,7 @@ def open_further(
 
 def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
     with paths.device_errors(f"opening {path}"):
-        if create:
-            make_missing_directory(path)
-        check_directory(path)
+        prepare_directory(path, create=create)
         record = read_store(path)
         if record is None:
             if not create:

@@ -2,9 +2,9 @@
 """GPUDirect Storage through kvikio: whether it is here, and the device that moves GPU memory too.
 ``kvikio`` is imported in this room only, and late.
 
-An import that works says nothing: kvikio imports and opens files without a GPU, falls back to host
-memory silently, and spins for ever where ``/proc/modules`` is missing. So files are looked at
-first, and kvikio is asked in a child process, which may hang or die without harm.
+kvikio imports and opens files without a GPU, falls back to host memory silently, and spins for ever
+where ``/proc/modules`` is missing. So files are looked at first, and kvikio is asked in a child
+process, which may hang or die without harm.
 
 A kvikio future of several tasks ends with the last one, while others may still move bytes if that
 one failed: so one call is one task. Errors come without a number; nothing can be cancelled. A call
@@ -26,7 +26,7 @@ from typing import Any
 
 from kvdisk.device.base import Buffer, GpuRange, Op, Transfer
 from kvdisk.device.batches import Call, DriveQueue
-from kvdisk.device.posix import PosixDevice, drive_of
+from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 
@@ -56,8 +56,8 @@ def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
     can.
 
     None says that driver and library are there; whether a file system takes part only a trial can
-    say. Where everything is there, kvikio is asked in a child process, for a second or two, and a
-    minute at most. Any thread; raises nothing. ``proc``: for tests.
+    say. Waits a second or two for kvikio, a minute at most. Any thread; raises nothing. ``proc``:
+    for tests.
     """
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"
@@ -153,7 +153,7 @@ class GdsDevice(PosixDevice):
         """See ``Device``. kvikio opens the file once more by its descriptor, whatever its name is
         by now."""
         super().attach_file(fd)
-        file, drive = None, drive_of(fd)
+        file, drive = None, os.fstat(fd).st_dev
         if drive not in self._gpu_queues:
             name = f"kvdisk-gds-{len(self._gpu_queues) + 1}"
             self._gpu_queues[drive] = self._make_thread_queues(name, self._gpu_threads, self._run_on_gpu)

@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 4 KiB header in front of each slot's payload: which block the slot holds. Pure, no I/O.
 
-Layout, little-endian::
-
-      0  magic 8, format version u16, checksum kind u8, 0 u8, rank u16, rank count u16, key length
-      u16, 6 zeros 24  generation u64, epoch u64, payload bytes u64, fingerprint 32, key 128 (zero
-      padded) 208  payload checksum 16, parent length u16 (0: none), 6 zeros, parent key 128 (zero
-      padded) 360  zeros 4088  xxh3_64 of the 4088 bytes before it, u64
-
-Magic, version and the last field keep their place in every format version. What a reader knows
-beforehand lies together at the front, so that ``check_slot`` compares it in one go. Of the
-checksum's kind it knows nothing: a slot is verified by the kind that it names, whoever wrote it.
+docs/STORE.md has the layout. Magic, version and the header's own checksum keep their place in every
+format version. What a reader knows beforehand lies together at the front, so that ``check_slot``
+compares it in one go. A slot is verified by the kind of checksum that it names, whoever wrote it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
@@ -92,24 +84,13 @@ class SlotIdentity(NamedTuple):
     rank_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+class SlotHeader(NamedTuple):
     """What a slot says about itself. ``checksum``: 16 bytes, of ``payload_bytes`` bytes."""
 
-    namespace: Namespace
-    key: BlockKey
-    generation: int
+    identity: SlotIdentity
     parent: BlockKey | None
-    payload_bytes: int
-    rank: int
-    rank_count: int
     checksum: bytes
-    checksum_kind: int = XXH3_128
-
-    @property
-    def identity(self) -> SlotIdentity:
-        """The block and the part of it that the slot holds."""
-        return SlotIdentity(self.namespace, self.key, self.generation, self.payload_bytes, self.rank, self.rank_count)
+    checksum_kind: int
 
 
 def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
@@ -118,11 +99,6 @@ def payload_checksum(payload: memoryview, kind: int = XXH3_128) -> bytes:
         return xxh3_128_digest(payload)
     assert kind == MULTILINEAR, kind
     return multilinear_digest(payload)
-
-
-def write_header(view: memoryview, header: SlotHeader) -> None:
-    """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
-    fill_header(view, header.identity, header.parent, header.checksum, header.checksum_kind)
 
 
 def seal_slot(slot_view: memoryview, identity: SlotIdentity, parent: BlockKey | None, kind: int = XXH3_128) -> None:
@@ -184,17 +160,9 @@ def read_header(view: memoryview) -> SlotHeader:
     checksum, parent_length, parent = _REST.unpack_from(head, _REST_OFFSET)
     if kind not in CHECKSUM_KINDS or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
         raise CorruptRecord(f"slot header: checksum kind {kind}, key length {key_length}, parent {parent_length}")
-    return SlotHeader(
-        namespace=Namespace(fingerprint, epoch),
-        key=BlockKey(key[:key_length]),
-        generation=generation,
-        parent=BlockKey(parent[:parent_length]) if parent_length else None,
-        payload_bytes=payload_bytes,
-        rank=rank,
-        rank_count=rank_count,
-        checksum=checksum,
-        checksum_kind=kind,
-    )
+    key, namespace = BlockKey(key[:key_length]), Namespace(fingerprint, epoch)
+    identity = SlotIdentity(namespace, key, generation, payload_bytes, rank, rank_count)
+    return SlotHeader(identity, BlockKey(parent[:parent_length]) if parent_length else None, checksum, kind)
 
 
 def fill_header(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvdisk.device import paths
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
-from kvdisk.device.control import INDEX, DriveFolder, HomePaths, HomeRecord, write_record
+from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
+from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError
 
 INDEX_FILE = "data.mdb"
@@ -54,18 +55,16 @@ class JoinedHome(_HeldHome):
     """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
 
     def drive_of(self, folder: DriveFolder) -> int:
-        """Return the number, in this home's list, of the drive that a part of another home is on.
-
-        Raises DeviceError (ENODEV) where this home is not open on that drive.
-        """
+        """Return the number, in this home, of the drive that a part of another home is on. Raises
+        DeviceError (ENODEV) where this home is not open there."""
         for drive, mine in enumerate(self.folders):
             if mine is not None and mine.path.parent == folder.path.parent:
                 return drive
         raise DeviceError(errno.ENODEV, f"home {self.id} is not open on the drive of {folder.path}")
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
-        """Call ``clean`` for every part of the home, once. A further drive on which that fails
-        counts as one that could not be opened. Raises DeviceError of the first drive."""
+        """Call ``clean`` for every part of the home; a further drive on which that fails is no
+        longer open. Raises DeviceError of the first drive."""
         kept: list[DriveFolder | None] = []
         for drive, folder in enumerate(self.folders):
             kept.append(folder)
@@ -84,12 +83,10 @@ class JoinedHome(_HeldHome):
 class Home(_HeldHome):
     """The owner's hold on a home, until ``close``. One thread calls all, and waits for the disk.
 
-    ``fresh``: made new, so that index and segments are empty. ``budget_bytes``: of index and
-    segments together; a home taken over under a smaller cap can be above it, and its owner cuts it
-    first. ``now_s``: gives whole seconds since the Unix epoch.
-
-    Before the owner opens the index to write, it asks ``index_is_sound``, has it rebuilt where that
-    is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
+    ``fresh``: made new, so that it is empty. ``budget_bytes``: of index and segments together; a
+    home taken over can be above it, and its owner cuts it first. ``now_s``: gives whole seconds
+    since the Unix epoch. Before the owner opens the index to write, it asks ``index_is_sound``, has
+    it rebuilt where that is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
     def __init__(
@@ -170,9 +167,9 @@ class Home(_HeldHome):
     def close(self, clean: bool, *, used: bool = True) -> None:
         """Release the home, after its files are closed and its ranks have left. Idempotent.
 
-        ``clean``: sync all files and have HOME say that they can be trusted whatever happens to the
-        machine, with a sum of the index; False: the owner could not commit. ``used``: False leaves
-        the time of its last use. Raises DeviceError; the home is released all the same.
+        ``clean``: sync all files, and have HOME say with a sum of the index that they survive a
+        stop of the machine; False: the owner could not commit. ``used``: False leaves the time of
+        its last use. Raises DeviceError; the home is released all the same.
         """
         with self._ending:
             if self._lock_fd >= 0:
@@ -198,5 +195,5 @@ class Home(_HeldHome):
 
     def _write(self, record: HomeRecord) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):
-            write_record(self.path, record, durable=True)
+            write_record(self.path, record)
         self.record = record

@@ -14,14 +14,13 @@ from kvdisk.device import paths
 from kvdisk.device.control import (
     INDEX,
     LOCK_FILE,
-    DriveFolder,
     HomeRecord,
     HomeSummary,
     home_ids,
     read_record,
 )
 from kvdisk.device.drives import Directories
-from kvdisk.device.segment import SegmentFileSummary, scan_segments
+from kvdisk.device.segment import DriveFolder, SegmentFileSummary, scan_segments
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File-system calls that the rooms of the store share: modes, control files, locks, sums,
-removal."""
+"""File-system calls that the store's modules share: modes, control files, locks, sums, removal."""
 
 from __future__ import annotations
 
@@ -9,12 +8,11 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,11 @@ from xxhash import xxh3_128
 
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
 
-logger = logging.getLogger("kvdisk.device")
-
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 LOCK_POLL_S = 0.02
-STOPPED_WAIT_S = 1.0
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -65,10 +60,16 @@ def is_directory(path: Path) -> bool:
 
 
 def is_other_than_directory(path: Path) -> bool:
-    """Return whether there is something that is no directory; looks once, while others make and
-    remove it."""
+    """Return whether there is something that is no directory, in one look."""
     mode = _mode(path)
     return mode != 0 and not stat.S_ISDIR(mode)
+
+
+def check_way(*directories: Path) -> None:
+    """Raise NotADirectoryError where one of these is there and is no directory, or a symlink."""
+    for directory in directories:
+        if is_other_than_directory(directory):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 
 def _mode(path: Path) -> int:
@@ -90,8 +91,6 @@ def create_file(path: Path) -> int:
 def open_regular(path: Path, flags: int) -> int:
     """Open a file that exists; return its descriptor, or -1 where something else is in its place.
     Raises OSError."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        return -1
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
     except OSError as error:
@@ -126,12 +125,10 @@ def encode_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
-    """Replace a JSON file in one step. ``durable``: it survives a loss of power from here on.
-    Raises OSError.
+def write_control(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file in one step; it survives a loss of power from here on. Raises OSError.
 
-    What it replaces stays beside it, under another name, and is written over the next time, which
-    then needs no room.
+    What it replaces stays beside it and is written over the next time, which then needs no room.
     """
     temporary = path.with_name(path.name + ".tmp")
     encoded = encode_json(value)
@@ -143,19 +140,16 @@ def write_control(path: Path, value: dict[str, Any], *, durable: bool) -> None:
         encoded = encoded.ljust(os.fstat(fd).st_size)  # spaces, so that no length changes
         if os.pwrite(fd, encoded, 0) != len(encoded):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
-        if durable:
-            os.fsync(fd)
+        os.fsync(fd)
         if not _exchange(temporary, path):
             temporary.replace(path)
     finally:
         os.close(fd)
-    if durable:
-        sync(path.parent)
+    sync(path.parent)
 
 
 def _open_kept(path: Path) -> int:
-    """Open what a control file was before, to write; -1 where there is none, or it is somebody
-    else's file, too."""
+    """Open what a control file was before, to write; -1 where there is none fit for that."""
     try:
         fd = open_regular(path, os.O_WRONLY)
     except OSError:
@@ -167,8 +161,7 @@ def _open_kept(path: Path) -> int:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two files change names in one step; False where there is only one, or the system cannot
-    do that."""
+    """Let two files change names in one step; False where that cannot be."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
@@ -194,8 +187,7 @@ def read_control(path: Path) -> dict[str, Any]:
 
 
 def try_lock(fd: int, kind: int) -> bool:
-    """Take a flock of ``kind`` (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was
-    taken."""
+    """Take a flock (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was taken."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -203,82 +195,25 @@ def try_lock(fd: int, kind: int) -> bool:
     return True
 
 
-def wait_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
-    """Take a flock, waiting up to ``timeout_s``. Raises StoreLocked, which names ``what``."""
-    deadline = time.monotonic() + timeout_s
-    while not try_lock(fd, kind):
-        if time.monotonic() >= deadline:
-            raise StoreLocked(f"{what} has been locked by another process for {timeout_s:g} s")
-        time.sleep(LOCK_POLL_S)
+def take_lock(path: Path, kind: int, timeout_s: float, what: str, *, readonly: bool = False) -> int:
+    """Take the flock of a file, waiting up to ``timeout_s``; return its descriptor, for ``unlock``.
 
-
-def take_named_lock(path: Path, timeout_s: float, what: str, *, readonly: bool) -> int:
-    """Take the exclusive flock on a file that says who holds it; return its descriptor, for
-    ``drop_named_lock``. Needs no room. Raises StoreLocked, OSError.
-
-    A holder that is stopped (SIGSTOP) holds nobody up: after STOPPED_WAIT_S a new file replaces the
-    old one, and the old lock means nothing. So what is done under it must not rely on it alone.
+    ``readonly``: of a file system that cannot be written. Raises StoreLocked, which names ``what``,
+    also where the file was removed meanwhile: its lock protects nothing; OSError.
     """
-    deadline = time.monotonic() + timeout_s
-    look_at = time.monotonic() + STOPPED_WAIT_S
-    while True:
-        fd = os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if try_lock(fd, fcntl.LOCK_EX) and same_file(fd, path):
-                if not readonly:
-                    _sign(fd, str(os.getpid()))
-                taken, fd = fd, -1
-                return taken
+    fd = os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not try_lock(fd, kind):
             if time.monotonic() >= deadline:
                 raise StoreLocked(f"{what} has been locked by another process for {timeout_s:g} s")
-            if not readonly and time.monotonic() >= look_at and _holder_is_stopped(fd):
-                with suppress(OSError):  # a drive without room for a new file: it may go on, or be ended
-                    _replace_lock(fd, path)
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        time.sleep(LOCK_POLL_S)
-
-
-def _sign(fd: int, name: str) -> None:
-    """Write who holds a lock, always over the same bytes; where the drive has no room for them,
-    nobody is named."""
-    try:
-        os.pwrite(fd, f"{name:<16}".encode(), 0)
-    except OSError:
-        with suppress(OSError):
-            os.ftruncate(fd, 0)
-
-
-def drop_named_lock(fd: int, *, readonly: bool) -> None:
-    """Release what ``take_named_lock`` has taken."""
-    if not readonly:
-        _sign(fd, "")  # a reader that holds the lock next leaves no name, and is not taken for us
-    unlock(fd)
-
-
-def _holder_is_stopped(fd: int) -> bool:
-    try:
-        holder = int(os.pread(fd, 16, 0))
-        state = Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ValueError, IndexError, OSError):
-        return False
-    return state in {"T", "t"}
-
-
-def _replace_lock(fd: int, path: Path) -> None:
-    """Put a new lock file in the place of the one that ``fd`` is open on; one process at a time."""
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if try_lock(directory, fcntl.LOCK_EX) and same_file(fd, path):
-            temporary = path.with_name(path.name + ".tmp")
-            with suppress(FileNotFoundError):
-                temporary.unlink()
-            os.close(create_file(temporary))
-            temporary.replace(path)
-            logger.warning("kvdisk: a process that is stopped holds %s; it is left behind.", path)
-    finally:
-        os.close(directory)
+            time.sleep(LOCK_POLL_S)
+        if not same_file(fd, path):
+            raise StoreLocked(f"{what} was taken over or deleted while its lock was awaited")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def unlock(fd: int) -> int:
@@ -290,8 +225,7 @@ def unlock(fd: int) -> int:
 
 
 def same_file(fd: int, path: Path) -> bool:
-    """Return whether ``path`` names the file that ``fd`` is open on: a lock on a removed file
-    protects nothing."""
+    """Return whether ``path`` names the file that ``fd`` is open on."""
     try:
         now = path.lstat()
     except FileNotFoundError:
@@ -320,8 +254,8 @@ def sync_tree(directory: Path) -> None:
 
 
 def sum_of_file(path: Path) -> str:
-    """Return the xxh3_128 of a file's bytes as hex digits. Raises OSError; FileNotFoundError also
-    for what is no regular file."""
+    """Return the xxh3_128 of a file as hex digits. Raises OSError; FileNotFoundError also for what
+    is no regular file."""
     if (fd := open_regular(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with os.fdopen(fd, "rb") as file:
@@ -329,8 +263,7 @@ def sum_of_file(path: Path) -> str:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Return the bytes that the file system holds for ``path`` and all below it; what vanishes
-    meanwhile counts 0."""
+    """Return the bytes allocated for ``path`` and all below it; what vanishes counts 0."""
     try:
         status = path.lstat()
         total = status.st_blocks * STAT_BLOCK_BYTES
@@ -342,35 +275,14 @@ def allocated_bytes(path: Path) -> int:
     return total
 
 
-@contextmanager
-def _inside(directory: Path, names: Sequence[str]) -> Iterator[int]:
-    """Open ``directory/names[0]/names[1]/...`` but for the last and yield its descriptor. No
-    symlink is followed."""
-    assert names and all(name not in {"", ".", ".."} and "/" not in name for name in names)
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    fd = os.open(directory, flags)
-    try:
-        for name in names[:-1]:
-            outer, fd = fd, os.open(name, flags, dir_fd=fd)
-            os.close(outer)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def remove_anything(directory: Path, *names: str, first: str | None = None) -> None:
+def remove_anything(directory: Path, *names: str) -> None:
     """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone
-    already is no error.
-
-    ``first``: what goes before the rest of a tree. No symlink is followed, neither on the way nor
-    below. Raises OSError.
-    """
-    with _inside(directory, names) as parent, suppress(FileNotFoundError):
-        if not stat.S_ISDIR(os.lstat(names[-1], dir_fd=parent).st_mode):
-            os.unlink(names[-1], dir_fd=parent)
+    already is no error. No symlink below ``directory`` is followed. Raises OSError."""
+    assert names and all(name not in {"", ".", ".."} and "/" not in name for name in names)
+    path = directory.joinpath(*names)
+    check_way(*(directory.joinpath(*names[:count]) for count in range(1, len(names))))
+    with suppress(FileNotFoundError):
+        if is_directory(path):
+            shutil.rmtree(path)
         else:
-            if first is not None:
-                with _inside(directory, (*names, first)) as tree, suppress(FileNotFoundError, IsADirectoryError):
-                    os.unlink(first, dir_fd=tree)
-            assert shutil.rmtree.avoids_symlink_attacks
-            shutil.rmtree(names[-1], dir_fd=parent)
+            path.unlink()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that needs nothing but the kernel: O_DIRECT through the kernel's own queue, or calls
-on a few threads.
+"""The device that needs nothing but the kernel: its own queue, or ``preadv`` and ``pwritev`` on a
+few threads.
 
 While Python code runs elsewhere in the process, each system call waits for the interpreter lock
-when it returns. So few calls are made. The kernel's queue (``aio``) takes a whole batch in one.
-Without it a batch is cut into about as many tasks as there are threads, each a list of calls of
-``preadv`` or ``pwritev`` of up to ``longest_bytes``.
+when it returns. So few calls are made: the kernel's queue (``aio``) takes a whole batch in one, and
+for threads a batch is cut into about as many tasks as there are threads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
-from kvdisk.device.batches import Call, Done, DriveQueue, cut, without
+from kvdisk.device.batches import Call, DriveQueue, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
@@ -50,7 +49,7 @@ class _ThreadQueue:
 
     way = "threads"
 
-    def __init__(self, name: str, count: int, report: Callable[[Done], None], run: Run, longest_bytes: int) -> None:
+    def __init__(self, name: str, count: int, report: Callable[[Outcome], None], run: Run, longest_bytes: int) -> None:
         self._longest_bytes = longest_bytes
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads = [
@@ -101,7 +100,7 @@ class PosixDevice:
         self._last_ticket = 0
         self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
         """Reports that are still to come, and errors so far, by ticket."""
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         """What the queues report, on their threads."""
         self._closed = False
 
@@ -117,12 +116,10 @@ class PosixDevice:
 
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
-        drive = drive_of(fd)
-        in_kernel = self.kernel_queue and drive != NO_DRIVE and aio.serves(fd)
-        found = self._queues.get((drive, in_kernel))
-        if found is None:
-            found = self._queues[drive, in_kernel] = self._make_queues(in_kernel)
-        self._files[fd] = found
+        place = os.fstat(fd).st_dev, self.kernel_queue and aio.serves(fd)
+        if place not in self._queues:
+            self._queues[place] = self._make_queues(in_kernel=place[1])
+        self._files[fd] = self._queues[place]
 
     def detach_file(self, fd: int) -> None:
         """See ``Device``."""
@@ -146,7 +143,7 @@ class PosixDevice:
         reports = sum(place.put(self._last_ticket, op, part, batch_bytes) for place, part in known.items())
         self._in_flight[self._last_ticket] = (max(1, reports), errors)
         if not reports:
-            self._done.put(Done(self._last_ticket, {}))
+            self._done.put(Outcome(self._last_ticket, {}))
         return self._last_ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
@@ -183,7 +180,7 @@ class PosixDevice:
         """Return the queues that serve a transfer; None where its file is not attached."""
         return self._files.get(transfer.fd)
 
-    def _count_report(self, done: Done, ended: list[Outcome]) -> None:
+    def _count_report(self, done: Outcome, ended: list[Outcome]) -> None:
         """Count a report; of two errors of one transfer the first in time stays."""
         left, errors = self._in_flight.pop(done.ticket)
         for position, number in done.errors.items():
@@ -214,18 +211,6 @@ class PosixDevice:
         return {op: _ThreadQueue(f"{name}-{op.value}", count, self._done.put, run, self._longest_bytes) for op in Op}
 
 
-NO_DRIVE = -1
-"""Of a descriptor that is not open: its transfers will say what is wrong with it."""
-
-
-def drive_of(fd: int) -> int:
-    """Return the number of the drive that an open file lies on, or NO_DRIVE."""
-    try:
-        return os.fstat(fd).st_dev
-    except OSError:
-        return NO_DRIVE
-
-
 @functools.cache
 def _say_lost(why: str) -> None:
     """Warn, once in a process: each drive and each device would say it again."""
@@ -248,7 +233,7 @@ def _checked_bytes(op: Op, transfer: Transfer) -> int:
     return total_bytes
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Done], None]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Outcome], None]) -> None:
     while True:
         task = tasks.get()
         if task is None:
@@ -258,7 +243,7 @@ def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Do
             number = run(task.op, call)
             if number:
                 errors.setdefault(call.position, number)
-        done = Done(task.ticket, errors)
+        done = Outcome(task.ticket, errors)
         # Whoever hears of the end may release the memory: no view of it may be left in this frame.
         del task, call
         report(done)

@@ -2,8 +2,8 @@
 """The trial of a drive at start: through the kernel's queue or threads, what is written and read is
 right there.
 
-The file has no name from its first moment, or from the next where the file system cannot make one
-so; a killed probe leaves nothing. It is there for a moment: the cap does not count it.
+The file has no name, so a killed probe leaves nothing. It is there for a moment: the cap does not
+count it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import logging
 import mmap
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from kvdisk.device.base import Device, Op, Transfer
-from kvdisk.device.control import check_directory
-from kvdisk.device.drives import make_missing_directory, write_in_place
+from kvdisk.device.drives import prepare_directory, write_in_place
 from kvdisk.device.posix import PosixDevice
-from kvdisk.device.segment import open_direct
+from kvdisk.device.segment import make_direct
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import ALIGNMENT
 
@@ -34,8 +33,6 @@ FILE_BYTES = 32 << 20
 """Of a file on which speeds are compared."""
 _TRIAL_BYTES = 64 * ALIGNMENT
 GIVE_UP_S = 5.0
-_PREFIX = ".probe-"
-_NO_NAMELESS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 _given_up: list[object] = []
 """Silent devices, and their memory: the drive may still come to what they hold."""
@@ -87,8 +84,7 @@ def probe(
     """
     name, direct = "posix", None
     try:
-        make_missing_directory(directory)
-        check_directory(directory)
+        prepare_directory(directory)
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
             name, wrong = _try(make(True), fd)
             if not wrong:
@@ -109,15 +105,13 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
 
     It stays open where ``Silence`` ends the block. Raises OSError.
     """
-
-    def allocate_and_write(fd: int) -> None:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        fd = os.dup(file.fileno())
+    try:
         write_in_place(fd)  # as segments are
         os.posix_fallocate(fd, 0, file_bytes)
         with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
-            os.pwritev(fd, [block], 0)
-
-    fd, direct = open_direct(partial(_open_nameless, directory), allocate_and_write)
-    try:
+            direct = make_direct(fd, lambda: os.pwritev(fd, [block], 0))
         yield fd, direct
     except Silence:
         fd = -1  # what has not ended may still use the number
@@ -125,24 +119,6 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
     finally:
         if fd >= 0:
             os.close(fd)
-
-
-def _open_nameless(directory: Path, direct: int) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | direct, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_NAMELESS:
-            raise
-    for left in directory.glob(_PREFIX + "*"):  # by a probe that was killed before it could take the name away
-        with suppress(OSError):
-            left.unlink()
-    path = directory / f"{_PREFIX}{os.getpid()}-{random.randrange(1 << 32)}"  # noqa: S311 - a name, no secret
-    # Without O_DIRECT at first, for where that is refused the file is made all the same.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
-    try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | direct)
-    finally:
-        path.unlink()
 
 
 def _try(device: Device, fd: int) -> tuple[str, str]:

@@ -23,9 +23,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES
 from kvdisk.device import paths
-from kvdisk.device.control import SEGMENTS, DriveFolder
 from kvdisk.device.header import CHECKSUM_KINDS, HEADER_SUM_OFFSET, IDENTITY_FIELDS, MAGIC, REST_FIELDS
-from kvdisk.device.segment import SegmentFile, SegmentHeader, scan_file, segment_numbers
+from kvdisk.device.segment import SEGMENTS, DriveFolder, SegmentFile, SegmentHeader, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import ALIGNMENT, FORMAT_VERSION, HEADER_BYTES, slot_offset
 from kvdisk.messages import FOREIGN_SEGMENTS
@@ -49,8 +48,9 @@ _BLOCK = np.dtype(
 Blocks: TypeAlias = NDArray[np.void]
 """Blocks as their headers name them, in the order of their places: rows of segment, index, epoch,
 generation, and key and parent as bytes (no parent: empty)."""
-_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
-"""What the system says where a segment's file is missing, or something else is in its place."""
+_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR})
+"""What the system says where a segment's file is missing, or something else is in its directory's
+place."""
 
 
 class Shape(NamedTuple):
@@ -188,10 +188,9 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
             file = scan_file(folder, segment, rank)
             stack.callback(file.close)
             files.append(file)
-            mine = SegmentHeader(segment, rank, shape.rank_count, *files[0].sizes, shape.fingerprint)
-            if file.header != mine:
+            slot_bytes, slot_count = files[0].slot_bytes, files[0].slot_count
+            if file.header != SegmentHeader(segment, rank, shape.rank_count, slot_bytes, slot_count, shape.fingerprint):
                 raise CorruptRecord(f"segment {segment}: the header of rank {rank} says something else")
-        slot_bytes, slot_count = files[0].sizes
         if slot_bytes not in {group.slot_bytes for group in shape.groups}:
             raise CorruptRecord(f"segment {segment}: no block is of {slot_bytes} bytes")
         told = [_headers(file, shape) for file in files]

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's segment file, ``segments/<n>/rank<r>.kv``: a 4 KiB header, then slots.
-
-Segment header, little-endian: magic 8, format version u16, rank u16, rank count u16, 2 zeros,
-segment u64, slot bytes u64, slot count u64, fingerprint 32, zeros; the last 8 of the 4096 bytes are
-the xxh3_64 of those before them.
-"""
+"""One rank's segment file, ``segments/<n>/rank<r>.kv``: a 4 KiB header, then slots. docs/STORE.md
+has the layout."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,6 +22,7 @@ from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, SEGMENT_HEADER_BYTES, segment_file_bytes
 from kvdisk.messages import SegmentSpec
 
+SEGMENTS = "segments"
 _MAGIC = b"KVDSEGM\0"
 _FIELDS = struct.Struct(f"<8sHHH2xQQQ{FINGERPRINT_BYTES}s")
 _SUM = struct.Struct("<Q")
@@ -36,12 +33,15 @@ _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FOLDER_TRIES = 10
 
 
-class HasSegments(Protocol):
-    """A home, or the part of one on a drive, as this room needs it."""
+class DriveFolder(NamedTuple):
+    """The part of a home that lies on one drive: ``<store_dir>/homes/<id or folder>``."""
+
+    path: Path
 
     @property
     def segments_path(self) -> Path:
-        """``<store_dir>/homes/<id or folder>/segments``."""
+        """Directory of the segments on this drive."""
+        return self.path / SEGMENTS
 
 
 class SegmentHeader(NamedTuple):
@@ -56,10 +56,7 @@ class SegmentHeader(NamedTuple):
 
 
 class SegmentFileSummary(NamedTuple):
-    """A segment file as found; ``allocated_bytes`` is what the file system holds for it.
-
-    ``drive``: position in the home's list of drives.
-    """
+    """A segment file as found. ``drive``: position in the home's list of drives."""
 
     segment: int
     rank: int
@@ -69,11 +66,7 @@ class SegmentFileSummary(NamedTuple):
 
 
 class SegmentFile:
-    """An open segment file; ``fd`` is its own until ``close``.
-
-    Transfers bypass the kernel's cache (O_DIRECT) unless the file system refuses that. Slot ``i``
-    begins at ``geometry.slot_offset(slot_bytes, i)``.
-    """
+    """An open segment file; ``fd`` is its own until ``close``. See ``make_direct``."""
 
     __slots__ = ("fd", "header", "rank", "segment", "slot_bytes", "slot_count")
 
@@ -85,11 +78,6 @@ class SegmentFile:
         self.slot_bytes = header.slot_bytes
         self.slot_count = header.slot_count
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a slot, and how many there are."""
-        return self.slot_bytes, self.slot_count
-
     def close(self) -> None:
         """Close the file; ``fd`` becomes -1. The caller detached it from its device before.
         Idempotent."""
@@ -98,61 +86,57 @@ class SegmentFile:
             self.fd = -1
 
 
-def create_segment(home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes) -> SegmentFile:
-    """Make this rank's file of a segment, all its bytes allocated, and open it. Blocks on the disk.
+def create_segment(
+    folder: DriveFolder, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes
+) -> SegmentFile:
+    """Make this rank's file of a segment, all its bytes allocated, and open it. Waits for the disk.
 
     The file has its name only when it is complete. Raises DeviceError, with nothing left behind:
     ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where it has a file already, ...
     """
     header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
-    final = segment_path(home, spec.segment, rank)
+    final, fd = segment_path(folder, spec.segment, rank), -1
     temporary = _temporary(final)
     with paths.device_errors(f"making segment {spec.segment} for rank {rank}"):
-        _check_way(final)
+        paths.check_way(*final.parents[:3])
         try:
             if os.path.lexists(final):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-            with suppress(FileNotFoundError):
-                temporary.unlink()
-            _allocate_with_folder(temporary, segment_file_bytes(spec.slot_bytes, spec.slot_count))
+            temporary.unlink(missing_ok=True)
+            fd = _create_with_folder(temporary)
+            # Before it is direct: where a file system cannot allocate, libc writes single bytes.
+            os.posix_fallocate(fd, 0, segment_file_bytes(spec.slot_bytes, spec.slot_count))
             encoded = _encode(header)
-            fd, _ = open_direct(_opener(temporary, os.O_RDWR), lambda fd: _write_header(fd, encoded))
-        except BaseException:
-            _discard(temporary)
-            _remove_if_empty(final.parent)
-            raise
-        try:
+            make_direct(fd, lambda: _write_header(fd, encoded))
             temporary.rename(final)
         except BaseException:
-            os.close(fd)
-            _discard(temporary)
+            if fd >= 0:
+                _discard(fd, temporary)
+            _remove_if_empty(final.parent)
             raise
     return SegmentFile(fd, header)
 
 
-def _allocate_with_folder(path: Path, byte_count: int) -> None:
+def _create_with_folder(path: Path) -> int:
     """Make a file and, where it lacks, its folder, which another rank that cleans up may remove
     while it is empty."""
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:
             paths.make_directory(path.parent, exist_ok=True)
-            _allocate(path, byte_count)
-            return
+            return paths.create_file(path)
         except FileNotFoundError:
             if not tries_left:
                 raise
+    raise AssertionError("unreachable")
 
 
 def open_segment(
-    home: HasSegments, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes, *, writable: bool = True
+    folder: DriveFolder, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes, *, writable: bool = True
 ) -> SegmentFile:
-    """Open this rank's file of a segment that exists.
-
-    Blocks on the disk. Raises DeviceError (ENOENT where there is none), CorruptRecord where its
-    header does not decode or the file is shorter than it says, GeometryMismatch where it was made
-    for something else.
-    """
-    file = scan_file(home, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
+    """Open this rank's file of a segment. Waits for the disk. Raises DeviceError (ENOENT where
+    there is none), CorruptRecord where its header does not decode or it is too short,
+    GeometryMismatch where it was made for something else."""
+    file = scan_file(folder, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
     expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
     for name, found, wanted in zip(SegmentHeader._fields, file.header, expected, strict=True):
         if found != wanted:
@@ -161,42 +145,40 @@ def open_segment(
     return file
 
 
-def scan_file(home: HasSegments, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
+def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
     """Open a segment file, to read by default, whatever it was made for. Raises as
     ``open_segment``."""
     with paths.device_errors(f"opening segment {segment} of rank {rank}"):
-        return _open_existing(segment_path(home, segment, rank), flags)
+        return _open_existing(segment_path(folder, segment, rank), flags)
 
 
-def read_segment_header(home: HasSegments, segment: int, rank: int) -> SegmentHeader:
+def read_segment_header(folder: DriveFolder, segment: int, rank: int) -> SegmentHeader:
     """Return what a segment file says about itself, for tools that know nothing yet. Raises as
     ``open_segment``."""
-    file = scan_file(home, segment, rank)
+    file = scan_file(folder, segment, rank)
     file.close()
     return file.header
 
 
-def drop_segment(home: HasSegments, segment: int, rank: int) -> None:
-    """Remove this rank's closed file of a segment, and its directory with the last rank's.
-
-    What is gone already is no error. Raises DeviceError.
-    """
-    path = segment_path(home, segment, rank)
+def drop_segment(folder: DriveFolder, segment: int, rank: int) -> None:
+    """Remove this rank's closed file of a segment, and its directory with the last rank's. Gone
+    already is no error. Raises DeviceError."""
+    path = segment_path(folder, segment, rank)
     with paths.device_errors(f"dropping segment {segment} of rank {rank}"):
-        _remove_files(home, segment, (_temporary(path).name, path.name))
+        _remove_files(folder, segment, (_temporary(path).name, path.name))
 
 
-def remove_unknown_segments(home: HasSegments, rank: int, known: Collection[int]) -> None:
+def remove_unknown_segments(folder: DriveFolder, rank: int, known: Collection[int]) -> None:
     """Remove what a crash left of this rank: files of segments not in ``known``, and files never
     completed. Raises DeviceError."""
     with paths.device_errors(f"removing unknown segments of rank {rank}"):
-        for segment in segment_numbers(home.segments_path, also_no_directories=True):
-            path = segment_path(home, segment, rank)
+        for segment in segment_numbers(folder.segments_path):
+            path = segment_path(folder, segment, rank)
             if segment in known:
                 if paths.is_directory(path.parent):
-                    _remove_files(home, segment, (_temporary(path).name,))
+                    _remove_files(folder, segment, (_temporary(path).name,))
             else:
-                _remove_files(home, segment, (_temporary(path).name, path.name))
+                _remove_files(folder, segment, (_temporary(path).name, path.name))
 
 
 def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSummary, ...]:
@@ -204,7 +186,10 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
     OSError."""
     found = []
     for segment in segment_numbers(segments_path):
-        with suppress(FileNotFoundError), os.scandir(segments_path / str(segment)) as files:
+        directory = segments_path / str(segment)
+        if not paths.is_directory(directory):
+            continue
+        with suppress(FileNotFoundError), os.scandir(directory) as files:
             for file in files:
                 match = _FILE_NAME.fullmatch(file.name)
                 if match and file.is_file(follow_symlinks=False):
@@ -214,36 +199,33 @@ def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSumma
     return tuple(sorted(found))
 
 
-def segment_numbers(segments_path: Path, *, also_no_directories: bool = False) -> list[int]:
+def segment_numbers(segments_path: Path) -> list[int]:
     """List the segments that have a directory, or anything else of their name, ascending. Raises
     OSError."""
-    try:
-        with os.scandir(segments_path) as found:
-            names = [item.name for item in found if also_no_directories or item.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    return sorted(int(name) for name in names if _SEGMENT_NAME.fullmatch(name))
+    with suppress(FileNotFoundError):
+        return sorted(int(name) for name in os.listdir(segments_path) if _SEGMENT_NAME.fullmatch(name))
+    return []
 
 
-def segment_path(home: HasSegments, segment: int, rank: int) -> Path:
+def segment_path(folder: DriveFolder, segment: int, rank: int) -> Path:
     """Where this rank's file of a segment is, or would be."""
     assert segment >= 0
     assert rank >= 0
-    return home.segments_path / str(segment) / f"rank{rank}.kv"
+    return folder.segments_path / str(segment) / f"rank{rank}.kv"
 
 
 def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def _remove_files(home: HasSegments, segment: int, names: Collection[str]) -> None:
+def _remove_files(folder: DriveFolder, segment: int, names: Collection[str]) -> None:
     """Remove files of a segment, whatever is in their place, and its directory where that is empty
     or is none."""
-    way = home.segments_path.parent.name, home.segments_path.name, str(segment)
-    homes, directory = home.segments_path.parent.parent, home.segments_path / str(segment)
+    homes, way = folder.path.parent, (folder.path.name, SEGMENTS, str(segment))
     for name in names:
-        with suppress(FileNotFoundError, NotADirectoryError):  # another rank may have removed the directory first
+        with suppress(NotADirectoryError):
             paths.remove_anything(homes, *way, name)
+    directory = folder.segments_path / str(segment)
     if paths.is_other_than_directory(directory):
         paths.remove_anything(homes, *way)
     _remove_if_empty(directory)
@@ -254,71 +236,49 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _check_way(path: Path) -> None:
-    """Raise NotADirectoryError unless a file's segment, its ``segments`` and its home are
-    directories, no symlinks."""
-    for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
-        if paths.is_other_than_directory(directory):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-
-
-def _allocate(path: Path, length_bytes: int) -> None:
-    # Not through an O_DIRECT descriptor: where a file system cannot allocate, libc writes single
-    # bytes instead.
-    fd = paths.create_file(path)
-    try:
-        os.posix_fallocate(fd, 0, length_bytes)
-    finally:
-        os.close(fd)
-
-
-def _discard(path: Path) -> None:
+def _discard(fd: int, path: Path) -> None:
     # A failed posix_fallocate leaves the space taken, and a descriptor elsewhere would keep it from
     # the unlinked file.
     with suppress(OSError):
-        os.truncate(path, 0)
+        os.truncate(fd, 0)
     with suppress(OSError):
         path.unlink()
+    os.close(fd)
 
 
-def open_direct(open_file: Callable[[int], int], first: Callable[[int], object]) -> tuple[int, bool]:
-    """Open a file with O_DIRECT, or without where the file system refuses that.
+def make_direct(fd: int, first: Callable[[], object]) -> bool:
+    """Let transfers of an open file bypass the kernel's cache (O_DIRECT), unless the file system
+    refuses that; return whether they do.
 
-    ``open_file`` takes the flag and returns a descriptor; ``first`` makes the first transfer, which
-    may be what is refused. Returns the descriptor, and whether it is direct. Raises what they
-    raise.
+    ``first`` makes the first transfer, which may be what is refused, and is then made again. Raises
+    what it raises.
     """
-    for direct in (os.O_DIRECT, 0):
-        fd = -1
-        try:
-            fd = open_file(direct)
-            first(fd)
-            return fd, bool(direct)
-        except BaseException as error:
-            if fd >= 0:
-                os.close(fd)
-            if not direct or not isinstance(error, OSError) or error.errno not in _NOT_DIRECT:
-                raise
-    raise AssertionError("unreachable")
-
-
-def _opener(path: Path, flags: int) -> Callable[[int], int]:
-    return lambda direct: os.open(path, flags | direct | os.O_NOFOLLOW)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        first()
+    except OSError as error:
+        if error.errno not in _NOT_DIRECT:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        first()
+        return False
+    return True
 
 
 def _open_existing(path: Path, flags: int) -> SegmentFile:
-    _check_way(path)
-    mode = path.lstat().st_mode
-    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opening one may never end
+    paths.check_way(*path.parents[:3])
+    fd = paths.open_regular(path, flags)
+    if fd < 0:
         raise CorruptRecord(f"{path} is not a file")
     block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
 
-    def read_first(fd: int) -> None:
+    def read_first() -> None:
         if os.preadv(fd, [block], 0) != SEGMENT_HEADER_BYTES:
             raise CorruptRecord(f"{path} ends within its header")
 
-    fd, _ = open_direct(_opener(path, flags), read_first)
     try:
+        make_direct(fd, read_first)
         header = _decode(block[:])
         length_bytes = os.fstat(fd).st_size
         if length_bytes < segment_file_bytes(header.slot_bytes, header.slot_count):

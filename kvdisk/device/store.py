@@ -4,12 +4,12 @@
 Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
 owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
-itself (a flock belongs to the open file, so one that came by a fork would be the parent's). A home
-whose lock can be taken exclusively is unowned. That is tried only while holding the store's
-``lock``, so two who try never take each other for an owner.
+itself: one that came by a fork would be the parent's. A home whose lock can be taken exclusively is
+unowned. That is tried only under the store's ``lock``, so two who try never take each other for an
+owner.
 
-A home's id lasts for one owner: a takeover renames it. So a worker that was started by the owner
-before finds no such home, instead of writing into one that another engine has taken over.
+A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
+into one that another engine owns.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from kvdisk.device.control import (
     HOMES,
     INDEX,
     LOCK_FILE,
-    DriveFolder,
     HomeRecord,
     StoreRecord,
-    check_directory,
     home_ids,
     is_home_id,
     read_record,
@@ -51,15 +49,15 @@ from kvdisk.device.drives import (
     list_directories,
     list_folders,
     make_folders,
-    make_missing_directory,
     make_store,
     open_further,
+    prepare_directory,
     remove_folder,
     serves,
     with_all,
 )
 from kvdisk.device.home import Home, JoinedHome
-from kvdisk.device.segment import SegmentFile, create_segment, drop_segment
+from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
 from kvdisk.messages import ForeignSegment, SegmentSpec
@@ -97,17 +95,14 @@ class Store:
     ) -> Store:
         """Open a store, or make one with ``create``.
 
-        To make one, its parent must exist, and its directories may if they are empty. ``need_all``
-        False: further directories that cannot be opened are left out. Raises ConfigError where a
-        directory is not fit to be a store's, is one of another format or is part of another store,
+        ``need_all`` False: further directories that cannot be opened are left out. Raises
+        ConfigError where a directory is not fit, of another format or part of another store,
         CorruptRecord where STORE does not decode, StoreLocked, DeviceError.
         """
         path, *further = list_directories(directories)
         with paths.device_errors(f"opening the store {path}"):
             store = cls(path, boot_id=boot_id, clock=clock)
-            if create:
-                make_missing_directory(path)
-            check_directory(path)
+            prepare_directory(path, create=create)
             record = read_store(path)
             if record is not None and record.part_of is not None:
                 raise ConfigError(
@@ -137,12 +132,12 @@ class Store:
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
 
-        A home fits if all its drives are among the store's; those that it has no folder on are
-        added. Whether its index can be trusted is the next question: see ``Home``. Unowned homes
-        that are not complete are deleted, and what ``cap`` says must go for this one to fit; on a
-        drive without room even for HOME others go too, one by one. ``cap_bytes``: over all ranks.
-        ``index_bytes``: what the index may grow to. ``except_ids``: homes that are left alone.
-        Raises StoreLocked, DeviceError.
+        A home fits if all its drives are among the store's; further ones are added to it. Whether
+        its index can be trusted is the next question: see ``Home``. Unowned homes go that are not
+        complete, or that ``cap`` says must go for this one to fit; on a drive without room even for
+        HOME others go too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the
+        index may grow to. ``except_ids``: homes that are left alone. Raises StoreLocked,
+        DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
@@ -203,11 +198,9 @@ class Store:
         self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
-        """Own an unowned home under its id, to look after its files. HOME stays as it is.
-
-        Raises CorruptRecord where HOME does not decode, StoreLocked where it has an owner,
-        DeviceError (ENOENT where there is no such home).
-        """
+        """Own an unowned home under its id, to look after its files. HOME stays as it is. Raises
+        CorruptRecord where HOME does not decode, StoreLocked where it has an owner, DeviceError
+        (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
             if found.lock_fd < 0:
                 raise DeviceError(errno.ENOENT, f"home {home_id} has no lock file")
@@ -215,21 +208,15 @@ class Store:
             return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
-        """Enter the home that this engine's scheduler acquired.
-
-        Raises CorruptRecord where ``home_id`` is not an id, DeviceError (ENOENT where there is no
-        such home), StoreLocked where it is being taken away, GeometryMismatch where it is of
-        another fingerprint.
-        """
+        """Enter the home that this engine's scheduler acquired. Raises CorruptRecord where
+        ``home_id`` is no id, DeviceError (ENOENT where there is no such home), StoreLocked where it
+        is being taken away, GeometryMismatch where it is of another fingerprint."""
         if not is_home_id(home_id):
             raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
         with paths.device_errors(f"joining home {home_id}"):
-            lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+            lock_fd = paths.take_lock(path / LOCK_FILE, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"home {home_id}")
             try:
-                paths.wait_lock(lock_fd, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"home {home_id}")
-                if not paths.same_file(lock_fd, path / LOCK_FILE):
-                    raise StoreLocked(f"home {home_id} was taken over or deleted while it was being joined")
                 record = read_record(path)
                 if record.fingerprint != fingerprint:
                     raise GeometryMismatch(f"home {home_id} is of another namespace")
@@ -265,40 +252,35 @@ class Store:
         return int(self._clock())
 
     @contextmanager
-    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[Callable[[], bool]]:
-        """Hold the store lock. Raises StoreLocked, DeviceError.
-
-        ``readonly``: of a store that cannot be written. Yields what says whether it is held still:
-        not where this process was stopped, and another did not wait.
-        """
+    def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[None]:
+        """Hold the store lock. ``readonly``: of a store that cannot be written. Raises StoreLocked,
+        DeviceError."""
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+        lock, what = self.path / LOCK_FILE, f"the store {self.path}"
         with paths.device_errors(f"store {self.path}"):
-            fd = paths.take_named_lock(self.path / LOCK_FILE, wait_s, f"the store {self.path}", readonly=readonly)
+            fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly)
             try:
-                yield lambda: paths.same_file(fd, self.path / LOCK_FILE)
+                yield
             finally:
-                paths.drop_named_lock(fd, readonly=readonly)
+                paths.unlock(fd)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
-        """Delete a home, and its folders on all drives; return whether all is gone.
-
-        The caller holds the store lock and the home's, and ``record`` is what HOME says.
-        """
+        """Delete a home, and its folders on all drives; return whether all is gone. The caller
+        holds the store lock and the home's; ``record`` is what HOME says."""
         # HOME goes first: what a crash leaves of the rest is then not a complete home, and its
         # folders are nobody's.
         folders = self.folders(home_id, record)[1:] if record else ()
         try:
-            paths.remove_anything(self.path / HOMES, home_id, first=HOME_FILE)
+            paths.remove_anything(self.path / HOMES, home_id, HOME_FILE)
+            paths.remove_anything(self.path / HOMES, home_id)
         except OSError:
             return False
         gone = [remove_folder(folder.path) for folder in folders if folder is not None]
         return all(gone)
 
     def remove_home(self, home_id: str) -> bool:
-        """Delete a home without an owner, readable or not; return whether all of it is gone.
-
-        Raises StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home).
-        """
+        """Delete a home without an owner, readable or not; return whether all of it is gone. Raises
+        StoreLocked where it has an owner, DeviceError (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
             return self.delete_home(home_id, found.record)
 
@@ -373,28 +355,13 @@ class Store:
 
     @contextmanager
     def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
-        """Hold the store lock, and of each unowned home the lock, with a stock that was taken
-        meanwhile.
-
-        A process that was stopped may have lost the store lock, or see another go on that had: then
-        what it has seen is of two times, and it begins anew. One that is stopped later does no
-        harm: what it may delete is locked, or was nobody's for good. Raises StoreLocked,
-        DeviceError.
-        """
-        while True:
-            with self.locked(timeout_s=timeout_s) as still_holds, ExitStack() as stack:
-                stock = self._take_stock(stack)
-                if still_holds() and [home.id for home in stock.homes] == home_ids(self.path):
-                    yield stock
-                    return
-
-    def _take_stock(self, stack: ExitStack) -> Stock:
-        """Measure every home, and lock each unowned one until ``stack`` ends. Raises OSError."""
-        folders = list_folders(self.drives)  # first: who makes one has made the home before
-        homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
-        named = {name for home in homes if home.record for name in home.record.drives}
-        loose = [path for name, path in folders.items() if name not in named]
-        return Stock(homes, loose, sum(map(self._measure, loose)))
+        """Hold the store lock, and of each unowned home the lock; yield what all homes hold. Raises
+        StoreLocked, DeviceError."""
+        with self.locked(timeout_s=timeout_s), ExitStack() as stack:
+            homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
+            named = {name for home in homes if home.record for name in home.record.drives}
+            loose = [path for name, path in list_folders(self.drives).items() if name not in named]
+            yield Stock(homes, loose, sum(map(self._measure, loose)))
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
         path = self.home_path(home_id)
@@ -437,10 +404,8 @@ class Store:
             stock.homes.append(home._replace(record=None))
 
     def _remove_loose(self, stock: Stock) -> None:
-        """Remove the folders that no home names.
-
-        Not while a live home's HOME cannot be read: they may be its own.
-        """
+        """Remove the folders that no home names, unless a live home's HOME cannot be read: they may
+        be its own."""
         if all(home.record is not None for home in stock.homes if home.live):
             stock.loose = [path for path in stock.loose if not remove_folder(path)]
             stock.loose_bytes = sum(map(self._measure, stock.loose))
@@ -460,7 +425,7 @@ class Store:
 
     def _take_over(self, held_fd: int, home_id: str, record: HomeRecord) -> int:
         """Own the home that now has this id; return its lock's descriptor. Raises OSError."""
-        write_record(self.home_path(home_id), record, durable=True)
+        write_record(self.home_path(home_id), record)
         make_folders(self.folders(home_id, record))
         return _keep(held_fd)
 
@@ -474,7 +439,7 @@ class Store:
             fcntl.flock(lock_fd, fcntl.LOCK_SH)
             paths.make_directory(path / INDEX)
             make_folders(self.folders(home_id, record))
-            write_record(path, record, durable=True)
+            write_record(path, record)
         except BaseException:
             self.delete_home(home_id, record)
             paths.unlock(lock_fd)

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """FIGURES: what a running engine tells of itself, in its home, for ``kvdisk top`` and other tools.
 
-One JSON object, replaced in one step, not synced: it is worth nothing after its engine, and nothing
-else depends on it. What does not decode is damaged, or of another kvdisk, and is shown as unknown.
+One JSON object, replaced in one step, not synced: nothing depends on it. What does not decode is
+damaged, or of another kvdisk, and is shown as unknown.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvdisk.device import paths
 from kvdisk.errors import CorruptRecord
 
 FIGURES_FILE = "FIGURES"
 JSON_VERSION = 1
-_NUMBER_LIMIT = float(1 << 62)
-_MOST_DRIVES = 1024
-T = TypeVar("T")
 
 
 class DriveTelemetry(NamedTuple):
@@ -68,57 +64,31 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} is of another format")
     try:
         return TelemetryRecord(
-            time_s=_number(fields["time_s"]),
-            started_s=_number(fields["started_s"]),
-            pid=_whole(fields["pid"]),
-            host=_of(str, fields["host"]),
-            model=_of(str, fields["model"]),
-            ranks=_whole(fields["ranks"]),
-            totals={series: _whole(value) for series, value in _flat(fields["totals"])},
+            time_s=float(fields["time_s"]),
+            started_s=float(fields["started_s"]),
+            pid=int(fields["pid"]),
+            host=str(fields["host"]),
+            model=str(fields["model"]),
+            ranks=int(fields["ranks"]),
+            totals={series: int(count) for series, count in _by_series(fields["totals"])},
             sums={
-                series: (_whole(value["count"]), _number(value["sum"]))
-                for series, value in _flat(fields["histograms"], ("count", "sum"))
+                series: (int(samples["count"]), float(samples["sum"]))
+                for series, samples in _by_series(fields["histograms"])
             },
-            gauges={series: _number(value) for series, value in _flat(fields["gauges"])},
+            gauges={series: float(value) for series, value in _by_series(fields["gauges"])},
             drives=tuple(
-                DriveTelemetry(
-                    _of(str, drive["path"]),
-                    _whole(drive["read_bytes"]),
-                    _whole(drive["written_bytes"]),
-                    _of(bool, drive["quarantined"]),
-                )
-                for drive in fields["drives"][:_MOST_DRIVES]
+                DriveTelemetry(*(drive[name] for name in DriveTelemetry._fields)) for drive in fields["drives"]
             ),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} does not have the fields of an engine's figures") from error
 
 
-def _flat(found: Any, leaf: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
-    """Return (series, value) of an object by metric. ``leaf``: the fields of a value that is an
-    object itself."""
-    flat: list[tuple[str, Any]] = []
-    for name, value in found.items():
-        if isinstance(value, dict) and not (leaf and all(key in value for key in leaf)):
-            flat += [(f"{name}.{label}", inner) for label, inner in value.items()]
+def _by_series(by_metric: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield series and values of an object by metric, as ``stats.by_metric`` makes it; the samples
+    of a histogram are one value."""
+    for name, value in by_metric.items():
+        if isinstance(value, dict) and "count" not in value:
+            yield from ((f"{name}.{label}", inner) for label, inner in value.items())
         else:
-            flat.append((name, value))
-    return flat
-
-
-def _number(value: Any, kinds: Any = int | float) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError
-    if not (math.isfinite(value) and 0 <= value < _NUMBER_LIMIT):
-        raise ValueError
-    return value
-
-
-def _whole(value: Any) -> int:
-    return int(_number(value, int))
-
-
-def _of(kind: type[T], value: Any) -> T:
-    if not isinstance(value, kind):
-        raise TypeError
-    return value
+            yield name, value

@@ -111,15 +111,12 @@ def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: 
     with (path / str(segment.segment) / f"rank{rank}.kv").open("rb") as file:
         file.seek(slot_offset(segment.slot_bytes, record.slot.index))
         slot = memoryview(file.read(segment.slot_bytes))
-    header = read_header(slot)
-    found = (header.namespace, header.key, header.generation, header.rank, header.rank_count)
-    namespace = Namespace(model.fingerprint, record.epoch)
-    assert found == (namespace, record.key, record.generation, rank, model.geometry.part_count), (
-        f"{record} names another block's slot"
-    )
+    found, namespace = read_header(slot).identity, Namespace(model.fingerprint, record.epoch)
+    named = (namespace, record.key, record.generation, found.payload_bytes, rank, model.geometry.part_count)
+    assert found == named, f"{record} names another block's slot"
     # An epoch is the number of its weights, and that of the files is 0.
     content = model.content(record.epoch, record.key[:-GROUP_BYTES], group_of(record.key), rank)
-    payload = slot[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+    payload = slot[HEADER_BYTES : HEADER_BYTES + found.payload_bytes]
     assert payload == content, f"{record}: the slot of rank {rank} holds wrong bytes"
 
 

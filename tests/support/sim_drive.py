@@ -17,12 +17,12 @@ from zlib import crc32
 from kvdisk.blocks import BlockKey
 from kvdisk.device.base import Op, Transfer
 from kvdisk.device.header import read_header
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, segment_file_bytes, slot_offset
 from kvdisk.messages import HomeSpec, SegmentSpec
 from kvdisk.testing.faulty_device import FaultyDevice, HeldBatch
 from kvdisk.worker.routes import OpenFile
+from support.memory_device import MemoryDevice
 
 _FIRST_FD = 3
 
@@ -255,7 +255,7 @@ def _names(transfer: Transfer) -> Iterator[tuple[BlockKey, int]]:
     for buffer in transfer.buffers:
         for start in range(0, buffer.nbytes, ALIGNMENT):
             try:
-                header = read_header(buffer[start : start + HEADER_BYTES])
+                found = read_header(buffer[start : start + HEADER_BYTES]).identity
             except CorruptRecord:
                 continue  # a payload
-            yield header.key, header.generation
+            yield found.key, found.generation

@@ -8,10 +8,10 @@ import threading
 
 import torch
 from support.addressed_device import AddressedDevice
+from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
 from kvdisk.stats import Stats

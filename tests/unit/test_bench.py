@@ -12,10 +12,10 @@ import bench_tiers
 import pytest
 from bench_tiers import Case, Layout
 from cli_stores import COMMAND, run_here
+from support.memory_device import MemoryDevice
 
 from kvdisk.cli import bench
 from kvdisk.device.base import Op
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.probe import FILE_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker.arena import Arena

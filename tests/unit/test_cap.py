@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.device import paths, segment
+from kvdisk.device import paths
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
@@ -17,7 +17,6 @@ from kvdisk.worker.files import HomeFiles
 
 MIB = 1 << 20
 CAP = 8 * MIB
-GEOMETRY = {"geometry": {"ranks": 1}}
 SLOTS = (MIB - 4096) // 8192
 """Slots of 8 KiB in a segment of almost 1 MiB."""
 
@@ -25,19 +24,25 @@ SLOTS = (MIB - 4096) // 8192
 class Engine:
     """An owner with one rank, that makes segments until it is told that there is no room."""
 
-    def __init__(
-        self, path: Path | list[Path], fingerprint: bytes, *, cap_bytes: int = CAP, index_bytes: int = 0, now: int = 0
-    ) -> None:
-        self.store = Store.open(path, clock=lambda: now)
-        self.home = self.store.acquire_home(fingerprint, GEOMETRY, cap_bytes, index_bytes=index_bytes)
+    def __init__(self, path: Path, name: str, *, cap_bytes: int = CAP, index_bytes: int = 0, now: int = 0) -> None:
+        store = Store.open(path, clock=lambda: now)
+        fingerprint = name.encode() * 32
+        self.home = store.acquire_home(fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes)
         self.files = HomeFiles(path, 0, 1)
         known = tuple(int(name) for name in os.listdir(self.home.segments_path))
         self.files.open_home(HomeSpec(self.home.id, fingerprint, known))
         self.next = max(known, default=-1) + 1
 
-    def make(self, slots: int = SLOTS) -> None:
-        self.files.open_segment(SegmentSpec(self.next, 8192, slots))
-        self.next += 1
+    def makes(self) -> bool:
+        """Make a segment; return whether there was room."""
+        failed = 0
+        try:
+            self.files.open_segment(SegmentSpec(self.next, 8192, SLOTS))
+            self.next += 1
+        except DeviceError as error:
+            failed = error.errno
+        assert failed in {0, errno.ENOSPC}
+        return not failed
 
     def fill(self) -> int:
         """Make segments until there is no room; return how many."""
@@ -45,16 +50,6 @@ class Engine:
         while self.makes():
             made += 1
         return made
-
-    def makes(self) -> bool:
-        """Make a segment; return whether there was room."""
-        failed = 0
-        try:
-            self.make()
-        except DeviceError as error:
-            failed = error.errno
-        assert failed in {0, errno.ENOSPC}
-        return not failed
 
     def leave(self) -> str:
         self.files.close()
@@ -67,11 +62,8 @@ def path(tmp_path):
     return tmp_path / "store"
 
 
-def allocated(path: Path, shrinking: str = "") -> int:
-    """Return what all homes take; one that only shrinks meanwhile is looked at last, so that
-    nothing counts twice."""
-    homes = sorted((path / "homes").iterdir(), key=lambda home: home.name == shrinking)
-    return sum(paths.allocated_bytes(home) for home in homes)
+def allocated(path: Path) -> int:
+    return sum(paths.allocated_bytes(home) for home in (path / "homes").iterdir())
 
 
 def ids(path: Path) -> set[str]:
@@ -79,10 +71,10 @@ def ids(path: Path) -> set[str]:
 
 
 def test_three_engines_of_two_namespaces_fill_the_store_to_the_cap_and_no_further(path):
-    left = Engine(path, b"o" * 32, now=1)
+    left = Engine(path, "o", now=1)
     assert left.fill() == 7, "of 8 MiB, a part is for what surrounds the segments"
     left.leave()
-    engines = [Engine(path, fingerprint, now=2) for fingerprint in (b"a" * 32, b"a" * 32, b"b" * 32)]
+    engines = [Engine(path, name, now=2) for name in "aab"]
     assert left.home.id in ids(path), "readable until its room is needed"
     made = [0, 0, 0]
     for turn in range(30):
@@ -91,38 +83,35 @@ def test_three_engines_of_two_namespaces_fill_the_store_to_the_cap_and_no_furthe
         if sum(made) * MIB < 3 * CAP - 9 * MIB:
             assert left.home.id in ids(path)
     assert made == [7, 7, 7]
-    assert ids(path) == {engine.home.id for engine in engines}, "the orphan made room"
+    assert ids(path) == {engine.home.id for engine in engines}, "what nobody owned made room"
     for engine in engines:
         engine.leave()
 
 
 def test_other_namespaces_go_first_and_the_oldest_of_them(path):
-    old = {}
-    for now, name in ((5, b"a"), (20, b"b"), (10, b"c")):
-        engine = Engine(path, name * 32, cap_bytes=4 * MIB, now=now)
-        engine.make()
-        old[name] = engine
+    old = {name: Engine(path, name, cap_bytes=4 * MIB, now=now) for now, name in ((5, "a"), (20, "b"), (10, "c"))}
+    for engine in old.values():
+        assert engine.makes()
     for engine in old.values():
         engine.leave()
-    same = Engine(path, b"a" * 32, now=1)  # takes a over
-    assert same.home.id in ids(path) and old[b"a"].home.id not in ids(path)
-    beside = Engine(path, b"a" * 32, now=30)
+    same = Engine(path, "a", now=1)  # takes a over
+    assert ids(path) == {same.home.id, old["b"].home.id, old["c"].home.id}
+    beside = Engine(path, "a", now=30)
+    same.leave()  # of the same namespace, and the oldest
     gone_in_order = []
     known = ids(path)
-    same.leave()  # of the same namespace, and the oldest
-    for _ in range(7):
-        beside.make()
-        gone_in_order += sorted(known - ids(path))
+    while beside.makes():
+        gone_in_order += known - ids(path)
         known = ids(path)
         assert allocated(path) <= CAP
-    assert gone_in_order == [old[b"c"].home.id, old[b"b"].home.id, same.home.id]
+    assert gone_in_order == [old["c"].home.id, old["b"].home.id, same.home.id]
     beside.leave()
 
 
 def test_a_live_home_never_goes_and_its_index_counts_as_it_may_become(path):
-    other = Engine(path, b"a" * 32, cap_bytes=6 * MIB, index_bytes=3 * MIB)
+    other = Engine(path, "a", cap_bytes=6 * MIB, index_bytes=3 * MIB)
     assert other.fill() == 2
-    mine = Engine(path, b"b" * 32, cap_bytes=6 * MIB, index_bytes=4 * MIB)
+    mine = Engine(path, "b", cap_bytes=6 * MIB, index_bytes=4 * MIB)
     assert mine.fill() == 1
     (other.home.index_path / "data.mdb").write_bytes(bytes(3 * MIB))
     assert allocated(path) <= 12 * MIB
@@ -132,27 +121,23 @@ def test_a_live_home_never_goes_and_its_index_counts_as_it_may_become(path):
 
 
 def test_a_start_deletes_what_does_not_fit_and_no_more(path):
-    left = []
-    engines = [Engine(path, name * 32, cap_bytes=4 * MIB, now=now) for now, name in enumerate((b"a", b"b", b"c"))]
+    engines = [Engine(path, name, cap_bytes=4 * MIB, now=now) for now, name in enumerate("abc")]
     for engine in engines:
         engine.fill()
     left = [engine.leave() for engine in engines]
-    new = Engine(path, b"d" * 32, cap_bytes=8 * MIB, now=9)
+    new = Engine(path, "d", cap_bytes=8 * MIB, now=9)
     assert ids(path) == {new.home.id, left[1], left[2]}
     assert allocated(path) <= 8 * MIB
-    again = Engine(path, b"c" * 32, cap_bytes=2 * MIB, now=9)
+    again = Engine(path, "c", cap_bytes=2 * MIB, now=9)
     assert left[1] in ids(path), "one to be cut to its cap does not take more than its cap from others"
     again.leave()
     new.leave()
 
 
 def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
-    engine = Engine(path, b"a" * 32)
-    before = allocated(path)
-    real = segment._allocate
-    monkeypatch.setattr(segment, "_allocate", lambda file, length_bytes: real(file, length_bytes + MIB))
-    with pytest.raises(DeviceError) as caught:
-        engine.make()
-    assert caught.value.errno == errno.ENOSPC
+    engine = Engine(path, "a")
+    before, real = allocated(path), os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, count: real(fd, offset, count + MIB))
+    assert not engine.makes()
     assert allocated(path) == before
     engine.leave()

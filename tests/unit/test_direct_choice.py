@@ -12,12 +12,12 @@ from unittest.mock import Mock
 import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
+from support.memory_device import MemoryDevice
 
 from kvdisk import assembly
 from kvdisk.config import Config
 from kvdisk.device import probe
 from kvdisk.device.base import GpuRange, Op
-from kvdisk.device.memory import MemoryDevice
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
+from unittest.mock import Mock
 
-import pytest
 from support.cuda_stub import write_stub
 
 from kvdisk.device import gds
@@ -14,36 +14,20 @@ from kvdisk.device.gds import gds_unavailable
 WAIT_S = 600.0
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-
-
-def proc_with(tmp_path, *names):
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    return tmp_path
-
-
-def test_without_the_kernel_module_or_the_driver(installed, monkeypatch, tmp_path):
-    monkeypatch.setattr(gds, "_ask_kvikio", lambda *_: pytest.fail("kvikio was asked"))
-    assert "nvidia-fs" in gds_unavailable(proc_with(tmp_path, "modules"))
-
-    def refuse(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(gds.ctypes, "CDLL", refuse)
-    assert "libcuda" in gds_unavailable(proc_with(tmp_path, "driver/nvidia-fs"))
-
-
-def test_what_kvikio_says_is_the_answer(installed, monkeypatch, tmp_path):
-    monkeypatch.setattr(gds.ctypes, "CDLL", lambda name: None)
-    proc = proc_with(tmp_path, "modules", "driver/nvidia-fs")
+def test_what_lacks_is_said_and_kvikio_is_asked_last(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", Mock())
     monkeypatch.setattr(gds, "_ASK", "print('it is raining')")
-    assert gds_unavailable(proc) == "it is raining"
+    assert "modules is missing" in gds_unavailable(tmp_path)
+    (tmp_path / "modules").touch()
+    assert "nvidia-fs" in gds_unavailable(tmp_path)
+    (tmp_path / "driver" / "nvidia-fs").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(gds.ctypes, "CDLL", Mock(side_effect=OSError))
+        assert "libcuda" in gds_unavailable(tmp_path)
+    monkeypatch.setattr(gds.ctypes, "CDLL", Mock())
+    assert gds_unavailable(tmp_path) == "it is raining"
     monkeypatch.setattr(gds, "_ASK", "print('here')")
-    assert gds_unavailable(proc) is None
+    assert gds_unavailable(tmp_path) is None
 
 
 def test_a_child_that_hangs_dies_or_raises_is_a_clause():

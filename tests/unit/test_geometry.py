@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.geometry import (
-    ALIGNMENT,
-    Geometry,
-    GroupGeometry,
-    contiguous_runs,
-    segment_file_bytes,
-    slot_offset,
-    slots_per_segment,
-)
+from kvdisk.geometry import Geometry, GroupGeometry, contiguous_runs
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 5))
@@ -27,15 +19,6 @@ def test_runs_cover_everything_in_order(indices, longest):
         assert indices[start : start + count] == list(range(indices[start], indices[start] + count))
     for (start, count), (follower, _) in pairwise(runs):
         assert count == longest or indices[follower] != indices[start + count - 1] + 1, "cut without need"
-
-
-def test_slots_are_aligned_and_do_not_overlap():
-    group = GroupGeometry(0, 16, 5000)
-    assert group.slot_bytes == 4096 + 8192
-    count = slots_per_segment(1 << 20, group.slot_bytes)
-    assert slot_offset(group.slot_bytes, count) == segment_file_bytes(group.slot_bytes, count) <= 1 << 20
-    assert slot_offset(group.slot_bytes, 3) % ALIGNMENT == 0
-    assert slots_per_segment(1, group.slot_bytes) == 1
 
 
 def test_size_classes_share_a_tier_by_what_a_token_needs():

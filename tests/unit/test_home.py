@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Homes as one process sees them; test_home_processes.py has the owners that die."""
+"""Who owns which home, who takes it over, and what is believed of its index.
+
+An owner that is released without being closed is one that was killed; ``tests/crash`` kills
+processes.
+"""
 
 from __future__ import annotations
 
@@ -45,43 +49,40 @@ def store(tmp_path, clock):
     return Store.open(tmp_path / "store", boot_id="boot-1", clock=clock)
 
 
-def put(home, byte_count, name="0") -> None:
+def acquire(store, fingerprint=MINE, geometry=GEOMETRY, **more):
+    return store.acquire_home(fingerprint, geometry, CAP, **more)
+
+
+def put(home, byte_count) -> None:
     """Allocate so many bytes in a home."""
-    directory = home.segments_path / name
+    directory = home.segments_path / "0"
     directory.mkdir(exist_ok=True)
     with (directory / "rank0.kv").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, byte_count)
 
 
-def leave(store, fingerprint, byte_count=0, *, clean=True, description=None) -> str:
-    """Make a home beside those that are there, fill it and leave it as an orphan; return its id."""
-    home = store.acquire_home(fingerprint, description or {"geometry": {"made_as": os.urandom(4).hex()}}, CAP)
+def leave(store, byte_count=MIB, fingerprint=MINE, geometry=GEOMETRY) -> str:
+    """Make a home, fill it and leave it without an owner; return its id."""
+    home = acquire(store, fingerprint, geometry)
     assert home.fresh
-    if byte_count:
-        put(home, byte_count)
-    home.close(clean)
-    if description is None:
-        edit(store, home.id, description={"geometry": {"blocks": [1, 2]}})
+    put(home, byte_count)
+    home.close(clean=True)
     return home.id
-
-
-def edit(store, home_id, **changes) -> None:
-    path = store.home_path(home_id) / "HOME"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def ids(store) -> set[str]:
     return {path.name for path in (store.path / "homes").iterdir()}
 
 
-def test_a_new_home_belongs_to_its_owner_and_is_not_clean_until_closed(store, clock):
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert home.fresh
+def alive(store) -> dict[str, bool]:
+    return {summary.id: summary.alive for summary in list_homes(store.path)}
+
+
+def test_a_new_home_is_not_clean_until_closed_and_is_taken_over_under_a_new_id(store, clock):
+    home = acquire(store)
+    assert home.fresh and home.index_is_sound() and home.index_path.is_dir()
     assert CAP - MIB < home.budget_bytes < CAP
-    assert home.index_path.is_dir()
-    assert home.index_is_sound()
-    said = json.loads((home.path / "HOME").read_text())
-    assert said == {
+    assert json.loads((home.path / "HOME").read_text()) == {
         "format_version": 1,
         "fingerprint": MINE.hex(),
         "description": GEOMETRY,
@@ -94,57 +95,75 @@ def test_a_new_home_belongs_to_its_owner_and_is_not_clean_until_closed(store, cl
         "index_sum": "",
         "drives": [{"store_id": json.loads((store.path / "STORE").read_text())["store_id"], "folder": ""}],
     }
-    assert home.drive_count == 1
-    (summary,) = list_homes(store.path)
-    assert (summary.id, summary.alive, summary.record.clean) == (home.id, True, False)
+    put(home, MIB)
     clock.now += 60
     home.close(clean=True)
     home.close(clean=False)
+    home.mark_used()
     (summary,) = list_homes(store.path)
     assert (summary.alive, summary.record.clean, summary.record.last_use_s) == (False, True, 1_000_060)
-
-
-def test_a_clean_home_is_taken_over_under_a_new_id(store, clock):
-    old = leave(store, MINE, MIB, description=GEOMETRY)
-    clock.now += 100
-    again = Store.open(store.path, boot_id="boot-2", clock=clock)
-    home = again.acquire_home(MINE, GEOMETRY | {"model": "the same under another name"}, 2 * CAP)
-    assert not home.fresh
-    assert (home.segments_path / "0" / "rank0.kv").stat().st_size == MIB
-    assert ids(store) == {home.id}
-    assert home.id != old
+    clock.now += 40
+    renamed = GEOMETRY | {"model": "the same under another name"}
+    after = Store.open(store.path, boot_id="boot-2", clock=clock).acquire_home(MINE, renamed, 2 * CAP)
+    assert not after.fresh and after.id != home.id
+    assert (after.segments_path / "0" / "rank0.kv").stat().st_size == MIB
     (summary,) = list_homes(store.path)
-    assert (summary.alive, summary.record.clean) == (True, False)
+    assert (summary.id, summary.alive, summary.record.clean) == (after.id, True, False)
     assert (summary.record.cap_bytes, summary.record.created_s) == (2 * CAP, 1_000_000)
-    assert summary.record.description["model"] == "the same under another name"
+    assert summary.record.description == renamed
     with pytest.raises(DeviceError) as caught:
-        store.join_home(old, MINE)
+        store.join_home(home.id, MINE)
     assert caught.value.errno == errno.ENOENT
-    home.close(clean=True)
+    after.close(clean=True)
 
 
-def test_the_fullest_orphan_that_fits_is_taken_over(store, clock):
+def test_a_living_owner_is_left_alone_and_a_dead_ones_home_is_taken_over(store):
+    first, beside = acquire(store), acquire(store)
+    put(first, MIB)
+    assert first.fresh and beside.fresh
+    assert alive(store) == {first.id: True, beside.id: True}
+    first.release()
+    assert alive(store) == {first.id: False, beside.id: True}
+    with pytest.raises(StoreLocked):
+        store.hold_home(beside.id)
+    after = acquire(store)
+    assert not after.fresh and (after.segments_path / "0").exists()
+    assert alive(store) == {after.id: True, beside.id: True}
+    with store.locked(), pytest.raises(StoreLocked, match="locked by another"), store.locked(timeout_s=0.05):
+        pass
+    for home in (after, beside):
+        home.close(clean=True)
+
+
+def test_the_fullest_home_that_fits_is_taken_over(store, clock):
     """Whatever its boot; those of other contents stay."""
-    left = {byte_count: leave(store, MINE, byte_count, clean=False) for byte_count in (2 * MIB, 5 * MIB, 3 * MIB)}
-    others = {leave(store, OTHER, 6 * MIB), leave(store, MINE, 7 * MIB, description={"geometry": {"blocks": [1, 3]}})}
-    home = Store.open(store.path, boot_id="boot-2", clock=clock).acquire_home(MINE, GEOMETRY, CAP)
+    held = [acquire(store) for _ in range(3)]
+    for home, size in zip(held, (2 * MIB, 5 * MIB, 3 * MIB), strict=True):
+        put(home, size)
+    others = {leave(store, 6 * MIB, OTHER), leave(store, 7 * MIB, MINE, {"geometry": {"blocks": [1, 3]}})}
+    for home in held:
+        home.release()
+    home = acquire(Store.open(store.path, boot_id="boot-2", clock=clock))
     assert not home.fresh
     assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
-    assert ids(store) == {home.id, left[2 * MIB], left[3 * MIB], *others}
+    assert ids(store) == {home.id, held[0].id, held[2].id, *others}
     home.close(clean=True)
+
+
+# -- the index ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def indexed(store):
     """A home that was closed in order, with bytes for an index."""
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
+    home = acquire(store)
     (home.index_path / "data.mdb").write_bytes(b"index")
     home.close(clean=True)
     return home
 
 
-def taken(store, boot_id):
-    return Store.open(store.path, boot_id=boot_id).acquire_home(MINE, GEOMETRY, CAP)
+def taken(store, boot_id="boot-1"):
+    return acquire(Store.open(store.path, boot_id=boot_id))
 
 
 def test_after_a_clean_end_the_sum_of_the_index_decides_in_any_boot(store, indexed):
@@ -158,15 +177,20 @@ def test_after_a_clean_end_the_sum_of_the_index_decides_in_any_boot(store, index
         (home.index_path / "data.mdb").write_bytes(b"jndex")
         assert not home.index_is_sound()
         home.close(clean=True)  # does not make it sound
-    home = taken(store, "boot-1")
+    home = taken(store)
     assert not home.index_is_sound()
     (home.index_path / "data.mdb").write_bytes(b"index")
     assert home.index_is_sound()
-    home.close(clean=False)
+    home.adopt_index()
+    home.release()  # as one that was killed while it wrote
+    for boot_id, sound in (("boot-1", True), ("boot-2", False)):
+        home = taken(store, boot_id)
+        assert home.index_is_sound() is sound, "without a sum the boot decides"
+        home.close(clean=False)
 
 
 def test_a_note_of_use_that_is_late_does_not_undo_the_clean_end(store, indexed, monkeypatch):
-    home = taken(store, "boot-1")
+    home = taken(store)
     home.adopt_index()
     inside, go_on = threading.Event(), threading.Event()
 
@@ -182,25 +206,22 @@ def test_a_note_of_use_that_is_late_does_not_undo_the_clean_end(store, indexed, 
     marker.start()
     inside.wait()
     closer.start()
-    closer.join(0.5)  # it would end now, if it did not wait
+    closer.join(0.2)  # it would end now, if it did not wait
     go_on.set()
     for thread in (marker, closer):
         thread.join()
     (summary,) = list_homes(store.path)
     assert summary.record.clean and summary.record.index_sum
-    home.mark_used()
-    assert list_homes(store.path)[0].record == summary.record
 
 
-@pytest.mark.parametrize("how", ["absent", "index symlink"])
-def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path, how):
-    home = taken(store, "boot-1")
-    data = home.index_path / "data.mdb"
+@pytest.mark.parametrize("symlink", [False, True])
+def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path, symlink):
+    home = taken(store)
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "data.mdb").write_bytes(b"index")
-    data.unlink()
-    if how == "index symlink":
+    (home.index_path / "data.mdb").unlink()
+    if symlink:
         home.index_path.rmdir()
         home.index_path.symlink_to(precious)
     assert not home.index_is_sound()
@@ -219,100 +240,8 @@ def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path,
     after.close(clean=False)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: (path / "HOME").unlink(),
-        lambda path: (path / "lock").unlink(),
-        lambda path: ((path / "HOME").unlink(), os.mkfifo(path / "HOME")),
-    ],
-)
-def test_a_home_that_is_not_complete_is_deleted_once_nobody_holds_it(store, damage):
-    left = leave(store, MINE, MIB)
-    damage(store.home_path(left))
-    (summary,) = list_homes(store.path)
-    assert summary.alive is False
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert home.fresh
-    assert ids(store) == {home.id}
-    (home.path / "HOME").write_text("{")
-    other = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert ids(store) == {home.id, other.id}, "a damaged HOME does not make its owner dead"
-    for closed in (home, other):
-        closed.close(clean=True)
-
-
-def test_deletion_follows_no_symlink(store, tmp_path):
-    left = leave(store, MINE, MIB)
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").write_text("kept")
-    (store.home_path(left) / "segments" / "7").symlink_to(tmp_path / "precious")
-    (store.home_path(left) / "HOME").unlink()
-    (store.path / "homes" / ("d" * 32)).symlink_to(tmp_path / "precious")
-    (store.path / "homes" / "notes").mkdir()
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    assert ids(store) == {home.id, "d" * 32, "notes"}
-    assert (tmp_path / "precious" / "file").read_text() == "kept"
-    for names in [("d" * 32, "file"), ("notes", ".."), ("a/b",)]:
-        with pytest.raises((OSError, AssertionError)):
-            paths.remove_anything(store.path / "homes", *names, first="HOME")
-    paths.remove_anything(store.path / "homes", "d" * 32, first="HOME")
-    assert (tmp_path / "precious" / "file").read_text() == "kept"
-    home.close(clean=True)
-
-
-def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
-    left = leave(store, MINE, 40 * MIB, description=GEOMETRY)
-
-    def breaks_off(name, *, dir_fd):
-        raise OSError(errno.EIO, "Input/output error")
-
-    breaks_off.avoids_symlink_attacks = True
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", breaks_off)
-        assert not store.remove_home(left)
-        home = store.acquire_home(MINE, GEOMETRY, CAP)
-        assert home.fresh, "took over what could not be deleted"
-        home.close(clean=True)
-    home = store.acquire_home(OTHER, GEOMETRY, CAP)
-    assert home.fresh
-    assert left not in ids(store)
-    home.close(clean=True)
-
-
-def test_joining_is_by_id_and_fingerprint(store, tmp_path):
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
-    joined = Store.open(store.path, create=False).join_home(home.id, MINE)
-    assert joined.segments_path == home.segments_path
-    with pytest.raises(GeometryMismatch):
-        store.join_home(home.id, OTHER)
-    for wrong in ["../" + home.id, home.id[:31], home.id.upper() + "0", "", "g" * 32, home.id[:30] + "/."]:
-        with pytest.raises(CorruptRecord):
-            store.join_home(wrong, MINE)
-    with pytest.raises(DeviceError):
-        store.join_home("0" * 32, MINE)
-    home.close(clean=True)
-    assert list_homes(store.path)[0].alive, "the rank still has it"
-    joined.close()
-    joined.close()
-    assert not list_homes(store.path)[0].alive
-
-
-def test_a_home_that_goes_away_while_it_is_joined_is_not_joined(store, monkeypatch):
-    left = leave(store, MINE, MIB)
-    real = paths.wait_lock
-
-    def after_the_deletion(fd, kind, timeout_s, what):
-        shutil.rmtree(store.home_path(left))
-        real(fd, kind, timeout_s, what)
-
-    monkeypatch.setattr(paths, "wait_lock", after_the_deletion)
-    with pytest.raises(StoreLocked, match=left):
-        store.join_home(left, MINE)
-
-
 def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):
-    home = store.acquire_home(MINE, GEOMETRY, CAP)
+    home = acquire(store)
     put(home, MIB)
     (home.index_path / "data.mdb").write_bytes(b"index")
     synced = []
@@ -329,3 +258,96 @@ def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):
     before = {name for name, clean in synced if not clean}
     assert {"segments/0/rank0.kv", "segments/0", "index/data.mdb", "index", "HOME.tmp"} <= before
     assert synced[-1] == (".", True)
+
+
+# -- deletion ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "HOME").unlink(),
+        lambda path: (path / "lock").unlink(),
+        lambda path: ((path / "HOME").unlink(), os.mkfifo(path / "HOME")),
+    ],
+)
+def test_a_home_that_is_not_complete_is_deleted_once_nobody_holds_it(store, damage):
+    left = leave(store)
+    damage(store.home_path(left))
+    assert alive(store) == {left: False}
+    home = acquire(store)
+    assert home.fresh and ids(store) == {home.id}
+    (home.path / "HOME").write_text("{")
+    other = acquire(store)
+    assert ids(store) == {home.id, other.id}, "a damaged HOME does not make its owner dead"
+    for closed in (home, other):
+        closed.close(clean=True)
+
+
+def test_deletion_follows_no_symlink(store, tmp_path):
+    left, homes = leave(store), store.path / "homes"
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("kept")
+    (store.home_path(left) / "segments" / "7").symlink_to(tmp_path / "precious")
+    (store.home_path(left) / "HOME").unlink()
+    (homes / ("d" * 32)).symlink_to(tmp_path / "precious")
+    (homes / "notes").mkdir()
+    home = acquire(store)
+    assert ids(store) == {home.id, "d" * 32, "notes"}
+    for names in [("d" * 32, "file"), ("notes", ".."), ("a/b",)]:
+        with pytest.raises((OSError, AssertionError)):
+            paths.remove_anything(homes, *names)
+    paths.remove_anything(homes, "d" * 32)
+    assert ids(store) == {home.id, "notes"}
+    assert (tmp_path / "precious" / "file").read_text() == "kept"
+    home.close(clean=True)
+
+
+def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
+    left = leave(store, 40 * MIB)
+
+    def breaks_off(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", breaks_off)
+        assert not store.remove_home(left)
+        home = acquire(store)
+        assert home.fresh, "took over what could not be deleted"
+        home.close(clean=True)
+    home = acquire(store, OTHER)
+    assert home.fresh and left not in ids(store)
+    home.close(clean=True)
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def test_joining_is_by_id_and_fingerprint(store):
+    home = acquire(store)
+    joined = Store.open(store.path, create=False).join_home(home.id, MINE)
+    assert joined.segments_path == home.segments_path
+    with pytest.raises(GeometryMismatch):
+        store.join_home(home.id, OTHER)
+    for wrong in ["../" + home.id, home.id[:31], home.id.upper() + "0", "", "g" * 32, home.id[:30] + "/."]:
+        with pytest.raises(CorruptRecord):
+            store.join_home(wrong, MINE)
+    with pytest.raises(DeviceError):
+        store.join_home("0" * 32, MINE)
+    home.close(clean=True)
+    assert alive(store) == {home.id: True}, "the rank still has it"
+    joined.close()
+    joined.close()
+    assert alive(store) == {home.id: False}
+
+
+def test_a_home_that_goes_away_while_it_is_joined_is_not_joined(store, monkeypatch):
+    left, real = leave(store), paths.try_lock
+
+    def after_the_deletion(fd, kind):
+        shutil.rmtree(store.home_path(left))
+        return real(fd, kind)
+
+    monkeypatch.setattr(paths, "try_lock", after_the_deletion)
+    with pytest.raises(StoreLocked, match=left):
+        store.join_home(left, MINE)

@@ -18,9 +18,8 @@ BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 def test_what_is_sealed_names_home_epoch_key_and_parent(rank):
     rank.do(JobKind.STORE, [move(6, 0, 6, rank.cpu(0, 3), parent=move(5).key, generation=12)], epoch=4)
     header = read_header(rank.arena.view(rank.classes[0], 3))
-    assert header.namespace == Namespace(FINGERPRINT, 4)
-    assert (header.key, header.parent, header.generation) == (move(6).key, move(5).key, 12)
-    assert (header.payload_bytes, header.rank, header.rank_count) == (GROUPS[0].payload_bytes, 0, 1)
+    assert header.identity == (Namespace(FINGERPRINT, 4), move(6).key, 12, GROUPS[0].payload_bytes, 0, 1)
+    assert header.parent == move(5).key
 
 
 def test_without_a_cpu_slot_through_staging_to_the_drive_and_back(rank):

@@ -1,32 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conformance suite cannot ask of every device: system calls that stop short, and how
-batches are cut."""
+"""What the conformance suite cannot ask of every device: calls that stop short, are refused or
+hang, through threads and through the kernel's queue."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
+import queue
 import threading
 
 import pytest
 
-from kvdisk.device import aio
-from kvdisk.device.base import Op, Transfer
+from kvdisk.device import aio, posix
+from kvdisk.device.base import GpuRange, Op, Outcome, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
 
 
 @pytest.fixture
-def fd(tmp_path):
-    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+def path(tmp_path):
+    return tmp_path / "file"
+
+
+@pytest.fixture
+def fd(path):
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(number, 0, 2 * aio.LONGEST_BYTES)
     yield number
     os.close(number)
 
 
+def blocks(memory, *ends):
+    """Cut memory into views that end at these blocks."""
+    return tuple(memory[s * ALIGNMENT : e * ALIGNMENT] for s, e in zip((0, *ends), ends, strict=False))
+
+
+def singles(fd, memory, count):
+    return [Transfer(fd, at * ALIGNMENT, (view,)) for at, view in enumerate(blocks(memory, *range(1, count + 1)))]
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def device(fd):
-    made = PosixDevice(threads=4)
+    made = PosixDevice(threads=4, kernel_queue=False)
     made.attach_file(fd)
     yield made
     made.close()
@@ -53,45 +74,56 @@ def short(real, most_bytes):
     return call
 
 
-@pytest.mark.parametrize("most_bytes", [ALIGNMENT, 3 * ALIGNMENT])
-def test_a_call_that_stops_short_is_continued(device, fd, monkeypatch, most_bytes):
+@pytest.mark.parametrize("most_bytes", [ALIGNMENT, 3 * ALIGNMENT, 1000, ALIGNMENT + 512])
+def test_a_call_that_stops_short_is_continued_unless_within_a_block(device, fd, monkeypatch, most_bytes):
+    fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # not direct, which would move no part of a block
     monkeypatch.setattr(os, "preadv", short(os.preadv, most_bytes))
     monkeypatch.setattr(os, "pwritev", short(os.pwritev, most_bytes))
     memory = make_memory(7 * ALIGNMENT)
     data = fill(memory, 1)
-    views = tuple(memory[start * ALIGNMENT : end * ALIGNMENT] for start, end in [(0, 2), (2, 3), (3, 7)])
+    views = blocks(memory, 2, 3, 7)
+    if most_bytes % ALIGNMENT:
+        assert run(device, Op.WRITE, Transfer(fd, ALIGNMENT, views)) == {0: errno.EIO}
+        return
     assert run(device, Op.WRITE, Transfer(fd, ALIGNMENT, views)) == {}
-    assert os.pread(fd, 8 * ALIGNMENT, 0) == bytes(ALIGNMENT) + data
+    assert os.pread(fd, 7 * ALIGNMENT, ALIGNMENT) == data
     memory[:] = bytes(len(memory))
     assert run(device, Op.READ, Transfer(fd, ALIGNMENT, views)) == {}
     assert memory == data
-
-
-@pytest.mark.parametrize("most_bytes", [1000, ALIGNMENT + 512])
-def test_a_call_that_stops_between_blocks_is_an_io_error(device, fd, monkeypatch, most_bytes):
-    monkeypatch.setattr(os, "pwritev", short(os.pwritev, most_bytes))
-    assert run(device, Op.WRITE, Transfer(fd, 0, (make_memory(2 * ALIGNMENT),))) == {0: errno.EIO}
 
 
 def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):
     def refuse(*arguments):
         raise ValueError("operation forbidden on released memoryview object")
 
+    batch = [Transfer(fd, 0, (make_memory(ALIGNMENT),))] * 8
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
-        batch = [Transfer(fd, 0, (make_memory(ALIGNMENT),))] * 8
         assert run(device, Op.WRITE, *batch) == dict.fromkeys(range(8), errno.EFAULT)
     assert run(device, Op.WRITE, *batch) == {}
 
 
+# -- both --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kernel_queue", [True, False])
-def test_writes_that_hang_hold_up_no_read(tmp_path, monkeypatch, kernel_queue):
+def test_what_is_no_memory_of_the_host_fails_and_nothing_else(fd, monkeypatch, kernel_queue):
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    device = PosixDevice(kernel_queue=kernel_queue)
+    device.attach_file(fd)
+    memory = make_memory(ALIGNMENT)
+    batch = [Transfer(fd, 0, (GpuRange(1 << 40, ALIGNMENT, None),)), Transfer(fd, ALIGNMENT, (memory.toreadonly(),))]
+    assert run(device, Op.WRITE, *batch) == {0: errno.EFAULT}
+    assert run(device, Op.WRITE, batch[1]) == {}
+    device.close()
+
+
+@pytest.mark.parametrize("kernel_queue", [True, False])
+def test_writes_that_hang_hold_up_no_read(fd, monkeypatch, kernel_queue):
     """As on a file system that is frozen: the submission of a write does not come back."""
     go, begun = threading.Event(), threading.Event()
     monkeypatch.setattr(aio, "serves", lambda _fd: True)
     device = PosixDevice(threads=2, kernel_queue=kernel_queue)
-    fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, 8 * ALIGNMENT)
     device.attach_file(fd)
     writes = getattr(device._files[fd][Op.WRITE], "_context", None)
 
@@ -107,13 +139,141 @@ def test_writes_that_hang_hold_up_no_read(tmp_path, monkeypatch, kernel_queue):
     submit = hanging(aio._Kernel.submit, lambda _kernel, context, *_: context is writes)
     monkeypatch.setattr(aio._Kernel, "submit", submit)
     monkeypatch.setattr(os, "pwritev", hanging(os.pwritev, lambda *_: True))
-    memory = make_memory(ALIGNMENT)
-    late = {device.submit(Op.WRITE, [Transfer(fd, at * ALIGNMENT, (memory,))]) for at in range(8)}
+    late = {device.submit(Op.WRITE, [each]) for each in singles(fd, make_memory(8 * ALIGNMENT), 8)}
     assert begun.wait(WAIT_S)
-    for at in range(3):
-        ticket = device.submit(Op.READ, [Transfer(fd, at * ALIGNMENT, (make_memory(ALIGNMENT),))])
+    for each in singles(fd, make_memory(3 * ALIGNMENT), 3):
+        ticket = device.submit(Op.READ, [each])
         assert device.poll(WAIT_S) == [(ticket, {})]
     go.set()
     assert {outcome.ticket for outcome in device.drain() if not outcome.errors} == late
     device.close()
-    os.close(fd)
+
+
+@pytest.mark.parametrize(("number", "why"), [(errno.EAGAIN, "fs.aio-max-nr"), (errno.EPERM, "refuses it (refused)")])
+def test_a_kernel_that_offers_no_queue_is_served_by_threads_and_that_is_said_once(fd, monkeypatch, caplog, number, why):
+    def refuse(_kernel, _most_events):
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    monkeypatch.setattr(aio._Kernel, "setup", refuse)
+    posix._say_lost.cache_clear()
+    with caplog.at_level(logging.WARNING, "kvdisk"):
+        for _ in range(2):
+            device = PosixDevice(threads=2)
+            device.attach_file(fd)
+            assert device.name == "posix-threads"
+            assert run(device, Op.READ, Transfer(fd, 0, (make_memory(ALIGNMENT),))) == {}
+            device.close()
+    (record,) = caplog.records
+    assert "threads" in record.getMessage() and why in record.getMessage()
+
+
+# -- the kernel's queue ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def done():
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def drive(done):
+    made = aio.KernelQueue("kvdisk-test", done.put)
+    yield made
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvdisk-test")]
+
+
+@pytest.fixture
+def cut_short(monkeypatch):
+    """The first call to end moves one block only, as far as anybody hears. The numbers of calls."""
+    real, found = aio._Kernel.getevents, []
+
+    def getevents(kernel, context, least, most, events, timeout):
+        count, raw = real(kernel, context, least, most, events, timeout), memoryview(events).cast("B")
+        number, iocb, _, result = aio._EVENT.unpack_from(raw)
+        if count and not found:
+            aio._EVENT.pack_into(raw, 0, number, iocb, ALIGNMENT, result)
+        found.extend([number] * count)
+        return count
+
+    monkeypatch.setattr(aio._Kernel, "getevents", getevents)
+    return found
+
+
+def test_a_call_of_the_kernels_queue_that_stops_short_is_continued(cut_short, drive, done, fd, path):
+    memory = make_memory(8 * ALIGNMENT)
+    data = fill(memory, 1)
+    path.write_bytes(data)
+    memory[:] = bytes(len(memory))
+    second, first = blocks(memory, 4, 8)
+    assert drive.put(5, Op.READ, [(0, Transfer(fd, 0, (first, second)))], ALIGNMENT) == 1
+    assert done.get(timeout=WAIT_S) == Outcome(5, {})
+    assert bytes(first) + bytes(second) == data
+    assert len(cut_short) == 2, "the rest was another call"
+
+
+def test_a_full_queue_takes_the_rest_later(drive, done, fd, monkeypatch):
+    real, calls = aio._Kernel.submit, []
+
+    def submit(kernel, context, count, pointers):
+        calls.append(count)
+        if len(calls) % 2:
+            raise OSError(errno.EAGAIN, "full")
+        return real(kernel, context, 1, pointers)
+
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    drive.put(1, Op.READ, list(enumerate(singles(fd, make_memory(3 * ALIGNMENT), 3))), ALIGNMENT)
+    assert done.get(timeout=WAIT_S) == Outcome(1, {})
+    assert calls == [3, 3, 2, 2, 1, 1]
+
+
+def test_a_short_batch_is_not_held_up_by_a_long_one_before_it(drive, done, fd, monkeypatch):
+    """The reaper waits for many ends at once, but not for ever: here the long batch never ends."""
+    real, begun = aio._Kernel.submit, threading.Event()
+
+    def only_the_first(kernel, context, count, pointers):
+        real(kernel, context, 1, pointers)
+        begun.set()
+        return count
+
+    monkeypatch.setattr(aio._Kernel, "submit", only_the_first)
+    *long, short = singles(fd, make_memory(4 * ALIGNMENT), 4)
+    drive.put(1, Op.READ, list(enumerate(long)), ALIGNMENT)
+    assert begun.wait(WAIT_S)
+    drive.put(2, Op.READ, [(0, short)], ALIGNMENT)
+    assert done.get(timeout=WAIT_S).ticket == 2
+
+
+def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch):
+    """One call at a time, large as it is, until the last read has ended."""
+    go, reading, given = threading.Event(), threading.Event(), []
+    writes = aio.KernelQueue("kvdisk-test-write", done.put, reads=drive)
+    real = aio._Kernel.submit
+
+    def submit(kernel, context, count, pointers):
+        if context is drive._context:
+            reading.set()
+            assert go.wait(WAIT_S)
+        else:
+            given.append(writes._bytes)
+        return real(kernel, context, count, pointers)
+
+    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    memory = make_memory(aio.LONGEST_BYTES)
+    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.AHEAD_BYTES // aio.LONGEST_BYTES)]
+    try:
+        drive.put(1, Op.READ, batch[:1], 4 * aio.LONGEST_BYTES)
+        assert reading.wait(WAIT_S)
+        writes.put(2, Op.WRITE, batch, 4 * aio.LONGEST_BYTES)
+        assert done.get(timeout=WAIT_S) == Outcome(2, {})
+        assert given == [aio.LONGEST_BYTES] * len(batch)
+        go.set()
+        assert done.get(timeout=WAIT_S) == Outcome(1, {})
+        given.clear()
+        writes.put(3, Op.WRITE, batch, 4 * aio.LONGEST_BYTES)
+        assert done.get(timeout=WAIT_S) == Outcome(3, {})
+        assert max(given) == aio.AHEAD_BYTES
+    finally:
+        go.set()
+        writes.close()

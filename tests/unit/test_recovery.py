@@ -39,7 +39,6 @@ from kvdisk.device.segment import scan_file
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
-from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.reader_process import IndexContent, read_indexes
 
@@ -67,15 +66,6 @@ def test_whatever_happened_to_the_index_the_blocks_are_served(path, damage, clea
 def content_of(path: Path) -> IndexContent:
     (content,) = read_indexes([home_path(path) / "index"])
     return content
-
-
-def test_in_the_same_boot_the_index_decides(path):
-    expected = make_store(path, clean=False)
-    index = LmdbIndex(home_path(path) / "index", map_bytes=8 << 20)
-    index.delete([(0, key_of(0))])
-    index.close()
-    (home_path(path) / "index" / "open").touch()
-    assert served(path) == {row for row in expected if row.key != key_of(0)}
 
 
 @pytest.mark.parametrize("cut_first", [False, True])

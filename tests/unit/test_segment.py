@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A rank's segment file: made whole or not at all, refused unless it is what is asked for, and
+removed without harm to others."""
+
 from __future__ import annotations
 
 import contextlib
@@ -9,22 +12,35 @@ import stat
 from pathlib import Path
 
 import pytest
-from segment_files import FILE_BYTES, FINGERPRINT, SPEC, create, home_in, names, path_of
 
-from kvdisk.device import segment as segment_room
-from kvdisk.device.segment import (
-    create_segment,
-    drop_segment,
-    open_segment,
-    remove_unknown_segments,
-)
+from kvdisk.device import paths
+from kvdisk.device.segment import DriveFolder, create_segment, drop_segment, open_segment, remove_unknown_segments
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch
-from kvdisk.geometry import slot_offset
+from kvdisk.geometry import segment_file_bytes, slot_offset
+from kvdisk.messages import SegmentSpec
+
+FINGERPRINT = bytes(range(32))
+SPEC = SegmentSpec(segment=5, slot_bytes=12288, slot_count=3)
+FILE_BYTES = segment_file_bytes(SPEC.slot_bytes, SPEC.slot_count)
 
 
 @pytest.fixture
 def home(tmp_path):
-    return home_in(tmp_path)
+    folder = DriveFolder(tmp_path / "homes" / ("a" * 32))
+    folder.segments_path.mkdir(parents=True)
+    return folder
+
+
+def create(home, segment=5, rank=0):
+    return create_segment(home, SPEC._replace(segment=segment), rank, 2, FINGERPRINT)
+
+
+def path_of(home, rank=0) -> Path:
+    return home.segments_path / "5" / f"rank{rank}.kv"
+
+
+def names(home) -> list[str]:
+    return sorted(path.relative_to(home.segments_path).as_posix() for path in home.segments_path.rglob("*"))
 
 
 def open_below(home) -> list[str]:
@@ -35,22 +51,6 @@ def open_below(home) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return [name for name in found if name.startswith(f"{os.path.realpath(home.segments_path)}/")]
-
-
-@pytest.fixture
-def no_direct_transfer(monkeypatch):
-    """A file system that takes O_DIRECT and refuses the transfers."""
-
-    def wrap(real):
-        def refuse(fd, *rest):
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return real(fd, *rest)
-
-        return refuse
-
-    monkeypatch.setattr(os, "preadv", wrap(os.preadv))
-    monkeypatch.setattr(os, "pwritev", wrap(os.pwritev))
 
 
 @pytest.mark.parametrize("umask", [0, 0o377])
@@ -74,13 +74,32 @@ def test_a_segment_is_made_whole_allocated_and_private(home, umask):
     assert names(home) == ["5", "5/rank0.kv"]
 
 
-@pytest.mark.usefixtures("no_direct_transfer")
-def test_without_o_direct_the_file_is_buffered_and_says_so(home):
-    made = create(home)
-    assert not fcntl.fcntl(made.fd, fcntl.F_GETFL) & os.O_DIRECT
-    os.pwritev(made.fd, [b"x"], slot_offset(SPEC.slot_bytes, 0))
-    made.close()
-    open_segment(home, SPEC, 0, 2, FINGERPRINT).close()
+@pytest.mark.parametrize("at", ["flag", "transfer"])
+def test_without_o_direct_the_file_is_buffered(home, monkeypatch, at):
+    """Some file systems refuse the flag, others the transfers."""
+
+    def refuses(real, refused):
+        def call(*arguments):
+            if refused(*arguments):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(*arguments)
+
+        return call
+
+    flags = fcntl.fcntl
+    with monkeypatch.context() as patch:
+        if at == "flag":
+            refuse = refuses(flags, lambda _fd, _command, value=0: value & os.O_DIRECT)
+            patch.setattr(fcntl, "fcntl", refuse)
+        for name in ("preadv", "pwritev"):
+            refuse = refuses(getattr(os, name), lambda fd, *_: flags(fd, fcntl.F_GETFL) & os.O_DIRECT)
+            patch.setattr(os, name, refuse)
+        made = create(home)
+        opened = open_segment(home, SPEC, 0, 2, FINGERPRINT)
+        os.pwritev(made.fd, [b"x"], slot_offset(SPEC.slot_bytes, 0))
+    for file in (made, opened):
+        assert not flags(file.fd, fcntl.F_GETFL) & (os.O_DIRECT | os.O_NONBLOCK)
+        file.close()
     assert open_below(home) == []
 
 
@@ -90,6 +109,10 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def instead(make):
+    return lambda path: (path.unlink(), make(path))
+
+
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
@@ -97,12 +120,16 @@ def flip(path: Path, at: int) -> None:
         (lambda path: flip(path, 3000), CorruptRecord),
         (lambda path: os.truncate(path, 0), CorruptRecord),
         (lambda path: os.truncate(path, FILE_BYTES - 1), CorruptRecord),
+        (instead(os.mkfifo), CorruptRecord),
+        (instead(os.mkdir), CorruptRecord),
+        (instead(lambda path: path.symlink_to("rank1.kv")), CorruptRecord),
         (SPEC._replace(slot_bytes=8192), GeometryMismatch),
         (SPEC._replace(slot_count=2), GeometryMismatch),
     ],
 )
 def test_a_file_that_is_not_what_is_asked_for_is_refused(home, damage, error):
     create(home).close()
+    create(home, rank=1).close()
     if callable(damage):
         damage(path_of(home))
     with pytest.raises(error):
@@ -123,8 +150,7 @@ def test_a_segment_is_never_made_over_another(home):
 
 
 def test_a_full_drive_gives_everything_back(home, monkeypatch):
-    real = os.posix_fallocate
-    kept = []
+    real, kept = os.posix_fallocate, []
 
     def runs_out(fd, offset, length):
         real(fd, offset, length // 2)  # as the real one does, it leaves what it took
@@ -142,22 +168,16 @@ def test_a_full_drive_gives_everything_back(home, monkeypatch):
     assert open_below(home) == []
 
 
-def test_drop_removes_one_ranks_file_and_the_directory_with_the_last(home):
-    create(home, rank=0).close()
-    create(home, rank=1).close()
-    create(home, SPEC._replace(segment=6)).close()
-    drop_segment(home, 5, 0)
-    assert names(home) == ["5", "5/rank1.kv", "6", "6/rank0.kv"]
-    drop_segment(home, 5, 1)
-    drop_segment(home, 5, 1)
-    assert names(home) == ["6", "6/rank0.kv"]
-
-
-def test_unknown_segments_and_unfinished_files_of_this_rank_go(home):
-    for segment in (1, 2, 10):
+def test_drops_and_what_a_crash_left_go_rank_by_rank(home):
+    for segment in (1, 2, 5, 10):
         for rank in (0, 1):
-            create(home, SPEC._replace(segment=segment), rank=rank).close()
-    for name in ("2/rank0.kv.tmp", "2/rank1.kv.tmp", "10/rank0.kv.tmp"):
+            create(home, segment, rank).close()
+    drop_segment(home, 5, 0)
+    assert {"5", "5/rank1.kv"} <= set(names(home)) and "5/rank0.kv" not in names(home)
+    drop_segment(home, 5, 1)
+    drop_segment(home, 5, 1)
+    assert "5" not in names(home)
+    for name in ("2/rank0.kv.tmp", "2/rank1.kv.tmp", "10/rank0.kv.tmp", "7"):
         (home.segments_path / name).write_bytes(b"unfinished")
     (home.segments_path / "notes").mkdir()
     (home.segments_path / "notes" / "rank0.kv").write_bytes(b"not a segment")
@@ -171,7 +191,7 @@ def test_unknown_segments_and_unfinished_files_of_this_rank_go(home):
 @pytest.mark.parametrize("level", ["segment", "segments", "home"])
 def test_no_segment_is_reached_through_a_symlinked_directory(home, level, tmp_path):
     create(home).close()
-    place = {"segment": path_of(home).parent, "segments": home.segments_path, "home": home.segments_path.parent}[level]
+    place = {"segment": path_of(home).parent, "segments": home.segments_path, "home": home.path}[level]
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
     for spec, call in ((SPEC, open_segment), (SPEC._replace(segment=6), create_segment)):
@@ -179,21 +199,21 @@ def test_no_segment_is_reached_through_a_symlinked_directory(home, level, tmp_pa
             with pytest.raises(DeviceError) as caught:
                 call(home, spec, 0, 2, FINGERPRINT)
             assert caught.value.errno == errno.ENOTDIR
-    if level == "segment":
+    with contextlib.suppress(DeviceError):
         drop_segment(home, 5, 0)
-        assert names(home) == []
-        assert (tmp_path / "elsewhere" / "rank0.kv").exists()
+    assert list((tmp_path / "elsewhere").rglob("rank0.kv"))
+    assert level != "segment" or names(home) == []
 
 
 def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(home, monkeypatch):
     """As the cleaning of a rank that joins a little later does."""
-    allocate, removed = segment_room._allocate, []
+    real, removed = paths.create_file, []
 
-    def remove_first(path: Path, byte_count: int) -> None:
+    def remove_first(path: Path) -> int:
         if not removed:
             removed.append(path.parent.rmdir())
-        allocate(path, byte_count)
+        return real(path)
 
-    monkeypatch.setattr(segment_room, "_allocate", remove_first)
-    os.close(create(home).fd)
+    monkeypatch.setattr(paths, "create_file", remove_first)
+    create(home).close()
     assert names(home) == ["5", "5/rank0.kv"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference device: files are bytes in RAM, and a batch runs when it is polled for."""
+"""A device without a drive: files are bytes in RAM, and a batch runs when it is polled for."""
 
 from __future__ import annotations
 
@@ -28,19 +28,16 @@ class MemoryDevice:
 
     @property
     def name(self) -> str:
-        """See ``Device``."""
         return "memory"
 
     def attach_memory(self, memory: Buffer) -> None:
-        """See ``Device``; there is nothing to register."""
+        pass
 
     def attach_file(self, fd: int) -> None:
-        """See ``Device``."""
         self._attached.add(fd)
         self._files.setdefault(fd, bytearray())
 
     def detach_file(self, fd: int) -> None:
-        """See ``Device``."""
         self._attached.discard(fd)
 
     def contents(self, fd: int) -> bytes:
@@ -48,7 +45,6 @@ class MemoryDevice:
         return bytes(self._files[fd]).ljust(self._file_bytes, b"\0")
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """See ``Device``."""
         assert not self._closed, "the device is closed"
         assert batch
         for transfer in batch:
@@ -60,8 +56,7 @@ class MemoryDevice:
         self._waiting.append((self._tickets, op, list(batch)))
         return self._tickets
 
-    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:  # noqa: ARG002 - nothing here takes time
-        """See ``Device``."""
+    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         ended = []
         for ticket, op, batch in self._waiting:
             move = self._read if op is Op.READ else self._write
@@ -71,11 +66,9 @@ class MemoryDevice:
         return ended
 
     def drain(self) -> list[Outcome]:
-        """See ``Device``."""
         return self.poll()
 
     def close(self) -> None:
-        """See ``Device``."""
         self.drain()
         self._closed = True
 
