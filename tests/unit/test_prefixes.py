@@ -12,7 +12,7 @@ import pytest
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.cli.indexes import HomeColumns, join, join_home
-from kvdisk.cli.prefixes import Prefix, each_prefix, find_prefixes, grow_forest
+from kvdisk.cli.prefixes import Prefix, each_prefix, find_prefixes
 from kvdisk.device.uses import USES_RECORD
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
@@ -113,14 +113,13 @@ def test_prefixes_are_those_of_one_by_one(seed):
     homes = random_homes(random.Random(seed))
     expected = one_by_one(homes)
     blocks = join([read(rows) for rows in homes])
-    forest = grow_forest(blocks)
-    tree = find_prefixes(blocks, forest, 10_000, shared_only=False)
+    tree = find_prefixes(blocks, 10_000, shared_only=False)
     listed = list(each_prefix(tree.tree))
     found = {(each.key, each.epoch, each.block_tokens): described(each) for _, each in listed}
     deep = tree.total - len(listed)
     assert {name: expected[name] for name in found} == found
-    assert len(expected) == tree.total and (deep == 0 or max(depth for depth, _ in listed) == 11)
-    few = find_prefixes(blocks, forest, 7)
+    assert len(expected) == tree.total and (deep == 0 or max(len(lead) for lead, _ in listed) == 2 * 11)
+    few = find_prefixes(blocks, 7)
     shown = [each for _, each in each_prefix(few.tree)]
     assert len(shown) == min(7, few.shared) or deep
     assert few.hidden_bytes + sum(each.bytes for each in shown) == SLOT_BYTES * sum(map(len, homes))
