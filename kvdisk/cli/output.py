@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -91,14 +92,8 @@ def size(count_bytes: int | None) -> str:
     """Return bytes in the largest unit that leaves 1 or more: ``1.5 GiB``; ``?`` for None."""
     if count_bytes is None:
         return "?"
-    if count_bytes < 1024:
-        return f"{count_bytes} B"
-    value = float(count_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1023.95:  # what would be shown as 1024.0
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} PiB"
+    unit, name = pick_unit_and_suffix(count_bytes, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    return f"{count_bytes} B" if unit == 1 else f"{count_bytes / unit:.1f} {name}"
 
 
 def number(count: int | None) -> str:

@@ -5,18 +5,13 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import CAP, COMMAND, PLAIN, run_here
+from cli_stores import CAP, PLAIN, run_here
 from rich.console import Console
 
 from kvdisk.cli.output import as_json
@@ -28,7 +23,6 @@ from kvdisk.stats import ROUTES
 
 T0 = 1_800_000_000.0
 MIB = 1 << 20
-WAIT_S = 600.0
 
 
 def figures(at_s: float, stored: int = 0, **changes: Any) -> dict[str, Any]:
@@ -212,43 +206,22 @@ def test_a_store_that_nobody_uses(tmp_path):
     assert run_here("top", store, "--interval", "0").exit_code == 2
 
 
-def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(engines):
-    home = engines.start()
+def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(engines, monkeypatch):
+    home, store = engines.start(), engines.path / "STORE"
     write_telemetry(home, figures(time.time(), 5))
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [str(COMMAND), "top", str(engines.path), "--interval", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"},
-        start_new_session=True,
-        # Whoever runs these tests in the background may have had it ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread forks
-    )
-    os.close(theirs)
-    seen = b""
 
-    def read_until(wanted: bytes) -> None:
-        nonlocal seen
-        end_s = time.monotonic() + WAIT_S
-        while wanted not in seen:
-            assert time.monotonic() < end_s, seen[-2000:]
-            if select.select([ours], [], [], 0.1)[0]:
-                seen += os.read(ours, 65536)
+    def between_looks() -> Iterator[None]:
+        yield store.rename(engines.path / "elsewhere")
+        (engines.path / "elsewhere").rename(store)
+        yield write_telemetry(home, figures(time.time(), 50, pid=98765))
+        raise KeyboardInterrupt
 
-    try:
-        read_until(b"4321")
-        assert b"\x1b[?1049h" in seen, "an alternate screen"
-        (engines.path / "STORE").rename(engines.path / "elsewhere")
-        read_until(b"cannot be read")
-        (engines.path / "elsewhere").rename(engines.path / "STORE")
-        write_telemetry(home, figures(time.time(), 50, pid=98765))
-        read_until(b"98765")
-        process.send_signal(signal.SIGINT)
-        read_until(b"\x1b[?1049l")
-        assert process.wait(WAIT_S) == 0 and b"Traceback" not in seen
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    looks = between_looks()
+    monkeypatch.setattr("kvdisk.cli.top.time.sleep", lambda _: next(looks))
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "110", "LINES": "40"}.items():
+        monkeypatch.setenv(name, value)
+    done = run_here("top", engines.path)
+    assert done.exit_code == 0, done.output
+    steps = ["\x1b[?1049h", "4321", "The store cannot be read", "98765", "\x1b[?1049l"]
+    places = [done.stdout.index(step) for step in steps]
+    assert places == sorted(places), "an alternate screen, and what there was to see on it"
