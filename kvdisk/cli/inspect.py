@@ -297,7 +297,7 @@ def _share_or_dash(fraction: float | None) -> str:
 
 def _files(segment: Segment) -> Text:
     """Say how long the files are; the ranks of one segment have equal ones."""
-    lengths = Counter(file.length_bytes for file in segment.files)
+    lengths = Counter(file["length_bytes"] for file in segment.files)
     said = ", ".join(f"{count} x {size(length)}" for length, count in lengths.most_common()) or "none"
     strange = segment.used_slots is not None and not segment.indexed
     return Text.assemble(

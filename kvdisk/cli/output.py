@@ -64,15 +64,10 @@ class Exit(IntEnum):
 # -- JSON --------------------------------------------------------------------------------------
 
 
-def as_json(value: object) -> object:
-    """Return plain JSON: dataclasses by field, paths as text, enums by value, bytes as hex."""
-    return json.loads(json.dumps(value, default=_plain))
-
-
 def print_json(value: object, json_version: int | None = None) -> None:
-    """Print a value as one JSON object. ``json_version``: put it and kvdisk's in front."""
+    """Print a value as one JSON object: dataclasses by field, paths as text, enums by value, bytes
+    as hex. ``json_version``: put it and kvdisk's in front of a dataclass."""
     if json_version is not None:
-        assert is_dataclass(value)
         value = {"json_version": json_version, "kvdisk_version": __version__} | _plain(value)
     typer.echo(json.dumps(value, default=_plain, indent=2))
 

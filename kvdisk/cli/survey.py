@@ -60,15 +60,6 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentFile:
-    """A segment's file of one rank."""
-
-    rank: int
-    length_bytes: int
-    allocated_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """A segment of an engine store. ``drive``: position among the engine store's drives.
 
@@ -76,7 +67,8 @@ class Segment:
     none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. ``fragmentation``: share of
     free bytes in runs of less than 2 MiB on a rank, which a larger write goes around; null where
     nothing is free. ``read_run_blocks``: how many blocks are read at a time, in the mean, where
-    chains are read in order: a block that lies behind its parent is read with it.
+    chains are read in order: a block that lies behind its parent is read with it. ``files``: of
+    each rank, with rank, length_bytes, allocated_bytes.
     """
 
     segment: int
@@ -92,7 +84,7 @@ class Segment:
     longest_free_run_slots: int | None = None
     fragmentation: float | None = None
     read_run_blocks: float | None = None
-    files: tuple[SegmentFile, ...] = ()
+    files: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -389,7 +381,7 @@ def _segment(
         longest_free_run_slots=int(free.max(initial=0)),
         fragmentation=short_slots / free_slots if free_slots else None,
         read_run_blocks=blocks / reads if reads else None,
-        files=_files(files),
+        files=tuple(file._asdict() for file in files),
     )
 
 
@@ -402,11 +394,8 @@ def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary]) -> Segment:
     with suppress(KvdiskError):
         header = read_segment_header(folder, number, rank)
         slot_bytes, slots, used_bytes = header.slot_bytes, header.slot_count, used
-    return Segment(number, drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
-
-
-def _files(files: Sequence[SegmentFileSummary]) -> tuple[SegmentFile, ...]:
-    return tuple(SegmentFile(file.rank, file.length_bytes, file.allocated_bytes) for file in files)
+    found = tuple(file._asdict() for file in files)
+    return Segment(number, drive, False, slot_bytes, slots, used, used_bytes, files=found)
 
 
 def _wrong_records(read: ReadHome, blocks: HomeColumns) -> Iterator[str]:
@@ -543,7 +532,7 @@ def _drives(store: StoreFile, homes: Sequence[Home], read: Sequence[ReadHome]) -
                 slots=_sum(segments, "slots"),
                 blocks=_sum(segments, "used_slots"),
                 used_bytes=_sum(segments, "used_bytes"),
-                allocated_bytes=sum(file.allocated_bytes for segment in segments for file in segment.files),
+                allocated_bytes=sum(file["allocated_bytes"] for segment in segments for file in segment.files),
             )
         )
     return tuple(drives)

@@ -14,7 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import CAP, HYBRID, PLAIN, SLOTS, Owner, drop_power, fill_home, inspect_json, leave_home, run, run_here
+from cli_stores import (
+    CAP,
+    HYBRID,
+    PLAIN,
+    SLOTS,
+    Owner,
+    add_segment,
+    drop_power,
+    fill_home,
+    inspect_json,
+    leave_home,
+    run,
+    run_here,
+)
 from mass_stores import Layer, key
 
 from kvdisk import __version__
@@ -22,12 +35,10 @@ from kvdisk.blocks import Slot
 from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.home import Home
-from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import segment_file_bytes
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
-from kvdisk.messages import SegmentSpec
 
 HOUR_S, DAY_S = 3600, 86400
 SLOT_BYTES = PLAIN.geometry.groups[0].slot_bytes
@@ -137,10 +148,7 @@ def test_drives(path: Path, tmp_path: Path) -> None:
     home = Store.open([path, further]).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
     index = LmdbIndex(home.index_path, map_bytes=map_bytes_for(100))
     for segment, drive in ((0, 0), (1, 1), (2, 1)):
-        for rank in range(2):
-            spec = SegmentSpec(segment, SLOT_BYTES, 8, drive)
-            create_segment(home.folder(drive), spec, rank, 2, PLAIN.fingerprint).close()
-        index.put_segment(SegmentRecord(segment, SLOT_BYTES, 8, drive))
+        add_segment(home, index, PLAIN, segment, SLOT_BYTES, 8, drive)
     index.put([BlockRecord(0, key(name), Slot(segment, 0), 1) for segment, name in enumerate("abc")])
     index.close()
     home.close(clean=True)
