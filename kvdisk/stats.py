@@ -208,11 +208,7 @@ class Stats:
     def observe(self, series: str, value: float) -> None:
         """Add a sample to a histogram."""
         assert kind_of(series) is _H, series
-        samples = self.samples.setdefault(series, Samples())
-        samples.count += 1
-        samples.total += value
-        if len(samples.values) < MOST_SAMPLES:
-            samples.values.append(value)
+        self.samples.setdefault(series, Samples()).merge(Samples(1, value, [value]))
         self.changes += 1
 
     def merge(self, other: Stats) -> None:

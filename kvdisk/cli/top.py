@@ -85,7 +85,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Engine:
-    """A home that an engine owns. ``figures_s``: when its figures were true; null: none yet.
+    """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
 
     ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
     by name, "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``waiting``:
@@ -132,7 +132,7 @@ class Drive:
 
 @dataclass(frozen=True)
 class Orphan:
-    """A home that nobody owns."""
+    """An engine store that a stopped engine has left."""
 
     home: str
     model: str | None
@@ -307,8 +307,8 @@ class TopReader:
             if not owner.alive
         ]
         orphans.sort(key=lambda orphan: -(orphan.last_use_s or 0))
-        problems = [f"home {each.home}: {each.problem}" for each in engines if each.problem]
-        problems += [f"home {orphan.home}: HOME cannot be read" for orphan in orphans if orphan.last_use_s is None]
+        problems = [f"engine store {each.home}: {each.problem}" for each in engines if each.problem]
+        problems += [f"engine store {each.home}: HOME cannot be read" for each in orphans if each.last_use_s is None]
         drives: dict[str, list[tuple[_Watched, DriveTelemetry]]] = {}
         for watched in self._watched.values():
             for drive in watched.last.drives:
@@ -411,7 +411,7 @@ def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
     if frame.drives:
         parts.append(_drives(frame, width))
     if frame.orphans:
-        parts += [Text("\nOrphans", "bold dim"), *_listed(_orphans(frame), ORPHANS_SHOWN)]
+        parts += [Text("\nEngine stores of stopped engines", "bold dim"), *_listed(_orphans(frame), ORPHANS_SHOWN)]
     parts += _listed([Text.assemble(("✗ ", "red"), printable(problem)) for problem in frame.problems], PROBLEMS_SHOWN)
     return Group(*parts)
 
@@ -439,7 +439,7 @@ def _head(frame: Frame) -> RenderableType:
     lines, totals = make_lines(), frame.totals
     clock = time.strftime("%H:%M:%S", time.localtime(frame.time_s))
     lines.add_row("Store", Text.assemble((printable(frame.store["path"]), "bold cyan"), (f"  {clock}", "dim")))
-    orphans = f", {plural(totals.orphans, 'orphan')}" if totals.orphans else ""
+    orphans = f", {plural(totals.orphans, 'engine store')} of stopped engines" if totals.orphans else ""
     if not frame.engines:
         lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), orphans))
         return lines
