@@ -310,34 +310,32 @@ def _files(segment: Segment) -> Text:
 
 def _histograms(survey: Survey, width: int) -> Columns:
     ages, reuse = survey.ages, survey.reuse
-    used = None if ages.used is None else [*ages.used, ages.never_used, ages.unknown]
-    uses = [0] * len(REUSE_NAMES) + [survey.totals.blocks] if reuse.blocks is None else [*reuse.blocks, reuse.unknown]
-    by_age = {"stored": [*ages.stored, None, None], "last used": used}
+    by_age = {"stored": [*ages.stored, 0, 0]}
+    if ages.used is not None:
+        by_age["last used"] = [*ages.used, ages.never_used or 0, ages.unknown or 0]
+    uses = [0] * len(REUSE_NAMES) if reuse.blocks is None else reuse.blocks
+    unknown = survey.totals.blocks if reuse.unknown is None else reuse.unknown
     tables = [
         _histogram("Ages of blocks", "Ago", (*AGE_NAMES, "never", "not known yet"), by_age, width),
-        _histogram("Reuse of blocks", "Times used", (*REUSE_NAMES, "not known yet"), {"Blocks": uses}, width),
+        _histogram(
+            "Reuse of blocks", "Times used", (*REUSE_NAMES, "not known yet"), {"Blocks": [*uses, unknown]}, width
+        ),
     ]
     return Columns(tables, padding=(0, 4))
 
 
-def _histogram(
-    title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int | None] | None], width: int
-) -> Table:
-    """Return a table of blocks by class, without those that have none. A column of which nothing is
-    known is None."""
+def _histogram(title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int]], width: int) -> Table:
+    """Return a table of blocks by class, without the classes that have none."""
     columns = [column for name in counts for column in (right(name), left(""))]
     table = make_table(title, width, left(header, "cyan"), *columns)
     for at, name in enumerate(names):
-        if any(each and each[at] for each in counts.values()):
-            table.add_row(name, *(cell for each in counts.values() for cell in _count_and_bar(each, at)))
+        cells: list[RenderableType] = []
+        for each in counts.values():
+            bar_of_count = Bar(max(each) or 1, 0, each[at], width=_FINE_BAR_LETTERS, color="cyan")
+            cells += [number(each[at]) if each[at] else "", bar_of_count]
+        if any(each[at] for each in counts.values()):
+            table.add_row(name, *cells)
     return table
-
-
-def _count_and_bar(counts: Sequence[int | None] | None, at: int) -> tuple[RenderableType, RenderableType]:
-    if counts is None:
-        return "?", ""
-    count, highest = counts[at], max(filter(None, counts), default=1)
-    return ("", "") if count is None else (number(count), Bar(highest, 0, count, width=_FINE_BAR_LETTERS, color="cyan"))
 
 
 def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> None:

@@ -3,8 +3,9 @@
 
 An engine's rates are the difference of two of its FIGURES. ``Frame`` is what ``--json`` prints; its
 shape changes only with ``json_version``. Bytes are those of all ranks. ``null`` is what is not
-known, or where nothing was asked. Rates (``*_per_s``) are those of the last ``seconds``. Shares lie
-between 0 and 1. Times (``*_s``) are seconds, those of moments since the Unix epoch.
+known, or where nothing was asked. Rates (``*_per_s``) are those of the last ``seconds``; 0 where
+the engine is idle. Shares lie between 0 and 1. Times (``*_s``) are seconds, those of moments since
+the Unix epoch.
 """
 
 from __future__ import annotations
