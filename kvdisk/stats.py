@@ -9,7 +9,7 @@ words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -151,14 +151,11 @@ FAILURES = {
 """Series that count what has failed, and what they are in words."""
 
 
-def _listed(metric: Metric) -> Iterator[str]:
-    if metric.label:
-        yield from (f"{metric.name}.{value}" for value in metric.values)
-    else:
-        yield metric.name
-
-
-SERIES: Mapping[str, Kind] = {series: metric.kind for metric in METRICS.values() for series in _listed(metric)}
+SERIES: Mapping[str, Kind] = {
+    series: metric.kind
+    for metric in METRICS.values()
+    for series in ([f"{metric.name}.{value}" for value in metric.values] if metric.label else [metric.name])
+}
 """The series whose names are known beforehand."""
 
 
@@ -211,11 +208,7 @@ class Stats:
     def observe(self, series: str, value: float) -> None:
         """Add a sample to a histogram."""
         assert kind_of(series) is _H, series
-        samples = self.samples.setdefault(series, Samples())
-        samples.count += 1
-        samples.total += value
-        if len(samples.values) < MOST_SAMPLES:
-            samples.values.append(value)
+        self.samples.setdefault(series, Samples()).merge(Samples(1, value, [value]))
         self.changes += 1
 
     def merge(self, other: Stats) -> None:

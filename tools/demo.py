@@ -18,14 +18,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from engine_child import Answer, EngineChild, EngineError, environment
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.output import as_json
 from kvdisk.cli.survey import survey_store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,12 +137,7 @@ class Demo:
             return Pass(name, self.prompts, answers, {}, None)
         engine.drain()
         counted = {counter: count - before.get(counter, 0) for counter, count in engine.counters().items()}
-        return Pass(name, self.prompts, answers, counted, inspect(self.options.store)["totals"]["used_bytes"])
-
-
-def inspect(store: Path) -> dict[str, Any]:
-    """Return what ``kvdisk inspect --json`` prints."""
-    return cast("dict[str, Any]", as_json(survey_store(store)))
+        return Pass(name, self.prompts, answers, counted, survey_store(self.options.store).totals.used_bytes)
 
 
 def verdict(passes: Sequence[Pass]) -> list[str]:

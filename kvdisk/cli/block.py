@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdisk import __version__
 from kvdisk.blocks import GROUP_BYTES, group_of
 from kvdisk.cli.export import describe_rows
 from kvdisk.cli.indexes import NONE, HomeColumns, ReadHome, ReadNamespace, by_namespace, read_homes
@@ -36,7 +35,6 @@ from kvdisk.cli.output import (
     right,
 )
 from kvdisk.cli.prefixes import Forest, grow_forest
-from kvdisk.cli.survey import JSON_VERSION
 from kvdisk.cli.verify import Part, read_part
 from kvdisk.device import paths
 from kvdisk.device.drives import Directories
@@ -70,43 +68,27 @@ class RankSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A block in one engine store, as its index and USES have it. ``uses``, ``last_use_s``: null
-    where USES does not tell."""
-
-    home: str
-    owner: Literal["alive", "orphan"]
-    segment: int
-    slot: int
-    drive: int | None
-    generation: int
-    parent: str | None
-    stored_s: int
-    uses: int | None
-    last_use_s: int | None
-    ranks: tuple[RankSlot, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class FoundBlock:
     """A block of one namespace and epoch.
 
     ``position``, ``start_tokens``: blocks and tokens before it in its chain; null where the chain's
     head is not here. ``children``: how many blocks follow it directly. ``chain``: hashes of the
-    blocks up to this one, the head first.
+    blocks up to this one, the head first. ``copies``: of each engine store, a row of ``--export``
+    with ``owner`` ("alive" or "orphan") and ``ranks``, a ``RankSlot`` each; ``last_use_s``: 0 where
+    it was never used.
     """
 
-    fingerprint: bytes | None
+    fingerprint: str | None
     model: Any
     epoch: int
-    key: bytes
+    key: str
     group: int
     block_tokens: int | None
     position: int | None
     start_tokens: int | None
     children: int
-    chain: tuple[bytes, ...]
-    copies: tuple[Copy, ...]
+    chain: tuple[str, ...]
+    copies: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -118,8 +100,6 @@ class FoundKey:
     ``blocks`` are those of the lowest, or of the one in ``key``.
     """
 
-    json_version: int
-    kvdisk_version: str
     surveyed_s: int
     ok: bool
     problems: tuple[str, ...]
@@ -135,7 +115,7 @@ def survey_block(directories: Directories, wanted: str) -> FoundKey:
     """
     for _ in range(_ATTEMPTS):
         found = _survey(directories, wanted)
-        if found.ok or all(copy.owner == "orphan" for block in found.blocks for copy in block.copies):
+        if found.ok or all(copy["owner"] == "orphan" for block in found.blocks for copy in block.copies):
             break  # else an owner may have given the slot to another block meanwhile: look again
     return found
 
@@ -155,13 +135,13 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
     groups = tuple(sorted(set(map(group_of, keys))))
     blocks = tuple(block for namespace, rows in found if rows for block in _blocks(namespace, rows, groups[0]))
     problems = tuple(
-        f"engine store {copy.home}: rank {rank.rank}: {problem}"
+        f"engine store {copy['home']}: rank {rank.rank}: {problem}"
         for block in blocks
         for copy in block.copies
-        for rank in copy.ranks
+        for rank in copy["ranks"]
         for problem in rank.problems
     )
-    return FoundKey(JSON_VERSION, __version__, int(time.time()), not problems, problems, wanted, groups, blocks)
+    return FoundKey(int(time.time()), not problems, problems, wanted, groups, blocks)
 
 
 def _rows(namespace: ReadNamespace, wanted: str) -> list[int]:
@@ -173,34 +153,36 @@ def _rows(namespace: ReadNamespace, wanted: str) -> list[int]:
 
 def _blocks(namespace: ReadNamespace, rows: Sequence[int], group: int) -> Iterator[FoundBlock]:
     """Yield a block for each epoch that has one in these rows, of this KV-cache group."""
-    record, blocks, forest = namespace.record, namespace.blocks, grow_forest(namespace.blocks)
-    for epoch in np.unique(blocks.columns.epochs[rows]).tolist():
-        mine = [row for row in rows if blocks.groups[row] == group and blocks.columns.epochs[row] == epoch]
-        if not mine:
-            continue
-        node = int(forest.node_of[mine[0]])
-        tokens, position = int(blocks.tokens[mine[0]]), int(forest.depths[node])
-        is_whole, has_tokens = bool(forest.is_whole[node]), tokens != NONE
+    record, forest = namespace.record, grow_forest(namespace.blocks)
+    table = describe_rows(namespace, forest, rows)
+    by_epoch: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    for row, values in zip(rows, zip(*table.values(), strict=True), strict=True):
+        said = dict(zip(table, values, strict=True))
+        if said["group"] == group:
+            by_epoch.setdefault(said["epoch"], []).append((row, said))
+    for epoch, found in sorted(by_epoch.items()):
+        row, said = found[0]
+        node, tokens, position = int(forest.node_of[row]), said["tokens"], said["position"]
         yield FoundBlock(
-            fingerprint=record.fingerprint if record else None,
+            fingerprint=said["namespace"],
             model=record.description.get("model") if record else None,
             epoch=epoch,
-            key=blocks.columns.keys[mine[0]],
+            key=said["key"],
             group=group,
-            block_tokens=tokens if has_tokens else None,
-            position=position if is_whole else None,
-            start_tokens=position * tokens if is_whole and has_tokens else None,
+            block_tokens=tokens,
+            position=position,
+            start_tokens=None if tokens is None or position is None else position * tokens,
             children=int(np.count_nonzero(forest.parents == node)),
-            chain=tuple(_chain(blocks, forest, node)),
-            copies=tuple(_copies(namespace, forest, mine)),
+            chain=tuple(_chain(namespace.blocks, forest, node)),
+            copies=tuple(_copy(namespace, *each) for each in found),
         )
 
 
-def _chain(blocks: HomeColumns, forest: Forest, node: int) -> list[bytes]:
+def _chain(blocks: HomeColumns, forest: Forest, node: int) -> list[str]:
     """Return the hashes of the chain up to a block, from its head on."""
     chain = []
     while node != NONE:
-        chain.append(blocks.columns.keys[int(forest.first_rows[node])][:-GROUP_BYTES])
+        chain.append(blocks.columns.keys[int(forest.first_rows[node])][:-GROUP_BYTES].hex())
         node = int(forest.parents[node])
     return chain[::-1]
 
@@ -208,18 +190,16 @@ def _chain(blocks: HomeColumns, forest: Forest, node: int) -> list[bytes]:
 # -- slots -------------------------------------------------------------------------------------
 
 
-def _copies(namespace: ReadNamespace, forest: Forest, rows: Sequence[int]) -> Iterator[Copy]:
-    table = describe_rows(namespace, forest, rows)
-    for at, (read, row) in enumerate(namespace.places[row] for row in rows):
-        said = {name: column[at] for name, column in table.items()}
-        segment = next((one for one in read.index.segments if one.segment == said["segment"]), None)
-        yield Copy(
-            **{name: said[name] for name in ("home", "segment", "slot", "drive", "generation", "parent", "stored_s")},
-            owner="alive" if read.summary.alive else "orphan",
-            uses=said["uses"],
-            last_use_s=None if said["uses"] is None else said["last_use_s"] or 0,
-            ranks=tuple(_rank_slot(read, segment, row, rank) for rank in range(read.ranks)),
-        )
+def _copy(namespace: ReadNamespace, row: int, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the copy in this row with its slots on every rank."""
+    read, at = namespace.places[row]
+    segment = next((one for one in read.index.segments if one.segment == said["segment"]), None)
+    return {
+        **said,
+        "owner": "alive" if read.summary.alive else "orphan",
+        "last_use_s": None if said["uses"] is None else said["last_use_s"] or 0,
+        "ranks": tuple(_rank_slot(read, segment, at, rank) for rank in range(read.ranks)),
+    }
 
 
 def _rank_slot(read: ReadHome, segment: SegmentRecord | None, row: int, rank: int) -> RankSlot:
@@ -268,8 +248,8 @@ def print_block(found: FoundKey, console: Console, *, everything: bool) -> None:
 
 def _summary(found: FoundKey, block: FoundBlock) -> Table:
     lines, tokens = make_lines(), block.block_tokens
-    lines.add_row("Block", Text(block.key.hex(), "bold cyan"))
-    name = "?" if block.fingerprint is None else block.fingerprint.hex()[:ID_LETTERS]
+    lines.add_row("Block", Text(block.key, "bold cyan"))
+    name = printable(block.fingerprint)[:ID_LETTERS]
     epoch = f", epoch {block.epoch}" if block.epoch else ""
     lines.add_row("Namespace", Text.assemble((name, "magenta"), f"  {printable(block.model)}{epoch}"))
     others = ", ".join(str(group) for group in found.groups if group != block.group)
@@ -286,31 +266,26 @@ def _summary(found: FoundKey, block: FoundBlock) -> Table:
     return lines
 
 
-def _copy_lines(copy: Copy, now_s: int) -> Table:
-    lines = make_lines()
-    owner = ("in use", "green") if copy.owner == "alive" else ("of a stopped engine", "yellow")
+def _copy_lines(copy: Mapping[str, Any], now_s: int) -> Table:
+    lines, uses, last_use_s = make_lines(), copy["uses"], copy["last_use_s"]
+    owner = ("in use", "green") if copy["owner"] == "alive" else ("of a stopped engine", "yellow")
     lines.add_row("", "")
-    lines.add_row("Copy", Text.assemble("engine store ", (copy.home, "cyan"), "  ", owner))
-    folder = next((rank.file.parents[2] for rank in copy.ranks if rank.file), None)
+    lines.add_row("Copy", Text.assemble("engine store ", (copy["home"], "cyan"), "  ", owner))
+    folder = next((rank.file.parents[2] for rank in copy["ranks"] if rank.file), None)
     if folder is not None:
         lines.add_row("Directory", printable(folder))
-    drive = "?" if copy.drive is None else copy.drive
-    lines.add_row("Place", f"segment {copy.segment}, slot {copy.slot}, drive {drive}")
-    lines.add_row("Generation", str(copy.generation))
-    lines.add_row("Stored", ago(copy.stored_s, now_s))
-    if copy.uses is None:
-        lines.add_row("Used", "? (USES does not tell of it yet)")
-    elif copy.uses:
-        lines.add_row("Used", f"{plural(copy.uses, 'time')}, last {ago(copy.last_use_s or 0, now_s)}")
-    else:
-        lines.add_row("Used", "never")
+    lines.add_row("Place", f"segment {copy['segment']}, slot {copy['slot']}, drive {printable(copy['drive'])}")
+    lines.add_row("Generation", str(copy["generation"]))
+    lines.add_row("Stored", ago(copy["stored_s"], now_s))
+    used = f"{plural(uses, 'time')}, last {ago(last_use_s, now_s)}" if uses else "never"
+    lines.add_row("Used", "? (USES does not tell of it yet)" if uses is None else used)
     return lines
 
 
-def _ranks_table(copy: Copy, width: int) -> Table:
+def _ranks_table(copy: Mapping[str, Any], width: int) -> Table:
     numbers = map(right, ("Rank", "Offset", "Payload"))
     table = make_table("Slots", width, *numbers, left("Checksum"), left("Header and payload"), folded("File"))
-    for rank in copy.ranks:
+    for rank in copy["ranks"]:
         header, count = rank.header, len(rank.problems)
         table.add_row(
             str(rank.rank),
@@ -333,7 +308,7 @@ def _chain_table(block: FoundBlock, width: int, most: int | None) -> Table:
     for position, name in enumerate(chain):
         if position not in hidden:
             end = number(None if tokens is None or not is_whole else (position + 1) * tokens)
-            table.add_row(str(position) if is_whole else "?", end, name.hex())
+            table.add_row(str(position) if is_whole else "?", end, name)
         elif position == hidden.start:
             table.add_row("…", "", Text(f"{number(len(hidden))} more (see --all)", "dim"))
     return table

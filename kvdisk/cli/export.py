@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from kvdisk.cli.indexes import NONE, ReadNamespace, Records, by_namespace, read_homes
 from kvdisk.cli.output import new_file
 from kvdisk.cli.prefixes import Forest, grow_forest
-from kvdisk.cli.survey import JSON_VERSION
 from kvdisk.device.drives import Directories
 from kvdisk.errors import ConfigError
 
@@ -43,7 +42,6 @@ class Exported:
     """What was written, and of which engine stores nothing could be; what ``--export --json``
     prints."""
 
-    json_version: int
     path: Path
     bytes: int
     rows: int
@@ -66,12 +64,11 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
     homes = read_homes(directories)
     write = _write_csv if path.suffix == ".csv" else _write_parquet
     with new_file(path) as temporary:
-        rows = write(temporary, _tables(by_namespace(homes)))
+        write(temporary, _tables(by_namespace(homes)))
     return Exported(
-        json_version=JSON_VERSION,
         path=path,
         bytes=path.stat().st_size,
-        rows=rows,
+        rows=sum(len(home.records) for home in homes),
         homes=sum(home.index.blocks is not None for home in homes),
         problems=tuple(f"engine store {home.id}: {home.problem}" for home in homes if home.problem),
     )
@@ -121,25 +118,19 @@ def _known(column: NDArray[np.int64], least: int = 0) -> list[int | None]:
     return [value if value >= least else None for value in column.tolist()]
 
 
-def _write_csv(path: Path, tables: Iterator[Table]) -> int:
-    rows = 0
+def _write_csv(path: Path, tables: Iterable[Table]) -> None:
     with path.open("x", encoding="ascii", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for table in tables:
-            rows += len(table["home"])
             writer.writerows(zip(*table.values(), strict=True))
-    return rows
 
 
-def _write_parquet(path: Path, tables: Iterator[Table]) -> int:
+def _write_parquet(path: Path, tables: Iterable[Table]) -> None:
     arrow = _import_pyarrow()
     text, number, unsigned = arrow.string(), arrow.int64(), arrow.uint64()
     types = {"home": text, "namespace": text, "key": text, "parent": text, "epoch": unsigned, "generation": unsigned}
     schema = arrow.schema([(name, types.get(name, number)) for name in COLUMNS])
-    rows = 0
     with arrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for table in tables:
-            rows += len(table["home"])
             writer.write_table(arrow.table(table, schema=schema))
-    return rows

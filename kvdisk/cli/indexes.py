@@ -7,7 +7,7 @@ A process of its own reads the indexes: see ``kvdisk.index.reader_process``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,9 +43,6 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.columns.keys)
-
-    def __iter__(self) -> Iterator[BlockRecord]:
-        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, row: int) -> BlockRecord:
         blocks, end = self.columns, int(self._parent_ends[row])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,9 +43,10 @@ from kvdisk.cli.output import (
     size,
     store_paths,
 )
-from kvdisk.cli.prefixes import Prefix
+from kvdisk.cli.prefixes import Prefix, each_prefix
 from kvdisk.cli.survey import (
     AGE_NAMES,
+    JSON_VERSION,
     PREFIXES,
     REUSE_NAMES,
     Namespace,
@@ -119,11 +120,11 @@ def inspect(
                 raise ConfigError(f"{wanted} is no directory, and a KEY has {LEAST_DIGITS} hex digits or more")
             block = survey_block(paths, wanted)
             problems = block.problems
-            print_json(block) if as_json else print_block(block, console, everything=everything)
+            print_json(block, JSON_VERSION) if as_json else print_block(block, console, everything=everything)
         else:
             survey = survey_store(paths, prefixes=prefixes)
             problems = survey.problems
-            print_json(survey) if as_json else print_survey(survey, console, everything=everything)
+            print_json(survey, JSON_VERSION) if as_json else print_survey(survey, console, everything=everything)
     raise typer.Exit(Exit.WRONG if problems else Exit.FINE)
 
 
@@ -137,7 +138,7 @@ def _key_of(last: Path) -> str | None:
 def _export(paths: Sequence[Path], target: Path, force: bool, as_json: bool) -> tuple[str, ...]:
     done = export_blocks(paths, target, force=force)
     if as_json:
-        print_json(done)
+        print_json(done, JSON_VERSION)
     else:
         said = f"{plural(done.rows, 'block')} of {plural(done.homes, 'engine store')}"
         typer.echo(f"{said} in {target} ({size(done.bytes)})")
@@ -201,25 +202,25 @@ def namespaces_table(survey: Survey, width: int) -> Table:
     columns = (left("Namespace", "magenta"), folded("Model"), left("KV dtype"), *map(right, headers))
     table = make_table("Namespaces", width, *columns)
     for each in survey.namespaces:
-        more = (" +?", "red") if each.unreadable_homes else ""
-        sums = [Text.assemble(number(each.blocks), more), Text.assemble(size(each.used_bytes), more)]
+        unread = each.unreadable_homes == len(each.homes)
         dtype = each.dtype if each.kv_dtype in {None, "auto"} else each.kv_dtype
         table.add_row(
             each.fingerprint[:ID_LETTERS],
             short_model(each.model),
             printable(dtype).removeprefix("torch."),
             printable(each.ranks if each.tensor_parallel is None else each.tensor_parallel),
-            "/".join(dict.fromkeys(printable(group.block_tokens) for group in each.groups)) or "?",
+            "/".join(dict.fromkeys(printable(group["block_tokens"]) for group in each.groups)) or "?",
             _epochs(each),
             number(len(each.homes)),
-            *(["?", "?"] if each.unreadable_homes == len(each.homes) else sums),
+            number(None if unread else each.blocks),
+            size(None if unread else each.used_bytes),
         )
     return table
 
 
 def _epochs(namespace: Namespace) -> str:
     """Return the shared epoch, 0, where it has blocks, and how many are one engine's own."""
-    epochs = {each.epoch for each in namespace.epochs}
+    epochs = {each["epoch"] for each in namespace.epochs}
     private = len(epochs - {FILE_EPOCH})
     shared = str(FILE_EPOCH) if FILE_EPOCH in epochs or not private else ""
     return " ".join(filter(None, [shared, f"+{private} own" if private else ""]))
@@ -278,14 +279,13 @@ def _drives(survey: Survey, width: int) -> Table:
     headers = ("Engine stores", "Segments", "Blocks", "Used", "Allocated")
     table = make_table("Drives", width, folded("Directory"), *map(right, headers))
     for drive in survey.drives:
-        more = (" +?", "red") if drive.unreadable_homes else ""
         name = f"not named ({printable(drive.store_id)[:ID_LETTERS]})" if drive.path is None else printable(drive.path)
         table.add_row(
             name,
             number(drive.homes),
             number(drive.segments if drive.path else None),
-            Text.assemble(number(drive.blocks), more),
-            Text.assemble(size(drive.used_bytes), more),
+            number(drive.blocks),
+            size(drive.used_bytes),
             size(drive.allocated_bytes if drive.path else None),
         )
     return table
@@ -297,7 +297,7 @@ def _share_or_dash(fraction: float | None) -> str:
 
 def _files(segment: Segment) -> Text:
     """Say how long the files are; the ranks of one segment have equal ones."""
-    lengths = Counter(file.length_bytes for file in segment.files)
+    lengths = Counter(file["length_bytes"] for file in segment.files)
     said = ", ".join(f"{count} x {size(length)}" for length, count in lengths.most_common()) or "none"
     strange = segment.used_slots is not None and not segment.indexed
     return Text.assemble(
@@ -310,39 +310,37 @@ def _files(segment: Segment) -> Text:
 
 def _histograms(survey: Survey, width: int) -> Columns:
     ages, reuse = survey.ages, survey.reuse
-    used = None if ages.used is None else [*ages.used, ages.never_used, ages.unknown]
-    uses = [0] * len(REUSE_NAMES) + [survey.totals.blocks] if reuse.blocks is None else [*reuse.blocks, reuse.unknown]
-    by_age = {"stored": [*ages.stored, None, None], "last used": used}
+    by_age = {"stored": [*ages.stored, 0, 0]}
+    if ages.used is not None:
+        by_age["last used"] = [*ages.used, ages.never_used or 0, ages.unknown or 0]
+    uses = [0] * len(REUSE_NAMES) if reuse.blocks is None else reuse.blocks
+    unknown = survey.totals.blocks if reuse.unknown is None else reuse.unknown
     tables = [
         _histogram("Ages of blocks", "Ago", (*AGE_NAMES, "never", "not known yet"), by_age, width),
-        _histogram("Reuse of blocks", "Times used", (*REUSE_NAMES, "not known yet"), {"Blocks": uses}, width),
+        _histogram(
+            "Reuse of blocks", "Times used", (*REUSE_NAMES, "not known yet"), {"Blocks": [*uses, unknown]}, width
+        ),
     ]
     return Columns(tables, padding=(0, 4))
 
 
-def _histogram(
-    title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int | None] | None], width: int
-) -> Table:
-    """Return a table of blocks by class, without those that have none. A column of which nothing is
-    known is None."""
+def _histogram(title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int]], width: int) -> Table:
+    """Return a table of blocks by class, without the classes that have none."""
     columns = [column for name in counts for column in (right(name), left(""))]
     table = make_table(title, width, left(header, "cyan"), *columns)
     for at, name in enumerate(names):
-        if any(each and each[at] for each in counts.values()):
-            table.add_row(name, *(cell for each in counts.values() for cell in _count_and_bar(each, at)))
+        cells: list[RenderableType] = []
+        for each in counts.values():
+            bar_of_count = Bar(max(each) or 1, 0, each[at], width=_FINE_BAR_LETTERS, color="cyan")
+            cells += [number(each[at]) if each[at] else "", bar_of_count]
+        if any(each[at] for each in counts.values()):
+            table.add_row(name, *cells)
     return table
-
-
-def _count_and_bar(counts: Sequence[int | None] | None, at: int) -> tuple[RenderableType, RenderableType]:
-    if counts is None:
-        return "?", ""
-    count, highest = counts[at], max(filter(None, counts), default=1)
-    return ("", "") if count is None else (number(count), Bar(highest, 0, count, width=_FINE_BAR_LETTERS, color="cyan"))
 
 
 def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> None:
     found = namespace.prefixes
-    listed = list(tree_lines(found.tree))
+    listed = list(each_prefix(found.tree))
     if not listed and (found.shared or not found.roots):
         return
     of_namespace = f" of {namespace.fingerprint[:ID_LETTERS]}" if len(survey.namespaces) > 1 else ""
@@ -373,12 +371,3 @@ def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, w
             "never" if last == 0 else ago(last, now_s),
         )
     return table
-
-
-def tree_lines(prefixes: Iterable[Prefix], lead: str | None = None) -> Iterator[tuple[str, Prefix]]:
-    """Yield each prefix before those that follow it, with the lines that lead to it."""
-    prefixes = list(prefixes)
-    for prefix in prefixes:
-        is_last = prefix is prefixes[-1]
-        yield "" if lead is None else f"{lead}{'└─' if is_last else '├─'}", prefix
-        yield from tree_lines(prefix.tree, "" if lead is None else f"{lead}{'  ' if is_last else '│ '}")

@@ -27,28 +27,24 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 }
 """What configurations on the hub leave to the defaults of their kind."""
-_OTHER_STATE = {
-    "Mamba layers": (
-        "hybrid_override_pattern", "mamba_d_state", "mamba_expand", "mamba_n_heads", "ssm_cfg", "ssm_state_size",
-        "state_size",
-    ),
-    "linear, chunked or sparse attention": (
-        "attention_chunk_size", "attn_type_list", "compress_ratios", "full_attn_idxs", "index_topk",
-        "linear_attn_config", "linear_num_key_heads",
-    ),
-    "layers of different sizes": (
-        "block_configs", "global_head_dim", "hybrid_layer_pattern", "per_layer_config", "swa_num_key_value_heads",
-    ),
-    "layers without KV of their own": (
-        "attn_layer_period", "conv_L_cache", "cross_attention_layers", "layers_block_type", "num_kv_shared_layers",
-    ),
-    "attention settings of its own kind": ("attn_config",),
-}  # fmt: skip
-"""What is not counted here, and the fields that tell of it."""
+_NOT_COUNTED = (
+    # Mamba layers
+    "hybrid_override_pattern", "mamba_d_state", "mamba_expand", "mamba_n_heads", "ssm_cfg", "ssm_state_size",
+    "state_size",
+    # linear, chunked or sparse attention
+    "attention_chunk_size", "attn_type_list", "compress_ratios", "full_attn_idxs", "index_topk", "linear_attn_config",
+    "linear_num_key_heads",
+    # layers of different sizes, or without KV of their own
+    "block_configs", "global_head_dim", "hybrid_layer_pattern", "per_layer_config", "swa_num_key_value_heads",
+    "attn_layer_period", "conv_L_cache", "cross_attention_layers", "layers_block_type", "num_kv_shared_layers",
+    # attention settings of its own kind
+    "attn_config",
+)  # fmt: skip
+"""Fields that tell of a state that is not counted here."""
 _LAYER_KINDS = {"full_attention": False, "attention": False, "global": False, "sliding_attention": True, "local": True}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _KV_DTYPE_BYTES = _DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-_LIMIT = 1 << 20
+_LIMIT = 1 << 24
 
 
 class ModelKv(NamedTuple):
@@ -154,9 +150,9 @@ def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str)
     if whole.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
         yield "an encoder, and kvdisk serves decoders only"
     every_layer_is_full = {"attn_type_list": [1] * len(config.get("attn_type_list") or ())}
-    for said, names in _OTHER_STATE.items():
-        if any(config.get(name) and config[name] != every_layer_is_full.get(name) for name in names):
-            yield said
+    for name in _NOT_COUNTED:
+        if config.get(name) and config[name] != every_layer_is_full.get(name):
+            yield f"{name}, which tells of another state, or of another attention"
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         yield from (f"layers of the kind {name}" for name in kinds if name not in _LAYER_KINDS)
@@ -169,17 +165,26 @@ def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str)
         yield "values and keys of different sizes"
 
 
-def _number(config: Mapping[str, Any], kind: str, *names: str) -> int:
+def _find(config: Mapping[str, Any], kind: str, *names: str) -> int | None:
+    """Return the first of these fields that the configuration has. Raises ConfigError where it is
+    no sensible number."""
     for name in names:
         value = config.get(name)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LIMIT:
                 raise ConfigError(f"{name} in this model's configuration ({kind}) cannot be {value!r}.")
             return value
-    raise ConfigError(
-        f"this model's configuration ({kind}) does not say {names[0]}, and its kind's default is not known here; save "
-        "it in full, as transformers' AutoConfig.from_pretrained(...).save_pretrained(...) does."
-    )
+    return None
+
+
+def _number(config: Mapping[str, Any], kind: str, *names: str) -> int:
+    found = _find(config, kind, *names)
+    if found is None:
+        raise ConfigError(
+            f"this model's configuration ({kind}) does not say {names[0]}, and its kind's default is not known here; "
+            "save it in full, as transformers' AutoConfig.from_pretrained(...).save_pretrained(...) does."
+        )
+    return found
 
 
 def _kv_heads(config: Mapping[str, Any], kind: str, heads: int) -> int:
@@ -206,11 +211,7 @@ def _head_elements(config: Mapping[str, Any], kind: str, heads: int, mla: bool) 
 
 def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[tuple[int | None, ...], list[str]]:
     """Return the window of each layer, and what had to be assumed."""
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") is False:
-        window = None
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
-        raise ConfigError(f"sliding_window in this model's configuration ({kind}) cannot be {window!r}.")
+    window = None if config.get("use_sliding_window") is False else _find(config, kind, "sliding_window")
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         if len(kinds) != layers:
@@ -266,8 +267,5 @@ def _element_bytes(option: str, dtype: str, known: Mapping[str, int]) -> int:
 
 
 def _longest(config: Mapping[str, Any]) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    known = (config.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
+    return next((value for value in known if type(value) is int and value > 0), None)

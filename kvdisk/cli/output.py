@@ -21,10 +21,12 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvdisk import __version__
 from kvdisk.config import parse_bytes
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
@@ -62,17 +64,15 @@ class Exit(IntEnum):
 # -- JSON --------------------------------------------------------------------------------------
 
 
-def as_json(value: object) -> object:
-    """Return plain JSON: dataclasses by field, paths as text, enums by value, bytes as hex."""
-    return json.loads(json.dumps(value, default=_plain))
-
-
-def print_json(value: object) -> None:
-    """Print a value as one JSON object."""
+def print_json(value: object, json_version: int | None = None) -> None:
+    """Print a value as one JSON object: dataclasses by field, paths as text, enums by value, bytes
+    as hex. ``json_version``: put it and kvdisk's in front of a dataclass."""
+    if json_version is not None:
+        value = {"json_version": json_version, "kvdisk_version": __version__} | _plain(value)
     typer.echo(json.dumps(value, default=_plain, indent=2))
 
 
-def _plain(value: Any) -> object:
+def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Enum):
@@ -87,14 +87,8 @@ def size(count_bytes: int | None) -> str:
     """Return bytes in the largest unit that leaves 1 or more: ``1.5 GiB``; ``?`` for None."""
     if count_bytes is None:
         return "?"
-    if count_bytes < 1024:
-        return f"{count_bytes} B"
-    value = float(count_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1023.95:  # what would be shown as 1024.0
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} PiB"
+    unit, name = pick_unit_and_suffix(count_bytes, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    return f"{count_bytes} B" if unit == 1 else f"{count_bytes / unit:.1f} {name}"
 
 
 def number(count: int | None) -> str:
@@ -189,9 +183,9 @@ def report_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
-def make_lines(gap: int = 2) -> Table:
+def make_lines() -> Table:
     """Return an empty table of lines: a name in bold, and what there is to say."""
-    return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, gap))
+    return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
 
 
 def make_table(title: str, width: int, *columns: Column) -> Table:

@@ -82,11 +82,12 @@ class PrefixTree:
     tree: tuple[Prefix, ...]
 
 
-def each_prefix(prefixes: Sequence[Prefix], depth: int = 0) -> Iterator[tuple[int, Prefix]]:
-    """Yield each prefix before those that follow it, with its depth."""
+def each_prefix(prefixes: Sequence[Prefix], lead: str | None = None) -> Iterator[tuple[str, Prefix]]:
+    """Yield each prefix before those that follow it, with the lines that lead to it."""
     for prefix in prefixes:
-        yield depth, prefix
-        yield from each_prefix(prefix.tree, depth + 1)
+        is_last = prefix is prefixes[-1]
+        yield "" if lead is None else f"{lead}{'└─' if is_last else '├─'}", prefix
+        yield from each_prefix(prefix.tree, "" if lead is None else f"{lead}{'  ' if is_last else '│ '}")
 
 
 class Forest(NamedTuple):
@@ -152,11 +153,12 @@ class _Stretches(NamedTuple):
     ranks: NDArray[np.float64]
 
 
-def find_prefixes(blocks: HomeColumns, forest: Forest, most: int, *, shared_only: bool = True) -> PrefixTree:
+def find_prefixes(blocks: HomeColumns, most: int, *, shared_only: bool = True) -> PrefixTree:
     """Return the tree of the biggest prefixes of a namespace, at most ``most`` of them.
 
     ``shared_only``: leave out those that one chain has and no request has used again.
     """
+    forest = grow_forest(blocks)
     stretches = _fold(blocks, forest)
     facts, parents = stretches.facts, stretches.parents
     told = bool(blocks.is_known.any())

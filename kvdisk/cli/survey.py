@@ -24,13 +24,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk import __version__
 from kvdisk.cli.indexes import (
     HomeColumns,
     ReadHome,
     ReadNamespace,
     by_namespace,
     described_geometry,
+    join,
     not_named,
     of_segments,
     places_of,
@@ -38,7 +38,7 @@ from kvdisk.cli.indexes import (
     why_no_record,
 )
 from kvdisk.cli.output import plural
-from kvdisk.cli.prefixes import PrefixTree, find_prefixes, grow_forest
+from kvdisk.cli.prefixes import PrefixTree, find_prefixes
 from kvdisk.device import paths
 from kvdisk.device.control import STORE_FILE
 from kvdisk.device.drives import Directories, list_directories
@@ -60,15 +60,6 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentFile:
-    """A segment's file of one rank."""
-
-    rank: int
-    length_bytes: int
-    allocated_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """A segment of an engine store. ``drive``: position among the engine store's drives.
 
@@ -76,7 +67,8 @@ class Segment:
     none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. ``fragmentation``: share of
     free bytes in runs of less than 2 MiB on a rank, which a larger write goes around; null where
     nothing is free. ``read_run_blocks``: how many blocks are read at a time, in the mean, where
-    chains are read in order: a block that lies behind its parent is read with it.
+    chains are read in order: a block that lies behind its parent is read with it. ``files``: of
+    each rank, with rank, length_bytes, allocated_bytes.
     """
 
     segment: int
@@ -92,7 +84,7 @@ class Segment:
     longest_free_run_slots: int | None = None
     fragmentation: float | None = None
     read_run_blocks: float | None = None
-    files: tuple[SegmentFile, ...] = ()
+    files: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,30 +127,13 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A KV-cache group as the engine describes it. Payload and slot: on one rank."""
-
-    group: int
-    blocks: int
-    block_tokens: Any
-    payload_bytes: Any
-    slot_bytes: Any
-    window_tokens: Any
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Blocks of one epoch of the weights; 0: as the files have them."""
-
-    epoch: int
-    blocks: int
-
-
-@dataclass(frozen=True)
 class Namespace:
     """All engine stores of one fingerprint, described by the engine that used it last.
 
     A block that two of them hold counts twice. ``unreadable_homes`` are missing from the sums.
+    ``groups``: KV-cache groups, each with group, blocks, block_tokens, payload_bytes and slot_bytes
+    (on one rank), window_tokens. ``epochs``: of the weights (0: as the files have them), each with
+    epoch, blocks.
     """
 
     fingerprint: str
@@ -174,8 +149,8 @@ class Namespace:
     used_bytes: int
     oldest_stored_s: int | None
     newest_stored_s: int | None
-    groups: tuple[Group, ...]
-    epochs: tuple[Epoch, ...]
+    groups: tuple[Mapping[str, Any], ...]
+    epochs: tuple[Mapping[str, int], ...]
     prefixes: PrefixTree
 
 
@@ -258,8 +233,6 @@ class StoreFile:
 class Survey:
     """A store at one moment. ``ok``: false where ``problems`` says what is wrong, in sentences."""
 
-    json_version: int
-    kvdisk_version: str
     surveyed_s: int
     ok: bool
     problems: tuple[str, ...]
@@ -284,29 +257,27 @@ def survey_store(
     """
     path, *further = list_directories(directories)
     for _ in range(_ATTEMPTS):
-        read = read_homes([path, *further])
-        found = [_survey_home(home) for home in read]
+        found = [(read, _survey_home(read)) for read in read_homes([path, *further])]
         # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
-        if all(home.path.exists() and not (home.alive and home.problems) for home in found):
+        there = [each for each in found if each[1].path.exists()]
+        if len(there) == len(found) and not any(home.alive and home.problems for _, home in found):
             break
-    there = [each for each in zip(read, found, strict=True) if each[1].path.exists()]
     there.sort(key=lambda each: each[1].last_use_s or 0, reverse=True)
     read, homes = [each for each, _ in there], tuple(home for _, home in there)
     groups = by_namespace(read)
     most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(groups)))
     with paths.device_errors(f"reading {path / STORE_FILE}"):
-        store = paths.read_control(path / STORE_FILE)
+        said = paths.read_control(path / STORE_FILE)
+    store = StoreFile(path, said.get("store_id"), said["format_version"], said.get("created_s"))
     problems = tuple(f"engine store {home.id}: {problem}" for home in homes for problem in home.problems)
     columns, now_s = [home.blocks for home in read if home.blocks is not None], int(time.time())
     return Survey(
-        json_version=JSON_VERSION,
-        kvdisk_version=__version__,
         surveyed_s=now_s,
         ok=not problems,
         problems=problems,
-        store=StoreFile(path, store.get("store_id"), store["format_version"], store.get("created_s")),
+        store=store,
         totals=_totals(homes),
-        drives=_drives(path, store.get("store_id"), homes, read),
+        drives=_drives(store, homes, read),
         ages=_ages(columns, now_s),
         reuse=_reuse(columns),
         namespaces=tuple(_survey_namespace(one, homes, most, shared_only) for one in groups if one.record),
@@ -327,12 +298,11 @@ def _survey_home(read: ReadHome) -> Home:
     problems = [not_named(drive) for drive, folder in enumerate(summary.folders) if folder is None]
     if record is None:
         problems.append(why_no_record(summary.path) or "its HOME file was being replaced")
+    segments = tuple(_segments(read, files))
+    count = used_bytes = oldest_s = newest_s = None
     if blocks is None:
         problems.append(read.problem or "")
-        segments = tuple(_unindexed(read, files[number], None) for number in sorted(files))
-        count = used_bytes = oldest_s = newest_s = None
     else:
-        segments = tuple(_segments(read, blocks, files))
         stored = blocks.columns.stored_s
         count, used_bytes = len(stored), _sum(segments, "used_bytes")
         oldest_s, newest_s = (int(stored.min()), int(stored.max())) if count else (None, None)
@@ -364,9 +334,9 @@ def _survey_home(read: ReadHome) -> Home:
     )
 
 
-def _segments(
-    read: ReadHome, blocks: HomeColumns, files: Mapping[int, Sequence[SegmentFileSummary]]
-) -> Iterator[Segment]:
+def _segments(read: ReadHome, files: Mapping[int, Sequence[SegmentFileSummary]]) -> Iterator[Segment]:
+    """Yield the segments that the index or a file tells of, by number."""
+    blocks = join([]) if read.blocks is None else read.blocks
     places = places_of(blocks.columns)
     order = np.argsort(places)
     places, names, above, groups = places[order], blocks.names[order], blocks.above[order], blocks.groups[order]
@@ -375,7 +345,7 @@ def _segments(
     records = {record.segment: record for record in read.index.segments}
     for number in sorted(records.keys() | files.keys()):
         if number not in records:
-            yield _unindexed(read, files[number], 0)
+            yield _unindexed(read, files[number])
             continue
         rows = slice(*np.searchsorted(places, np.array([number << 32, (number + 1) << 32], np.uint64)).tolist())
         used = (places[rows] & np.uint64(0xFFFFFFFF)).astype(np.int64)
@@ -411,25 +381,21 @@ def _segment(
         longest_free_run_slots=int(free.max(initial=0)),
         fragmentation=short_slots / free_slots if free_slots else None,
         read_run_blocks=blocks / reads if reads else None,
-        files=_files(files),
+        files=tuple(file._asdict() for file in files),
     )
 
 
-def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary], used: int | None) -> Segment:
-    """Describe a segment of which only files are known. ``used``: 0 where the index has no record
-    of it."""
+def _unindexed(read: ReadHome, files: Sequence[SegmentFileSummary]) -> Segment:
+    """Describe a segment of which only files are known."""
     number, drive, rank = files[0].segment, files[0].drive, files[0].rank
-    folder = read.folder(drive)
+    folder, used = read.folder(drive), None if read.blocks is None else 0
     assert folder is not None, "a file was found there"
     slot_bytes = slots = used_bytes = None
     with suppress(KvdiskError):
         header = read_segment_header(folder, number, rank)
         slot_bytes, slots, used_bytes = header.slot_bytes, header.slot_count, used
-    return Segment(number, drive, False, slot_bytes, slots, used, used_bytes, files=_files(files))
-
-
-def _files(files: Sequence[SegmentFileSummary]) -> tuple[SegmentFile, ...]:
-    return tuple(SegmentFile(file.rank, file.length_bytes, file.allocated_bytes) for file in files)
+    found = tuple(file._asdict() for file in files)
+    return Segment(number, drive, False, slot_bytes, slots, used, used_bytes, files=found)
 
 
 def _wrong_records(read: ReadHome, blocks: HomeColumns) -> Iterator[str]:
@@ -533,37 +499,40 @@ def _survey_namespace(read: ReadNamespace, homes: Sequence[Home], prefixes: int,
         fingerprint=fingerprint,
         homes=tuple(home.id for home in mine),
         groups=tuple(
-            Group(number, in_group[number], *(group.get(name) for name in sizes)) for number, group in enumerate(groups)
+            {"group": number, "blocks": in_group[number]} | {name: group.get(name) for name in sizes}
+            for number, group in enumerate(groups)
         ),
-        epochs=tuple(map(Epoch, epochs.tolist(), in_epoch.tolist())),
-        prefixes=find_prefixes(blocks, grow_forest(blocks), prefixes, shared_only=shared_only),
+        epochs=tuple(
+            {"epoch": epoch, "blocks": count} for epoch, count in zip(epochs.tolist(), in_epoch.tolist(), strict=True)
+        ),
+        prefixes=find_prefixes(blocks, prefixes, shared_only=shared_only),
         **known,
     )
 
 
-def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Sequence[ReadHome]) -> tuple[Drive, ...]:
+def _drives(store: StoreFile, homes: Sequence[Home], read: Sequence[ReadHome]) -> tuple[Drive, ...]:
     """Return the store's directories, the first one first."""
-    by_id = {home.id: home for home in read}
-    found: dict[str | None, list[tuple[Home, int]]] = {store_id: []}
-    for home in homes:
-        for drive, name in enumerate(home.drives or (store_id,)):
-            found.setdefault(name, []).append((home, drive))
+    where: dict[str | None, Path | None] = {store.store_id: store.path}
+    found: dict[str | None, list[tuple[Home, Segment]]] = {store.store_id: []}
+    for home, one in zip(homes, read, strict=True):
+        for drive, name in enumerate(home.drives or (store.store_id,)):
+            folder = one.folder(drive)
+            where.setdefault(name, None if folder is None else folder.path.parent.parent)
+            found.setdefault(name, []).extend((home, each) for each in home.segments if each.drive == drive)
     drives = []
     for name, parts in found.items():
-        segments = [(home, each) for home, drive in parts for each in home.segments if each.drive == drive]
-        there = [segment for _, segment in segments]
-        folders = [folder for home, drive in parts if (folder := by_id[home.id].folder(drive)) is not None]
+        segments = [segment for _, segment in parts]
         drives.append(
             Drive(
                 store_id=name,
-                path=path if name == store_id else folders[0].path.parent.parent if folders else None,
-                homes=len({home.id for home, _ in segments}),
-                unreadable_homes=len({home.id for home, _ in segments if not home.index_readable}),
-                segments=len(there),
-                slots=_sum(there, "slots"),
-                blocks=_sum(there, "used_slots"),
-                used_bytes=_sum(there, "used_bytes"),
-                allocated_bytes=sum(file.allocated_bytes for segment in there for file in segment.files),
+                path=where[name],
+                homes=len({home.id for home, _ in parts}),
+                unreadable_homes=len({home.id for home, _ in parts if not home.index_readable}),
+                segments=len(segments),
+                slots=_sum(segments, "slots"),
+                blocks=_sum(segments, "used_slots"),
+                used_bytes=_sum(segments, "used_bytes"),
+                allocated_bytes=sum(file["allocated_bytes"] for segment in segments for file in segment.files),
             )
         )
     return tuple(drives)
@@ -573,30 +542,29 @@ def _drives(path: Path, store_id: str | None, homes: Sequence[Home], read: Seque
 
 
 def _ages(homes: Sequence[HomeColumns], now_s: int) -> Ages:
-    stored = _classes([now_s - home.columns.stored_s.astype(np.int64) for home in homes], AGE_BOUNDS_S, "right")
-    told = [home for home in homes if home.is_known.any()]
-    if not told:
+    stored_s = _column([home.columns for home in homes], "stored_s")
+    last_use_s, is_known = _column(homes, "last_use_s"), _column(homes, "is_known") > 0
+    stored = _classes(now_s - stored_s, AGE_BOUNDS_S, "right")
+    if not is_known.any():
         return Ages(AGE_BOUNDS_S, stored, None, None, None)
-    used = _classes([now_s - home.last_use_s[home.last_use_s != 0] for home in told], AGE_BOUNDS_S, "right")
-    never_used = sum(int(np.count_nonzero(home.is_known & (home.last_use_s == 0))) for home in told)
-    return Ages(AGE_BOUNDS_S, stored, used, never_used, _unknown(told))
+    used = _classes(now_s - last_use_s[last_use_s > 0], AGE_BOUNDS_S, "right")
+    never_used = int(np.count_nonzero(is_known & (last_use_s == 0)))
+    return Ages(AGE_BOUNDS_S, stored, used, never_used, int(np.count_nonzero(~is_known)))
 
 
 def _reuse(homes: Sequence[HomeColumns]) -> Reuse:
-    told = [home for home in homes if home.is_known.any()]
-    if not told:
+    uses, is_known = _column(homes, "uses"), _column(homes, "is_known") > 0
+    if not is_known.any():
         return Reuse(REUSE_BOUNDS, None, None)
-    return Reuse(REUSE_BOUNDS, _classes([home.uses[home.is_known] for home in told], REUSE_BOUNDS), _unknown(told))
+    return Reuse(REUSE_BOUNDS, _classes(uses[is_known], REUSE_BOUNDS, "left"), int(np.count_nonzero(~is_known)))
 
 
-def _unknown(told: Sequence[HomeColumns]) -> int:
-    return sum(int(np.count_nonzero(~home.is_known)) for home in told)
+def _column(tables: Sequence[object], name: str) -> NDArray[np.int64]:
+    """Return one column of all tables."""
+    return np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
 
 
-def _classes(
-    parts: Sequence[NDArray[np.int64]], bounds: tuple[int, ...], side: Literal["left", "right"] = "left"
-) -> list[int]:
-    """Count the values of all parts by class."""
-    values = np.concatenate([np.zeros(0, np.int64), *parts])
+def _classes(values: NDArray[np.int64], bounds: tuple[int, ...], side: Literal["left", "right"]) -> list[int]:
+    """Count values by class."""
     counts: list[int] = np.bincount(np.searchsorted(bounds, values, side), minlength=len(bounds) + 1).tolist()
     return counts

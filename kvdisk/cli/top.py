@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk top``: a store in use, its engines and drives now, and how fast things are.
+"""``kvdisk top``: a store in use, its engines and drives now, and how fast things are. Reads only.
 
-An engine's rates are the difference of two of its FIGURES. Reads only.
-
-``Frame`` is what ``--json`` prints; its shape changes only with ``json_version``. Bytes are those
-of all ranks. ``null`` is what is not known, or where nothing was asked. Rates (``*_per_s``) are
-those of the last ``seconds``; 0 where the engine is idle. Shares lie between 0 and 1. Times
-(``*_s``) are seconds, those of moments since the Unix epoch.
+An engine's rates are the difference of two of its FIGURES. ``Frame`` is what ``--json`` prints; its
+shape changes only with ``json_version``. Bytes are those of all ranks. ``null`` is what is not
+known, or where nothing was asked. Rates (``*_per_s``) are those of the last ``seconds``; 0 where
+the engine is idle. Shares lie between 0 and 1. Times (``*_s``) are seconds, those of moments since
+the Unix epoch.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from kvdisk import __version__
 from kvdisk.cli.output import (
     ID_LETTERS,
-    WIDE,
     AsJson,
     Exit,
     StoreDirectories,
@@ -61,13 +57,19 @@ from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS
 JSON_VERSION = 1
 STALE_S = 3.0
 """After so long without new figures an engine is idle: it writes them when they change."""
-HISTORY = 60
+HISTORY = 32
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
+_BAR_LETTERS = 16
 _FLOWS = {"GPU → memory": ("gpu_to_cpu",), "memory → GPU": ("cpu_to_gpu",), "→ NVMe": WRITES, "NVMe →": READS}
+_WAITING = {
+    "backlog_blocks": "blocks to be written",
+    "uncommitted_changes": "changes to be committed",
+    "limbo_blocks": "slots to come free",
+}
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -83,25 +85,13 @@ class Tier:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """What waits. ``jobs``: by kind. ``limbo_blocks``: slots that come free when a job ends.
-
-    ``write_budget_bytes``: what may be written to NVMe now; null: there is no such bound.
-    """
-
-    jobs: Mapping[str, float]
-    backlog_blocks: float
-    uncommitted_changes: float
-    limbo_blocks: float
-    write_budget_bytes: float | None
-
-
-@dataclass(frozen=True)
 class Engine:
-    """A home that an engine owns. ``figures_s``: when its figures were true; null: none yet.
+    """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
 
     ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
-    by name, "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``failures``: by
+    by name, "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``waiting``:
+    ``jobs`` by kind, and the gauges of docs/METRICS.md ``backlog_blocks``, ``uncommitted_changes``,
+    ``limbo_blocks`` and ``write_budget_bytes`` (null: writes have no such bound). ``failures``: by
     kind, since its start, without those that are 0. ``reads``, ``writes``: bytes a second from and
     to NVMe over the last looks, the newest last.
     """
@@ -118,7 +108,7 @@ class Engine:
     seconds: float | None = None
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     bytes_per_s: Mapping[str, float] | None = None
-    waiting: Waiting | None = None
+    waiting: Mapping[str, Any] | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
     reads: tuple[float, ...] = ()
     writes: tuple[float, ...] = ()
@@ -143,10 +133,10 @@ class Drive:
 
 @dataclass(frozen=True)
 class Orphan:
-    """A home that nobody owns."""
+    """An engine store that a stopped engine has left."""
 
     home: str
-    model: object
+    model: str | None
     last_use_s: int | None
 
 
@@ -165,13 +155,9 @@ class Totals:
 
 @dataclass(frozen=True)
 class Frame:
-    """A store at one moment. ``problems``: what of it cannot be shown, in sentences.
+    """A store at one moment. ``engines``: by their start. ``problems``: what cannot be shown, in
+    sentences."""
 
-    ``engines``: by their start.
-    """
-
-    json_version: int
-    kvdisk_version: str
     time_s: float
     store: Mapping[str, Path]
     problems: tuple[str, ...]
@@ -216,7 +202,7 @@ def top(
                 if frame.engines:  # how things are after one interval, over which rates are known
                     time.sleep(interval_s)
                     frame = reader.read()
-                print_json(frame) if as_json else console.print(draw(frame, console.width))
+                print_json(frame, JSON_VERSION) if as_json else console.print(draw(frame, console.width))
             else:
                 _watch(reader, frame, console, interval_s)
     except KeyboardInterrupt:
@@ -256,50 +242,48 @@ def hit_rate(counts: Mapping[str, float], tier: str) -> float | None:
     return min(1.0, hit / asked) if asked else None
 
 
-@dataclass
 class _Watched:
-    """An engine over time.
+    """An engine over time. ``last``: the figures read last.
 
-    ``last``: the figures read last. ``rose``: by how much each of ``_counted`` rose in the
-    ``seconds`` before them; None: not known yet. What fell was damaged, and counts as no rise.
+    ``per_s``: how fast each of ``_counted`` rose in the ``seconds`` before them; None: not known
+    yet. What fell was damaged, and counts as no rise.
     """
 
-    last: TelemetryRecord
-    rose: Counter[str] | None = None
-    seconds: float = 1.0
-    reads: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    writes: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    def __init__(self, first: TelemetryRecord) -> None:
+        self.last = first
+        self.seconds: float | None = None
+        self.per_s: dict[str, float] | None = None
+        self.reads, self.writes = deque[float](maxlen=HISTORY), deque[float](maxlen=HISTORY)
 
     def look(self, figures: TelemetryRecord, *, idle: bool) -> None:
         """Compare the engine's figures with those before."""
-        if figures.time_s > self.last.time_s:
-            self.rose, self.seconds = _counted(figures) - _counted(self.last), figures.time_s - self.last.time_s
-            self.last = figures
+        seconds = figures.time_s - self.last.time_s
+        if seconds > 0:
+            rose = _counted(figures) - _counted(self.last)
+            self.per_s = {series: count / seconds for series, count in rose.items()}
+            self.last, self.seconds = figures, seconds
         elif idle:
-            self.rose, self.seconds = Counter(), 1.0
-        if self.rose is not None:
-            self.reads.append(sum(self.rose[route] for route in READS) / self.seconds)
-            self.writes.append(sum(self.rose[route] for route in WRITES) / self.seconds)
+            self.per_s, self.seconds = {}, 1.0
+        for history, routes in ((self.reads, READS), (self.writes, WRITES)):
+            if (rate := self.rate(*routes)) is not None:
+                history.append(rate)
 
-    def per_s(self, series: str) -> float | None:
-        """Return what a series rose by in a second."""
-        return None if self.rose is None else self.rose[series] / self.seconds
+    def rate(self, *series: str) -> float | None:
+        """Return what these rose by in a second, together; None: not known yet."""
+        return None if self.per_s is None else sum(self.per_s.get(one, 0.0) for one in series)
 
-    def tiers(self) -> Iterator[tuple[str, Tier]]:
-        """Yield the tiers that the engine has."""
-        figures = self.last
-        for tier in TIERS:
-            if capacity_bytes := figures.gauges.get(f"capacity_bytes.{tier}"):
-                yield (
-                    tier,
-                    Tier(
-                        figures.gauges.get(f"used_bytes.{tier}", 0),
-                        capacity_bytes,
-                        hit_rate=hit_rate(figures.totals, tier),
-                        hit_rate_now=None if self.rose is None else hit_rate(self.rose, tier),
-                        evicted_blocks_per_s=self.per_s(f"evicted_blocks.{tier}"),
-                    ),
-                )
+    def tier(self, name: str) -> Tier | None:
+        """Return a tier; None where the engine does not have it."""
+        gauges, capacity_bytes = self.last.gauges, self.last.gauges.get(f"capacity_bytes.{name}")
+        if not capacity_bytes:
+            return None
+        return Tier(
+            gauges.get(f"used_bytes.{name}", 0),
+            capacity_bytes,
+            hit_rate=hit_rate(self.last.totals, name),
+            hit_rate_now=hit_rate(self.per_s or {}, name),
+            evicted_blocks_per_s=self.rate(f"evicted_blocks.{name}"),
+        )
 
 
 class TopReader:
@@ -315,26 +299,28 @@ class TopReader:
         owners = list_owners(self._directories, LOCK_WAIT_S)
         now_s = self._clock()
         engines = [self._engine(owner, now_s) for owner in owners if owner.alive]
+        engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.home))
         told = {engine.home for engine in engines if engine.figures_s is not None}
         self._watched = {home_id: each for home_id, each in self._watched.items() if home_id in told}
-        engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.home))
         orphans = [
             Orphan(owner.id, _model_of(owner), owner.record.last_use_s if owner.record else None)
             for owner in owners
             if not owner.alive
         ]
         orphans.sort(key=lambda orphan: -(orphan.last_use_s or 0))
-        problems = [f"home {each.home}: {each.problem}" for each in engines if each.problem]
-        problems += [f"home {orphan.home}: HOME cannot be read" for orphan in orphans if orphan.last_use_s is None]
+        problems = [f"engine store {each.home}: {each.problem}" for each in engines if each.problem]
+        problems += [f"engine store {each.home}: HOME cannot be read" for each in orphans if each.last_use_s is None]
+        drives: dict[str, list[tuple[_Watched, DriveTelemetry]]] = {}
+        for watched in self._watched.values():
+            for drive in watched.last.drives:
+                drives.setdefault(drive.path, []).append((watched, drive))
         return Frame(
-            JSON_VERSION,
-            __version__,
             round(now_s, 3),
             {"path": self._directories[0]},
             tuple(problems),
             self._totals(engines, len(orphans)),
             tuple(engines),
-            tuple(self._drive(path) for path in sorted({drive.path for _, drive in self._drives()})),
+            tuple(_drive(path, told) for path, told in sorted(drives.items())),
             tuple(orphans),
         )
 
@@ -345,35 +331,29 @@ class TopReader:
                 figures = read_telemetry(owner.path)
         except (CorruptRecord, DeviceError) as error:
             problem = str(error).replace(f"{owner.path}/", "")
-        name = _model_of(owner)
-        model = None if name is None else str(name)
         if figures is None:
-            return Engine(owner.id, model, problem)
+            return Engine(owner.id, _model_of(owner), problem)
         idle = now_s - figures.time_s >= STALE_S
         watched = self._watched.get(owner.id)
         if watched is None or (watched.last.pid, watched.last.started_s) != (figures.pid, figures.started_s):
             watched = self._watched[owner.id] = _Watched(figures)
         watched.look(figures, idle=idle)
-        rose, gauges = watched.rose, figures.gauges
+        gauges = figures.gauges
         return Engine(
             home=owner.id,
-            model=figures.model or model,
+            model=figures.model or _model_of(owner),
             pid=figures.pid,
             host=figures.host,
             ranks=figures.ranks,
             started_s=figures.started_s,
             figures_s=figures.time_s,
             idle=idle,
-            seconds=None if rose is None else watched.seconds,
-            tiers=dict(watched.tiers()),
-            bytes_per_s=None if rose is None else {route: rose[route] / watched.seconds for route in ROUTES},
-            waiting=Waiting(
-                jobs={job: gauges.get(f"queued_jobs.{job}", 0) for job in (*JOBS, "files")},
-                backlog_blocks=gauges.get("backlog_blocks", 0),
-                uncommitted_changes=gauges.get("uncommitted_changes", 0),
-                limbo_blocks=gauges.get("limbo_blocks", 0),
-                write_budget_bytes=gauges.get("write_budget_bytes"),
-            ),
+            seconds=watched.seconds,
+            tiers={name: tier for name in TIERS if (tier := watched.tier(name))},
+            bytes_per_s=None if watched.per_s is None else {route: watched.per_s.get(route, 0.0) for route in ROUTES},
+            waiting={"jobs": {job: gauges.get(f"queued_jobs.{job}", 0) for job in (*JOBS, "files")}}
+            | {name: gauges.get(name, 0) for name in _WAITING}
+            | {"write_budget_bytes": gauges.get("write_budget_bytes")},
             failures={series: figures.totals[series] for series in FAILURES if figures.totals.get(series)},
             reads=tuple(watched.reads),
             writes=tuple(watched.writes),
@@ -384,7 +364,7 @@ class TopReader:
         for watched in self._watched.values():
             counted.update(watched.last.totals)
         asked, hit = counted["lookup_tokens"], sum(counted[f"hit_tokens.{tier}"] for tier in TIERS)
-        tiers = {tier: [engine.tiers[tier] for engine in engines if tier in engine.tiers] for tier in TIERS}
+        tiers = {name: [engine.tiers[name] for engine in engines if name in engine.tiers] for name in TIERS}
         return Totals(
             engines=len(engines),
             orphans=orphans,
@@ -395,21 +375,18 @@ class TopReader:
             written_bytes_per_s=_sum_known(engine.flow(WRITES) for engine in engines),
         )
 
-    def _drives(self) -> list[tuple[_Watched, DriveTelemetry]]:
-        return [(watched, drive) for watched in self._watched.values() for drive in watched.last.drives]
 
-    def _drive(self, path: str) -> Drive:
-        """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
-        told = [(watched, drive) for watched, drive in self._drives() if drive.path == path]
-        return Drive(
-            path,
-            engines=len(told),
-            read_bytes=sum(drive.read_bytes for _, drive in told),
-            written_bytes=sum(drive.written_bytes for _, drive in told),
-            read_bytes_per_s=_sum_known(watched.per_s(f"read {path}") for watched, _ in told),
-            written_bytes_per_s=_sum_known(watched.per_s(f"written {path}") for watched, _ in told),
-            quarantined=sum(drive.quarantined for _, drive in told),
-        )
+def _drive(path: str, told: Sequence[tuple[_Watched, DriveTelemetry]]) -> Drive:
+    """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
+    return Drive(
+        path,
+        engines=len(told),
+        read_bytes=sum(drive.read_bytes for _, drive in told),
+        written_bytes=sum(drive.written_bytes for _, drive in told),
+        read_bytes_per_s=_sum_known(watched.rate(f"read {path}") for watched, _ in told),
+        written_bytes_per_s=_sum_known(watched.rate(f"written {path}") for watched, _ in told),
+        quarantined=sum(drive.quarantined for _, drive in told),
+    )
 
 
 def _sum_known(rates: Iterable[float | None]) -> float | None:
@@ -418,8 +395,9 @@ def _sum_known(rates: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _model_of(owner: HomeOwner) -> object:
-    return owner.record.description.get("model") if owner.record else None
+def _model_of(owner: HomeOwner) -> str | None:
+    name = owner.record and owner.record.description.get("model")
+    return None if name is None else str(name)
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -430,11 +408,11 @@ def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
     parts: list[RenderableType] = [_head(frame)]
     if note:
         parts.append(Text(printable(note), "red"))
-    parts += [_engine(engine, frame.time_s, width) for engine in frame.engines]
+    parts += [_engine(engine, frame.time_s) for engine in frame.engines]
     if frame.drives:
         parts.append(_drives(frame, width))
     if frame.orphans:
-        parts += [Text("\nOrphans", "bold dim"), *_listed(_orphans(frame), ORPHANS_SHOWN)]
+        parts += [Text("\nEngine stores of stopped engines", "bold dim"), *_listed(_orphans(frame), ORPHANS_SHOWN)]
     parts += _listed([Text.assemble(("✗ ", "red"), printable(problem)) for problem in frame.problems], PROBLEMS_SHOWN)
     return Group(*parts)
 
@@ -452,18 +430,17 @@ def per_second(rate: float | None) -> str:
     return f"{size(round(rate))}/s" if rate >= 1 else "-"
 
 
-def spark(values: Sequence[float], width: int) -> str:
-    """Return the last values as a line of small bars, the largest of them the highest."""
-    shown = values[-width:]
-    most = max(shown, default=0.0) or 1.0
-    return "".join(_SPARKS[round(value / most * (len(_SPARKS) - 1))] for value in shown)
+def spark(values: Sequence[float]) -> str:
+    """Return values as a line of small bars, the largest of them the highest."""
+    most = max(values, default=0.0) or 1.0
+    return "".join(_SPARKS[round(value / most * (len(_SPARKS) - 1))] for value in values)
 
 
 def _head(frame: Frame) -> RenderableType:
     lines, totals = make_lines(), frame.totals
     clock = time.strftime("%H:%M:%S", time.localtime(frame.time_s))
     lines.add_row("Store", Text.assemble((printable(frame.store["path"]), "bold cyan"), (f"  {clock}", "dim")))
-    orphans = f", {plural(totals.orphans, 'orphan')}" if totals.orphans else ""
+    orphans = f", {plural(totals.orphans, 'engine store')} of stopped engines" if totals.orphans else ""
     if not frame.engines:
         lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), orphans))
         return lines
@@ -509,9 +486,10 @@ def _orphans(frame: Frame) -> list[Text]:
     return lines
 
 
-def _engine(engine: Engine, now_s: float, width: int) -> RenderableType:
+def _engine(engine: Engine, now_s: float) -> RenderableType:
+    """Return an engine's box. Its lines go on in the next one where the terminal is narrow."""
     title = Text.assemble(
-        ("● ", "green" if not engine.idle else "dim"),
+        ("● ", "dim" if engine.idle else "green"),
         (engine.home[:ID_LETTERS], "cyan"),
         "  ",
         (short_model(engine.model), "bold"),
@@ -523,63 +501,40 @@ def _engine(engine: Engine, now_s: float, width: int) -> RenderableType:
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"
     if engine.idle:
         about += f", idle for {duration(now_s - engine.figures_s)}"
-    tiers = [_tier(name, tier, width) for name, tier in engine.tiers.items()]
     flows = [f"{name} {per_second(engine.flow(routes))}" for name, routes in _FLOWS.items()]
-    parts = [_grid(tiers, width), _grid([flows], width)]
+    lines = [*(_tier(name, tier) for name, tier in engine.tiers.items()), Text("   ".join(flows))]
     if any(engine.writes) or any(engine.reads):
-        letters = max(8, min(HISTORY, (width - 24) // 2))
-        written = Text.assemble("written ", (spark(engine.writes, letters), "yellow"))
-        parts.append(_grid([[written, Text.assemble("read ", (spark(engine.reads, letters), "magenta"))]], width))
-    return Panel(
-        Group(*parts, _waiting(engine.waiting), _failures(engine)),
-        title=title,
-        title_align="left",
-        subtitle=Text(about, "dim"),
-        subtitle_align="right",
-        padding=(0, 1),
-    )
+        written, read = (spark(engine.writes), "yellow"), (spark(engine.reads), "magenta")
+        lines.append(Text.assemble("written ", written, "   read ", read))
+    lines += [_waiting(engine.waiting), _failures(engine.failures)]
+    return Panel(Group(*lines), title=title, title_align="left", subtitle=Text(about, "dim"), subtitle_align="right")
 
 
-def _grid(rows: Iterable[Sequence[str | Text]], width: int) -> RenderableType:
-    """Return rows of cells, with two cells in a line where the terminal is narrow."""
-    lines = Table.grid(padding=(0, 3 if width >= WIDE else 2))
-    for row in rows:
-        per_line = len(row) if width >= WIDE else 2
-        for start in range(0, len(row), per_line):
-            lines.add_row(*row[start : start + per_line])
-    return lines
-
-
-def _tier(name: str, tier: Tier, width: int) -> Sequence[str | Text]:
-    """Return the cells of a tier."""
+def _tier(name: str, tier: Tier) -> Text:
     fill, evicted = tier.used_bytes / tier.capacity_bytes, tier.evicted_blocks_per_s
+    held = f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}"
     now, ever = ("-" if rate is None else share(rate) for rate in (tier.hit_rate_now, tier.hit_rate))
-    letters, in_all = (24, f" ({ever} in all)") if width >= WIDE else (10, "")
-    return (
-        Text.assemble((f"{TIER_WORDS[name]:<6}", "bold"), (bar(fill, letters), "cyan"), f" {share(fill):>5}"),
-        f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}",
-        Text.assemble("hits ", (now, "bold green"), (in_all, "dim")),
-        f"evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
+    return Text.assemble(
+        (f"{TIER_WORDS[name]:<6}", "bold"),
+        (bar(fill, _BAR_LETTERS), "cyan"),
+        f" {share(fill):>5}   {held:<22}   hits ",
+        (f"{now:>5}", "bold green"),
+        (f" ({ever} in all)", "dim"),
+        f"   evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
     )
 
 
-def _waiting(waiting: Waiting) -> Text:
-    parts = [f"{job} {waiting.jobs[job]:,.0f}" for job in JOBS]
-    text = Text.assemble(("jobs ", "bold"), ", ".join(parts))
-    for count, name in (
-        (waiting.backlog_blocks, "blocks to be written"),
-        (waiting.uncommitted_changes, "changes to be committed"),
-        (waiting.limbo_blocks, "slots to come free"),
-    ):
-        if count:
-            text.append(f"   {count:,.0f} {name}")
-    if waiting.write_budget_bytes is not None:
-        text.append(f"   may write {size(int(waiting.write_budget_bytes))} now")
+def _waiting(waiting: Mapping[str, Any]) -> Text:
+    jobs = ", ".join(f"{job} {waiting['jobs'][job]:,.0f}" for job in JOBS)
+    text = Text.assemble(("jobs ", "bold"), jobs)
+    text.append("".join(f"   {waiting[name]:,.0f} {what}" for name, what in _WAITING.items() if waiting[name]))
+    if waiting["write_budget_bytes"] is not None:
+        text.append(f"   may write {size(int(waiting['write_budget_bytes']))} now")
     return text
 
 
-def _failures(engine: Engine) -> Text:
-    if not engine.failures:
+def _failures(failures: Mapping[str, int]) -> Text:
+    if not failures:
         return Text("no failures", "dim green")
-    said = [f"{number(count)} {FAILURES[name]}" for name, count in engine.failures.items()]
+    said = [f"{number(count)} {FAILURES[name]}" for name, count in failures.items()]
     return Text.assemble(("failures  ", "bold red"), (", ".join(said), "red"))

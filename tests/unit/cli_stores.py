@@ -55,17 +55,25 @@ HYBRID = Model(
 )
 
 
+def add_segment(
+    home: Home, index: LmdbIndex, model: Model, number: int, slot_bytes: int, slots: int, drive: int = 0
+) -> None:
+    """Make a segment's files and its record."""
+    ranks = model.geometry.rank_count
+    for rank in range(ranks):
+        spec = SegmentSpec(number, slot_bytes, slots, drive)
+        create_segment(home.folder(drive), spec, rank, ranks, model.fingerprint).close()
+    index.put_segment(SegmentRecord(number, slot_bytes, slots, drive))
+
+
 def fill_home(home: Home, model: Model, segments: int, *, used: int = 5, stored_s: int = 1000) -> LmdbIndex:
     """Give a home segments in turn of each group, each with ``used`` blocks stored a second
     apart."""
     index = LmdbIndex(home.index_path, map_bytes=map_bytes_for(1000))
-    groups, ranks = model.geometry.groups, model.geometry.rank_count
+    groups = model.geometry.groups
     for segment in range(segments):
         group = groups[segment % len(groups)]
-        spec = SegmentSpec(segment, group.slot_bytes, SLOTS)
-        for rank in range(ranks):
-            create_segment(home, spec, rank, ranks, model.fingerprint).close()
-        index.put_segment(SegmentRecord(segment, group.slot_bytes, SLOTS))
+        add_segment(home, index, model, segment, group.slot_bytes, SLOTS)
         keys = [make_block_key(bytes([segment, slot]) * 16, group.group) for slot in range(used)]
         epoch = 0 if segment < 2 else 77
         index.put([BlockRecord(epoch, key, Slot(segment, i), i + 1, None, stored_s + i) for i, key in enumerate(keys)])

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cli_stores import CAP, Model
+from cli_stores import CAP, Model, add_segment
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.device.uses import USES_RECORD, write_uses
-from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
-from kvdisk.messages import SegmentSpec
 
 
 def key(name: str, group: int = 0) -> BlockKey:
@@ -33,12 +31,8 @@ class Layer:
         self.slots = slots
         self.generation = 0
         self.records: list[BlockRecord] = []
-        ranks = model.geometry.rank_count
         for group in model.geometry.groups:
-            spec = SegmentSpec(group.group, group.slot_bytes, slots)
-            for rank in range(ranks):
-                create_segment(self.home, spec, rank, ranks, model.fingerprint).close()
-            self.index.put_segment(SegmentRecord(group.group, group.slot_bytes, slots))
+            add_segment(self.home, self.index, model, group.group, group.slot_bytes, slots)
 
     def put(self, name: str, parent: str | None, slot: int, *, group: int = 0, age_s: int = 0, epoch: int = 0) -> None:
         self.generation += 1

@@ -18,7 +18,7 @@ from mass_stores import Layer
 
 from kvdisk.cli.report.command import PREFIXES_IN_ALL
 from kvdisk.cli.report.page import MARK, page
-from kvdisk.cli.survey import Segment, SegmentFile, survey_store
+from kvdisk.cli.survey import Segment, survey_store
 from kvdisk.device.store import Store
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)><script>alert('\"&\x1b"
@@ -174,7 +174,7 @@ def test_the_page_of_a_large_store_is_bounded(path: Path) -> None:
     facts = survey_store(path, prefixes=100, shared_only=False)
     home, namespace = facts.homes[0], facts.namespaces[0]
     roots = tuple(replace(namespace.prefixes.tree[0], tree=()) for _ in range(PREFIXES_IN_ALL // 100))
-    files = (SegmentFile(0, 1 << 30, 1 << 30),)
+    files = ({"rank": 0, "length_bytes": 1 << 30, "allocated_bytes": 1 << 30},)
     segments = tuple(
         Segment(number, 0, True, 8192, 400, 300, 300 << 13, 0.75, 100, 50, 9, 1.0, 1.2, files) for number in range(1000)
     )

@@ -58,7 +58,7 @@ def test_what_a_configuration_says(changes, options, element_bytes, groups, assu
     ("config", "arguments", "words"),
     [
         ({"layer_types": ["linear_attention", "full_attention"] * 16}, [], "layers of the kind linear_attention"),
-        ({"mamba_d_state": 16}, [], "Mamba layers"),
+        ({"mamba_d_state": 16}, [], "mamba_d_state"),
         ({"is_encoder_decoder": True}, [], "an encoder"),
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, [], "latent attention"),
         ({"v_head_dim": 64, "head_dim": 128}, [], "values and keys of different sizes"),
