@@ -15,6 +15,7 @@ from cli_stores import run, run_here
 from rebuild_stores import GEOMETRY, end, hold, home_path, key_of, make_store, start, write_block
 
 from kvdisk.blocks import Slot
+from kvdisk.cli import verify
 from kvdisk.cli.verify import Verdict, verify_store
 from kvdisk.device import segment as segment_room
 from kvdisk.device import verify as device_verify
@@ -128,7 +129,9 @@ def test_what_cannot_be_read_is_wrong_and_what_lies_beside_it_is_not(path, monke
         (lambda file: shutil.copy(file.with_name("rank0.kv"), file), "rank is 0"),
     ],
 )
-def test_a_file_that_cannot_be_used(path, damage, words):
+def test_a_file_that_cannot_be_used(path, damage, words, monkeypatch):
+    """It is one finding, however many parts it is read in."""
+    monkeypatch.setattr(verify, "PART_BYTES", 2 * SMALL)
     make_store(path)
     damage(file_in(path))
     found = verified(path, code=1)
@@ -242,15 +245,22 @@ def test_an_index_that_cannot_be_read_again_clears_nothing(path):
     assert [one.slot for one in verdict.wrong] == [2]
 
 
-def test_ctrl_c_leaves_what_was_found(path):
+def test_ctrl_c_leaves_what_was_found(path, monkeypatch):
+    """After less than a file, and again while the index is read once more."""
     make_store(path)
+    monkeypatch.setattr(verify, "PART_BYTES", 2 * WIDE)
     change(file_in(path, 0, 0), slot_offset(SMALL, 2), b"x")
 
     def stop(done_bytes: int, total_bytes: int) -> None:
         if done_bytes > total_bytes // 2:
             raise KeyboardInterrupt
 
-    verdict = verify_store([path], watch=stop)
-    assert verdict.stopped and not verdict.ok
-    assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)]
-    assert 0 < verdict.homes[0].slots < SLOTS
+    def stop_again(paths: object) -> None:
+        raise KeyboardInterrupt
+
+    for again in (verify.read_indexes, stop_again):
+        monkeypatch.setattr(verify, "read_indexes", again)
+        verdict = verify_store([path], watch=stop)
+        assert verdict.stopped and not verdict.ok
+        assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)]
+        assert 0 < verdict.homes[0].slots < SLOTS
