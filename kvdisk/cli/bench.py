@@ -26,7 +26,7 @@ from rich import box
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.cli.output import Exit, parse_size, print_json, refusal, report_console, size
+from kvdisk.cli.output import AsJson, Exit, parse_size, print_json, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice
@@ -139,7 +139,7 @@ def bench(
         list[str],
         typer.Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block; may be given several times."),
     ] = ["64K", "256K", "1M", "2M", "8M"],  # noqa: B006 - typer copies it
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how fast the drive under DIR is, and say which device an engine would choose there.
 
@@ -200,21 +200,20 @@ def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
     return Bench(Machine.here(directory), drive, f"device: auto would use {found.name}: {found.why}", straight)
 
 
-def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTES) -> DriveReport:
+def measure_drive(directory: Path, block_bytes: int) -> DriveReport:
     """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError,
     Silence, OSError."""
-    run_bytes = min(RUN_BYTES, file_bytes)
-    block_bytes = min(block_bytes, run_bytes)
-    memory = memoryview(mmap.mmap(-1, file_bytes))
-    memory[:] = random.randbytes(4096) * (file_bytes // 4096)  # noqa: S311 - no secret
-    with nameless_file(directory, file_bytes) as (fd, direct), ExitStack() as stack:
-        report, device = DriveReport(block_bytes, run_bytes, direct), stack.enter_context(closing(PosixDevice()))
+    block_bytes = min(block_bytes, RUN_BYTES)
+    memory = memoryview(mmap.mmap(-1, FILE_BYTES))
+    memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
+    with nameless_file(directory, FILE_BYTES) as (fd, direct), ExitStack() as stack:
+        report, device = DriveReport(block_bytes, RUN_BYTES, direct), stack.enter_context(closing(PosixDevice()))
         device.attach_memory(memory)
         device.attach_file(fd)
         try:
             for op in (Op.WRITE, Op.READ):
-                for run, size in ((False, block_bytes), (True, run_bytes)):
-                    samples = [_sample(device, op, _batches(fd, memory, size, run_bytes)) for _ in range(ROUNDS)]
+                for run, size in ((False, block_bytes), (True, RUN_BYTES)):
+                    samples = [move_all(device, op, shuffled(fd, memory, size, RUN_BYTES)) for _ in range(ROUNDS)]
                     report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
         except Silence:
             _given_up.append((stack.pop_all(), memory))
@@ -222,7 +221,7 @@ def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTE
     return report
 
 
-def _batches(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
+def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
     """Return transfers of ``size`` at shuffled places, in batches as a worker submits them."""
     places = list(range(0, len(memory) - size + 1, size))
     transfers = [
@@ -233,7 +232,7 @@ def _batches(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[
     return [transfers[first : first + most] for first in range(0, len(transfers), most)]
 
 
-def _sample(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
+def move_all(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
     """Move all batches; return bytes per second. Raises DeviceError, Silence."""
     began_s = time.monotonic()
     waiting = {device.submit(op, batch) for batch in batches}
