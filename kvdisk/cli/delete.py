@@ -18,7 +18,7 @@ import errno
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -175,7 +175,7 @@ def _delete(
         owned = f"{_owned(plan)} ({plan.in_use[0]}{others}) that would have to change"
         way_out = "stop them, or say --orphans to delete only what stopped engines left"
         raise refusal(f"{owned}; {way_out}.", Exit.IN_USE)
-    before, after = _held(home.summary for home in homes), None
+    before, after = _held([home.summary for home in homes]), None
     must_ask = bool(plan.homes) and not (yes or dry_run)
     if not as_json or must_ask:
         _show_plan(store.path, before, plan, report_console(stderr=as_json), now_s)
@@ -201,10 +201,9 @@ def _delete(
 # -- what there is -----------------------------------------------------------------------------
 
 
-def _held(homes: Iterable[HomeSummary]) -> dict[str, int]:
+def _held(homes: Sequence[HomeSummary]) -> dict[str, int]:
     """Return what a store takes."""
-    sizes = [home.allocated_bytes for home in homes]
-    return {"homes": len(sizes), "allocated_bytes": sum(sizes)}
+    return {"homes": len(homes), "allocated_bytes": sum(home.allocated_bytes for home in homes)}
 
 
 @dataclass(frozen=True)
@@ -261,12 +260,9 @@ def _find_namespace(homes: Sequence[ReadHome], wanted: str) -> bytes:
     """
     records = [one.record for one in by_namespace(homes) if one.record is not None]
     names = {record.fingerprint: str(record.description.get("model", "")) for record in records}
-    end = f"/{wanted.rstrip('/')}"
-    found = [
-        fingerprint
-        for fingerprint, name in names.items()
-        if wanted.strip("/") and (fingerprint.hex().startswith(wanted.lower()) or f"/{name.rstrip('/')}".endswith(end))
-    ]
+    begin, end = wanted.lower(), f"/{wanted.rstrip('/')}"
+    found = [one for one in names if one.hex().startswith(begin) or f"/{names[one].rstrip('/')}".endswith(end)]
+    found = found if wanted.strip("/") else []
     if not found:
         raise ConfigError(f"no namespace of this store begins with, or is of a model named, {wanted}.")
     if len(found) > 1:
@@ -280,11 +276,11 @@ def _find_namespace(homes: Sequence[ReadHome], wanted: str) -> bytes:
 
 @dataclass
 class HomePlan:
-    """What is deleted of one engine store. ``whole``: the directory. ``segments``: numbers.
+    """What is deleted of one engine store. ``whole``: the directory.
 
-    ``blocks``: null where it is not known. ``bytes``: what the drive gets back. ``result``: how it
-    ended: "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was
-    deleted), "failed", or null in a dry run; ``why`` says more then.
+    ``blocks``: null where it is not known. ``bytes``: what the drive gets back. ``result``:
+    "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was
+    deleted), "failed", or null in a dry run; ``why`` says more.
     """
 
     id: str
@@ -305,8 +301,8 @@ class Plan:
 
     ``homes``: of which something goes. ``keys``: blocks whose segments stay, with epochs, by engine
     store. ``in_use``: live engine stores that would have to change. ``kept``: sentences about those
-    that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what would be
-    allocated beyond ``to_bytes`` even so.
+    that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what is allocated
+    beyond ``to_bytes`` even so.
     """
 
     homes: list[HomePlan] = field(default_factory=list)
@@ -434,8 +430,8 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 def carry_out(store: Store, plan: Plan) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
 
-    Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one engine
-    store is its result. Where nothing is planned, nothing is to be deleted, and neither is raised.
+    Raises StoreLocked and DeviceError before anything is deleted, unless nothing is planned. What
+    is wrong with one engine store is its result.
     """
     try:
         store.tidy()
