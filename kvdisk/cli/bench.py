@@ -90,10 +90,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether neighbours followed
-    each other.
-
-    ``samples``: bytes per second, one for each repetition.
+    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether that is a run of
+    neighbours. ``samples``: bytes per second, of each round.
     """
 
     device: str
@@ -271,15 +269,13 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
 
 def _file_system(directory: Path) -> str | None:
     """Return a file system's type: that of the longest mount point above a directory."""
-    resolved = Path(os.path.realpath(directory))
-    found, longest = None, -1
+    types: dict[Path, str] = {}
     with suppress(OSError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             before, _, behind = line.partition(" - ")
-            mount = Path(before.split()[4].replace("\\040", " "))
-            if resolved.is_relative_to(mount) and len(mount.parts) >= longest:
-                found, longest = behind.split()[0], len(mount.parts)
-    return found
+            types[Path(before.split()[4].replace("\\040", " "))] = behind.split()[0]
+    resolved = Path(os.path.realpath(directory))
+    return next((types[mount] for mount in (resolved, *resolved.parents) if mount in types), None)
 
 
 def _drive(number: int) -> str | None:
