@@ -175,19 +175,13 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
 
 
 def _without_ends(blocks: Sequence[Block], count: int, chance: random.Random) -> list[Block]:
-    """Take blocks away that no other one follows, the less used the sooner; return those that
-    stay."""
-    followers = {id(block): block.followers for block in blocks}
-    gone: set[int] = set()
-    ends = [block for block in blocks if not block.followers]
-    while len(gone) < count:
-        block: Block | None = ends.pop(chance.randrange(min(8, len(ends))))
-        while block is not None and len(gone) < count and not followers[id(block)]:
-            gone.add(id(block))
-            block = block.parent
-            if block is not None:
-                followers[id(block)] -= 1
-    return [block for block in blocks if id(block) not in gone]
+    """Take blocks away that no other one follows, those of the oldest chains first."""
+    left = list(blocks)
+    for _ in range(count):
+        followed = {id(block.parent) for block in left}
+        ends = [block for block in left if id(block) not in followed]
+        left.remove(chance.choice(ends[:8]))
+    return left
 
 
 class Plan(NamedTuple):

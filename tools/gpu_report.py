@@ -74,12 +74,7 @@ class Speed:
     @property
     def words(self) -> str:
         """The median, in GB/s."""
-        return self.why or f"{self.bytes_per_s / 1e9:.2f}"
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The median."""
-        return statistics.median(self.samples)
+        return self.why or f"{statistics.median(self.samples) / 1e9:.2f}"
 
 
 @dataclass
@@ -193,7 +188,7 @@ def measure_copies(lanes: Lanes, block_bytes: int, total_bytes: int, repetitions
 
 
 class OneSegment:
-    """``SegmentFiles`` of one file without a name that lasts."""
+    """``SegmentFiles`` of one file without a name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -204,9 +199,7 @@ class OneSegment:
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile:
         """See ``SegmentFiles``."""
-        path = self._directory / f"gpu-report-{os.getpid()}"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-        path.unlink()
+        self._fd = os.open(self._directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, slot_offset(spec.slot_bytes, spec.slot_count))
         return OpenFile(self._fd, spec.slot_bytes, spec.slot_count)
 

@@ -13,7 +13,6 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -160,29 +159,17 @@ the default. [Operating](OPERATING.md#limits-of-a-request) says what a request m
 # --- The command line. ---
 
 
-def commands() -> Iterator[tuple[str, Any]]:
-    """Yield each command by its name, with blanks for one below another, in the order in which they
-    are registered."""
-    yield from _below("", typer.main.get_command(app))
-
-
-def _below(prefix: str, group: Any) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
-        if command.hidden:
-            continue
-        if hasattr(command, "commands"):
-            yield from _below(f"{prefix}{name} ", command)
-        else:
-            yield f"{prefix}{name}", command
+def commands() -> list[tuple[str, Any]]:
+    """Return each command with its name, in the order in which they are registered."""
+    group: Any = typer.main.get_command(app)
+    return list(group.commands.items())
 
 
 def command_line() -> str:
     """Return docs/CLI.md."""
-    found = list(commands())
-    rows = "\n".join(
-        f"| [`kvdisk {name}`](#kvdisk-{_anchor(name)}) | {_first_line(command)} |" for name, command in found
-    )
-    return COMMAND_LINE.format(rows=rows, sections="\n".join(_command(name, command) for name, command in found))
+    rows = [f"| [`kvdisk {name}`](#kvdisk-{name}) | {_first_line(command)} |" for name, command in commands()]
+    sections = [_command(name, command) for name, command in commands()]
+    return COMMAND_LINE.format(rows="\n".join(rows), sections="\n".join(sections))
 
 
 def _command(name: str, command: Any) -> str:
@@ -198,19 +185,8 @@ def _command(name: str, command: Any) -> str:
     if codes:
         rows = "\n".join(f"| {code} | {meaning} |" for code, meaning in codes)
         parts.append(f"| exit code | |\n|---|---|\n{rows}")
-    parts += [
-        _output(path)
-        for path in sorted(OUTPUT.glob(f"{_anchor(name)}*.txt"), key=_of_output(name))
-        if _of_output(name)(path)
-    ]
+    parts += [_output(path) for path in (OUTPUT / f"{name}.txt", *sorted(OUTPUT.glob(f"{name}-[0-9].txt")))]
     return "\n\n".join(parts) + "\n"
-
-
-def _of_output(name: str) -> Any:
-    """Return what sorts the outputs of a command: its own before those with a number, others not at
-    all."""
-    pattern = re.compile(rf"{re.escape(_anchor(name))}(?:-(\d+))?\.txt")
-    return lambda path: (found := pattern.fullmatch(path.name)) and (1 + int(found[1] or 0))
 
 
 def _output(path: Path) -> str:
@@ -219,10 +195,6 @@ def _output(path: Path) -> str:
     made = re.search(r" (\S+\.html)$", text.partition("\n")[0])
     shown = f"\n\n![{made[1]}](pictures/{path.stem}.png)" if made else ""
     return f"```\n{text}\n```{shown}"
-
-
-def _anchor(name: str) -> str:
-    return name.replace(" ", "-")
 
 
 def _first_line(command: Any) -> str:

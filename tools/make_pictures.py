@@ -94,14 +94,11 @@ def main() -> int:
     wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
     if trace is None:
         wanted = [shown for shown in wanted if "TRACE" not in shown.typed]
-    with removed(store), demo_store(store):
-        for shown in wanted:
-            if not shown.live:
-                show(shown, store, trace)
-    if any(shown.live for shown in wanted):
-        with removed(store), live_store(store):
-            for shown in wanted:
-                if shown.live:
+    for make, live in ((demo_store, False), (live_store, True)):
+        some = [shown for shown in wanted if bool(shown.live) is live]
+        if some:
+            with removed(store), make(store):
+                for shown in some:
                     show(shown, store, trace)
     return 0
 
@@ -144,16 +141,12 @@ LIVE = (
 WARM_S = 12.0
 MODEL = "Llama-3.1-8B"
 MODEL_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "torch_dtype": "bfloat16",
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
 
@@ -214,7 +207,8 @@ def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
         text=True,
         check=False,
         cwd=folder,
-        env=os.environ | terminal_of(shown) | {"FORCE_COLOR": "1"},
+        env=os.environ
+        | {"COLUMNS": str(shown.columns), "LINES": str(ROWS), "TERM": "xterm-256color", "FORCE_COLOR": "1"},
     )
     print(f"kvdisk: {shown.typed} ended with {done.returncode}")
     # A progress bar, where all is well.
@@ -233,11 +227,6 @@ def watched(store: Path, shown: Shown) -> list[str]:
     with console.capture() as text:
         console.print(draw(frame, shown.columns))
     return text.get().splitlines()
-
-
-def terminal_of(shown: Shown) -> dict[str, str]:
-    """Return the environment that tells a program of its terminal."""
-    return {"COLUMNS": str(shown.columns), "LINES": str(ROWS), "TERM": "xterm-256color"}
 
 
 def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
@@ -271,13 +260,7 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
         image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        keep(image, target)
-
-
-def keep(image: Image.Image, target: Path) -> None:
-    """Write a picture in few colours."""
-    few = image.convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(target, optimize=True)
+        image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"

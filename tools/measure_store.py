@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a large store costs: opening it, RAM of a block, lookups, other homes, a rebuild.
+"""Measure what a large store costs: opening it, RAM of a block, lookups, a rebuild.
 
 An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory
 below ``--dir`` and closed cleanly. Each opening is a process of its own: the time is that of
@@ -7,14 +7,12 @@ reading the file's sum (after a clean end) or of the child that reads the index 
 kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is what the process's resident memory
 has grown by, after freed memory was given back, divided by the blocks. A pause is that of a full
 collection of garbage, beside the same in a process without a store. ``--memory`` measures the same
-without a drive, and evictions. Other homes are asked through a ``NeighbourReader``. A rebuild reads
-headers of slots of 64 KiB, past the system's memory.
+without a drive. A rebuild reads headers of slots of 64 KiB, past the system's memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import hashlib
@@ -30,13 +28,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.config import EVICTIONS, Config
+from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, fill_header
 from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
@@ -46,9 +43,8 @@ from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, sl
 from kvdisk.index.base import BlockColumns, BlockRecord, Index, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 from kvdisk.manager.admission import AdmitAll
-from kvdisk.manager.lookup import longest_hit
+from kvdisk.manager.lookup import Lookups
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
@@ -60,13 +56,10 @@ SEGMENT_SLOTS = 4096
 CALL_BLOCKS = 500
 LOOKED_UP = 2000
 PROMPTS = 20
-STEPS, EVICTED = 50, 64
+STEPS = 50
 FLUSH_S = 600.0
-PARTS = ("open", "neighbours", "rebuild")
 FINGERPRINT = b"\x3f" * 32
 CAP_BYTES = 1 << 44
-POLL_INTERVAL_S = 0.0005
-ANSWERED_WITHIN_S = 60.0
 GEOMETRY = Geometry((GroupGeometry(0, 16, 65536 - 4096),), 1, 16)
 
 
@@ -132,22 +125,22 @@ def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str,
 
     if after_kill:
         (path / "open").touch()
-    return measure_tier(opened, block_count, Config().eviction)
+    return measure_tier(opened, block_count)
 
 
-def measure_tier(make_index: Callable[[], Index], block_count: int, eviction: str) -> dict[str, float]:
-    """Fill a tier from its index, look prompts of LOOKED_UP blocks up in it, and evict from it."""
+def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str, float]:
+    """Fill a tier from its index, and look prompts of LOOKED_UP blocks up in it."""
     before, empty_pause_s = resident_bytes(), pause_s()
     start_s = time.perf_counter()
     index = make_index()
-    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
+    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
     nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), index, AdmitAll())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s
     assert len(parts.catalog) == block_count
     grown, pause = resident_bytes() - before, pause_s() - empty_pause_s
-    steps, hits, evictions = [], [], []
+    steps, hits = [], []
     for number in range(STEPS):
         start_s = time.process_time()
         nvme.refresh(1.0 + number, 1_800_000_000)
@@ -157,14 +150,9 @@ def measure_tier(make_index: Callable[[], Index], block_count: int, eviction: st
     for first in range(0, block_count - LOOKED_UP + 1, block_count // PROMPTS):
         prompt = [key_of(first + number) for number in range(LOOKED_UP)]
         start_s = time.process_time()
-        found = longest_hit(parts.catalog, GEOMETRY, [prompt], 0, tokens, coming=False)
+        found = Lookups().hits(parts.catalog, GEOMETRY, [prompt], 0, tokens)
         hits.append(time.process_time() - start_s)
-        assert found == tokens
-    if isinstance(index, GivenIndex):
-        for _ in range(PROMPTS):
-            start_s = time.process_time()
-            nvme._evict(0, EVICTED)
-            evictions.append(time.process_time() - start_s)
+        assert found.ready == tokens
     index.close()
     return {
         "open_s": open_s,
@@ -172,7 +160,6 @@ def measure_tier(make_index: Callable[[], Index], block_count: int, eviction: st
         "pause_ms": 1e3 * pause,
         "step_us": 1e6 * statistics.median(steps),
         "hit_us": 1e6 * statistics.median(hits) / LOOKED_UP,
-        "evict_us": 1e6 * statistics.median(evictions or [0.0]) / EVICTED,
     }
 
 
@@ -205,37 +192,6 @@ class GivenIndex(MemoryIndex):
             np.where(chained, len(keys[0]), 0),
             (1_700_000_000 + order // 500).astype(np.uint32),
         )
-
-    def delete(self, names: Sequence[tuple[int, BlockKey]]) -> int:  # noqa: ARG002
-        """Return a ticket that no commit waits for."""
-        return 0
-
-
-class Asked(NamedTuple):
-    """Seconds: of the call of ``ask``, of each call of ``poll`` until the answer, and from the one
-    to the other."""
-
-    ask_s: float
-    polls_s: Sequence[float]
-    answer_s: float
-
-
-def ask(reader: NeighbourReader, keys: Sequence[BlockKey]) -> Asked:
-    """Ask for keys that another home's index has, all of them."""
-    start_s = time.perf_counter()
-    assert reader.ask(1, 0, keys)
-    asked_s = time.perf_counter()
-    polls_s: list[float] = []
-    while time.perf_counter() - start_s < ANSWERED_WITHIN_S:
-        before_s = time.perf_counter()
-        answers = reader.poll()
-        after_s = time.perf_counter()
-        polls_s.append(after_s - before_s)
-        if answers:
-            assert len(answers[0].copies) == len(keys)
-            return Asked(asked_s - start_s, polls_s, after_s - start_s)
-        time.sleep(POLL_INTERVAL_S)
-    raise AssertionError("no answer")
 
 
 def home_of_headers(path: Path, segment_count: int) -> Home:
@@ -292,26 +248,6 @@ def show_openings(path: Path, block_count: int, rounds: int) -> None:
         say(f"lookup of an own block, by prompts of {LOOKED_UP:,} blocks, us", [f["hit_us"] for f in found])
 
 
-def show_neighbours(path: Path, block_count: int, rounds: int) -> None:
-    """Measure questions of LOOKED_UP keys, at random places, to this index as another home's."""
-    batches = [
-        [key_of((at * LOOKED_UP + step) * 7919 % block_count) for step in range(LOOKED_UP)] for at in range(rounds)
-    ]
-    fd = os.open(path / "data.mdb", os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the system's memory
-    os.close(fd)
-    with contextlib.closing(NeighbourReader(lambda: [Neighbour("0" * 32, path)])) as reader:
-        first, *cold = [ask(reader, batch) for batch in batches]
-        warm = [ask(reader, batch) for batch in batches]
-    say("other home: first answer, index not in memory, with the start of the child, ms", [1e3 * first.answer_s], 1)
-    say(f"other home: answer to {LOOKED_UP:,} keys not asked for before, ms", [1e3 * one.answer_s for one in cold], 1)
-    say("other home: answer to the same again, ms", [1e3 * one.answer_s for one in warm], 1)
-    say("other home: the call of ask on the scheduler's thread, us", [1e6 * one.ask_s for one in cold + warm], 1)
-    polls = [1e6 * poll_s for one in cold + warm for poll_s in one.polls_s]
-    say("other home: a call of poll on the scheduler's thread, us", polls, 1)
-
-
 def show_rebuild(directory: Path, header_count: int, rounds: int) -> None:
     """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in
     memory."""
@@ -330,14 +266,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--headers", type=int, default=100_000, help="of the rebuild; 64 KiB of the drive for each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--memory", action="store_true", help="only what the scheduler holds, without a drive")
-    parser.add_argument("--eviction", choices=EVICTIONS, default=Config().eviction, help="with --memory")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(measure_tier(lambda: GivenIndex(options.blocks), options.blocks, options.eviction)))
+        print(json.dumps(measure_tier(lambda: GivenIndex(options.blocks), options.blocks)))
         return
     if options.open:
         print(json.dumps(measure_opening(options.open, options.blocks, options.after_kill)))
@@ -346,14 +280,9 @@ def main() -> None:
     print(f"{block_count:,} blocks, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         path = Path(directory) / "index"
-        if set(options.parts) - {"rebuild"}:
-            build(path, block_count)
-        if "open" in options.parts:
-            show_openings(path, block_count, options.rounds)
-        if "neighbours" in options.parts:
-            show_neighbours(path, block_count, options.rounds)
-        if "rebuild" in options.parts:
-            show_rebuild(Path(directory), options.headers, options.rounds)
+        build(path, block_count)
+        show_openings(path, block_count, options.rounds)
+        show_rebuild(Path(directory), options.headers, options.rounds)
 
 
 if __name__ == "__main__":

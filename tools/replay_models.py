@@ -26,11 +26,9 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.replay.capacity import Room, parse_room, split
-from kvdisk.cli.replay.readers import read_trace
-from kvdisk.cli.replay.run import replay
-from kvdisk.cli.replay.tiers import Setting, make_geometry
-from kvdisk.cli.replay.trace import Trace
+from kvdisk.cli.replay.run import run_all
+from kvdisk.cli.replay.tiers import Room, Setting, make_geometry, parse_room, split
+from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.config import Config
 
 Prompt = Sequence[Hashable]
@@ -255,7 +253,7 @@ def main() -> None:
     settings = [Setting(*policies, none, room, 0) for room in rooms]
     table = Table("room", "policy", "hits", "of blocks", "written blocks")
     found = []
-    for run in replay(trace, settings, 1 << 20, 2, lambda _: None).runs:
+    for run in run_all(trace, settings, 1 << 20, 2, lambda _: None).runs:
         figures = [Figure(run.policy, run.hit_rate, run.hit_blocks_rate, run.written_blocks)]
         figures += figures_of(trace, run.room, options.models)
         found.append((100 * run.room.blocks / trace.distinct, figures))

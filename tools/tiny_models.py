@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,79 +56,52 @@ TINY: dict[str, Any] = ALL | {
     "max_position_embeddings": 2048,
 }
 GEMMA: dict[str, Any] = TINY | {"sliding_window": 64, "pad_token_id": 0}
-
-
-def demo_llama() -> Any:
-    """Return the configuration of the demo's model: 8 layers, hidden 512, grouped-query
-    attention."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        **ALL,
-        architectures=["LlamaForCausalLM"],
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-    )
-
-
-def tiny_llama() -> Any:
-    """Return the configuration of the smallest full-attention model of the tests (two KV heads, so
-    TP=2 splits it)."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**TINY, architectures=["LlamaForCausalLM"], num_hidden_layers=2)
-
-
-def tiny_gemma3() -> Any:
-    """Return the configuration of a hybrid model, which vLLM puts into three KV-cache groups.
-
-    Four layers have a sliding window of 64 tokens, two have full attention.
-    """
-    from transformers import Gemma3TextConfig
-
-    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    return Gemma3TextConfig(
-        **GEMMA,
-        architectures=["Gemma3ForCausalLM"],
-        num_hidden_layers=len(layers),
-        layer_types=layers,
-        query_pre_attn_scalar=32,
-    )
-
-
-def tiny_gemma4() -> Any:
-    """Return the configuration of a model whose layers differ in the bytes of a token: heads of 64
-    and of 128.
-
-    Two layers have a sliding window of 64 tokens, two have full attention. Without its hybrid
-    KV-cache manager vLLM puts all of them into one KV-cache group.
-    """
-    from transformers import Gemma4TextConfig
-
-    layers = ["sliding_attention", "full_attention"] * 2
-    return Gemma4TextConfig(
-        **GEMMA | {"head_dim": 64},
-        architectures=["Gemma4ForCausalLM"],
-        num_hidden_layers=len(layers),
-        layer_types=layers,
-        global_head_dim=128,
-        vocab_size_per_layer_input=TINY_VOCABULARY,
-        hidden_size_per_layer_input=0,
-    )
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "demo-llama": demo_llama,
-    "tiny-llama": tiny_llama,
-    "tiny-gemma3": tiny_gemma3,
-    "tiny-gemma4": tiny_gemma4,
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "demo-llama": (
+        "LlamaConfig",
+        ALL
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    # Two KV heads, so that TP=2 splits it.
+    "tiny-llama": ("LlamaConfig", TINY | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}),
+    # A hybrid model, which vLLM puts into three KV-cache groups.
+    "tiny-gemma3": (
+        "Gemma3TextConfig",
+        GEMMA
+        | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+    # Its layers differ in the bytes of a token: heads of 64 and of 128. Without its hybrid KV-cache
+    # manager vLLM puts all of them into one KV-cache group.
+    "tiny-gemma4": (
+        "Gemma4TextConfig",
+        GEMMA
+        | {
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "vocab_size_per_layer_input": TINY_VOCABULARY,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
 }
+"""The class of the configuration in transformers, and what it is given."""
 
 
 def build(kind: str, directory: Path, texts: Sequence[str]) -> Path:
@@ -140,7 +113,8 @@ def build(kind: str, directory: Path, texts: Sequence[str]) -> Path:
     """
     import transformers
 
-    config = KINDS[kind]()
+    name, settings = KINDS[kind]
+    config = getattr(transformers, name)(**settings)
     stamp = {"kind": kind, "seed": SEED, "spread": ATTENTION_SPREAD, "config": config.to_diff_dict()}
     wanted = json.loads(json.dumps(stamp, default=str))
     stamp_file = directory / STAMP

@@ -26,7 +26,7 @@ from rich import box
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.cli.output import Exit, parse_size, print_json, refusal, report_console, size
+from kvdisk.cli.output import AsJson, Exit, parse_size, print_json, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice
@@ -90,10 +90,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether neighbours followed
-    each other.
-
-    ``samples``: bytes per second, one for each repetition.
+    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether that is a run of
+    neighbours. ``samples``: bytes per second, of each round.
     """
 
     device: str
@@ -139,7 +137,7 @@ def bench(
         list[str],
         typer.Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block; may be given several times."),
     ] = ["64K", "256K", "1M", "2M", "8M"],  # noqa: B006 - typer copies it
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how fast the drive under DIR is, and say which device an engine would choose there.
 
@@ -200,21 +198,20 @@ def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
     return Bench(Machine.here(directory), drive, f"device: auto would use {found.name}: {found.why}", straight)
 
 
-def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTES) -> DriveReport:
+def measure_drive(directory: Path, block_bytes: int) -> DriveReport:
     """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError,
     Silence, OSError."""
-    run_bytes = min(RUN_BYTES, file_bytes)
-    block_bytes = min(block_bytes, run_bytes)
-    memory = memoryview(mmap.mmap(-1, file_bytes))
-    memory[:] = random.randbytes(4096) * (file_bytes // 4096)  # noqa: S311 - no secret
-    with nameless_file(directory, file_bytes) as (fd, direct), ExitStack() as stack:
-        report, device = DriveReport(block_bytes, run_bytes, direct), stack.enter_context(closing(PosixDevice()))
+    block_bytes = min(block_bytes, RUN_BYTES)
+    memory = memoryview(mmap.mmap(-1, FILE_BYTES))
+    memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
+    with nameless_file(directory, FILE_BYTES) as (fd, direct), ExitStack() as stack:
+        report, device = DriveReport(block_bytes, RUN_BYTES, direct), stack.enter_context(closing(PosixDevice()))
         device.attach_memory(memory)
         device.attach_file(fd)
         try:
             for op in (Op.WRITE, Op.READ):
-                for run, size in ((False, block_bytes), (True, run_bytes)):
-                    samples = [_sample(device, op, _batches(fd, memory, size, run_bytes)) for _ in range(ROUNDS)]
+                for run, size in ((False, block_bytes), (True, RUN_BYTES)):
+                    samples = [move_all(device, op, shuffled(fd, memory, size, RUN_BYTES)) for _ in range(ROUNDS)]
                     report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
         except Silence:
             _given_up.append((stack.pop_all(), memory))
@@ -222,7 +219,7 @@ def measure_drive(directory: Path, block_bytes: int, file_bytes: int = FILE_BYTE
     return report
 
 
-def _batches(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
+def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
     """Return transfers of ``size`` at shuffled places, in batches as a worker submits them."""
     places = list(range(0, len(memory) - size + 1, size))
     transfers = [
@@ -233,7 +230,7 @@ def _batches(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[
     return [transfers[first : first + most] for first in range(0, len(transfers), most)]
 
 
-def _sample(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
+def move_all(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
     """Move all batches; return bytes per second. Raises DeviceError, Silence."""
     began_s = time.monotonic()
     waiting = {device.submit(op, batch) for batch in batches}
@@ -272,15 +269,13 @@ def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
 
 def _file_system(directory: Path) -> str | None:
     """Return a file system's type: that of the longest mount point above a directory."""
-    resolved = Path(os.path.realpath(directory))
-    found, longest = None, -1
+    types: dict[Path, str] = {}
     with suppress(OSError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             before, _, behind = line.partition(" - ")
-            mount = Path(before.split()[4].replace("\\040", " "))
-            if resolved.is_relative_to(mount) and len(mount.parts) >= longest:
-                found, longest = behind.split()[0], len(mount.parts)
-    return found
+            types[Path(before.split()[4].replace("\\040", " "))] = behind.split()[0]
+    resolved = Path(os.path.realpath(directory))
+    return next((types[mount] for mount in (resolved, *resolved.parents) if mount in types), None)
 
 
 def _drive(number: int) -> str | None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk prune`` and ``kvdisk clear``: a deletion is planned, shown, asked for and carried out.
 
-What gives space back to the drive is a segment, whose file goes, or a whole engine store; a block
-that goes leaves a slot for the next owner. See docs/decisions/0024-prune.md for the order. Nothing
-is deleted of an engine store that has an owner: the plan looks for one, and the deletion again,
-under the engine store's lock.
+What gives space back to the drive is a segment or a whole engine store; a block that goes leaves a
+slot for the next owner. The order: docs/decisions/0024-prune.md. Nothing is deleted of an engine
+store that has an owner: the plan looks for one, and the deletion again, under its lock.
 
 ``--json`` prints an object with ``json_version`` (1), ``kvdisk_version``, ``path``, ``dry_run``,
 ``asked`` (what ``make_plan`` takes; ``everything``: none of it is given), ``before`` and ``after``
@@ -19,7 +18,7 @@ import errno
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -176,7 +175,7 @@ def _delete(
         owned = f"{_owned(plan)} ({plan.in_use[0]}{others}) that would have to change"
         way_out = "stop them, or say --orphans to delete only what stopped engines left"
         raise refusal(f"{owned}; {way_out}.", Exit.IN_USE)
-    before, after = _held(home.summary for home in homes), None
+    before, after = _held([home.summary for home in homes]), None
     must_ask = bool(plan.homes) and not (yes or dry_run)
     if not as_json or must_ask:
         _show_plan(store.path, before, plan, report_console(stderr=as_json), now_s)
@@ -202,10 +201,9 @@ def _delete(
 # -- what there is -----------------------------------------------------------------------------
 
 
-def _held(homes: Iterable[HomeSummary]) -> dict[str, int]:
+def _held(homes: Sequence[HomeSummary]) -> dict[str, int]:
     """Return what a store takes."""
-    sizes = [home.allocated_bytes for home in homes]
-    return {"homes": len(sizes), "allocated_bytes": sum(sizes)}
+    return {"homes": len(homes), "allocated_bytes": sum(home.allocated_bytes for home in homes)}
 
 
 @dataclass(frozen=True)
@@ -222,6 +220,11 @@ class HomeState(ReadHome):
         for file in self.summary.segments:
             found[file.segment] += file.allocated_bytes
         return found
+
+    @property
+    def unknown_segments(self) -> set[int]:
+        """Segments that the index does not have: of no use to anybody, and removed with any cut."""
+        return self.segment_bytes.keys() - {record.segment for record in self.index.segments}
 
     @cached_property
     def ages(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -257,12 +260,9 @@ def _find_namespace(homes: Sequence[ReadHome], wanted: str) -> bytes:
     """
     records = [one.record for one in by_namespace(homes) if one.record is not None]
     names = {record.fingerprint: str(record.description.get("model", "")) for record in records}
-    end = f"/{wanted.rstrip('/')}"
-    found = [
-        fingerprint
-        for fingerprint, name in names.items()
-        if wanted.strip("/") and (fingerprint.hex().startswith(wanted.lower()) or f"/{name.rstrip('/')}".endswith(end))
-    ]
+    begin, end = wanted.lower(), f"/{wanted.rstrip('/')}"
+    found = [one for one in names if one.hex().startswith(begin) or f"/{names[one].rstrip('/')}".endswith(end)]
+    found = found if wanted.strip("/") else []
     if not found:
         raise ConfigError(f"no namespace of this store begins with, or is of a model named, {wanted}.")
     if len(found) > 1:
@@ -276,11 +276,11 @@ def _find_namespace(homes: Sequence[ReadHome], wanted: str) -> bytes:
 
 @dataclass
 class HomePlan:
-    """What is deleted of one engine store. ``whole``: the directory. ``segments``: numbers.
+    """What is deleted of one engine store. ``whole``: the directory.
 
-    ``blocks``: null where it is not known. ``bytes``: what the drive gets back. ``result``: how it
-    ended: "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was
-    deleted), "failed", or null in a dry run; ``why`` says more then.
+    ``blocks``: null where it is not known. ``bytes``: what the drive gets back. ``result``:
+    "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was
+    deleted), "failed", or null in a dry run; ``why`` says more.
     """
 
     id: str
@@ -301,8 +301,8 @@ class Plan:
 
     ``homes``: of which something goes. ``keys``: blocks whose segments stay, with epochs, by engine
     store. ``in_use``: live engine stores that would have to change. ``kept``: sentences about those
-    that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what would be
-    allocated beyond ``to_bytes`` even so.
+    that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what is allocated
+    beyond ``to_bytes`` even so.
     """
 
     homes: list[HomePlan] = field(default_factory=list)
@@ -382,9 +382,10 @@ def _choose(home: HomeState, before_s: int | None, excess_bytes: float, plan: Pl
         return None
     if fits and is_old.all():
         return _plan_for(home, home.segment_bytes)
-    emptied = home.segment_bytes.keys() - set(columns.segments[~is_old].tolist())
+    old, young = (set(columns.segments[rows].tolist()) for rows in (is_old, ~is_old))
     if excess_bytes < math.inf:
-        return _cut_to(home, emptied, excess_bytes)
+        return _cut_to(home, home.segment_bytes.keys() - young, excess_bytes)
+    emptied = ((old - young) & home.segment_bytes.keys()) | home.unknown_segments
     rows = np.flatnonzero(is_old & ~np.isin(columns.segments, list(emptied))).tolist()
     plan.keys[home.id] = [(int(columns.epochs[row]), columns.keys[row]) for row in rows]
     return _plan_for(home, emptied, len(rows))
@@ -393,7 +394,7 @@ def _choose(home: HomeState, before_s: int | None, excess_bytes: float, plan: Pl
 def _plan_for(home: HomeState, segments: Collection[int], other_blocks: int = 0) -> HomePlan:
     """Plan that these segments go, with their blocks, and so many others; all: the engine store."""
     record, numbers = home.summary.record, home.records.columns.segments
-    whole = len(segments) == len(home.segment_bytes)
+    whole = home.segment_bytes.keys() == set(segments)
     blocks = len(numbers) if whole else int(np.isin(numbers, list(segments)).sum()) + other_blocks
     return HomePlan(
         id=home.id,
@@ -408,26 +409,15 @@ def _plan_for(home: HomeState, segments: Collection[int], other_blocks: int = 0)
 
 
 def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan | None:
-    """Choose segments until enough is free: of the fullest slot size, the least worth first.
-
-    Worth is when blocks were used, in the mean; of segments used at once the heads of chains are
-    worth more.
+    """Choose segments until enough is free: those without blocks first, then those whose blocks
+    were used longest ago, in the mean. Of segments used at once the heads of chains go last.
     """
-    slot_bytes = {record.segment: record.slot_bytes for record in home.index.segments}
-    chosen = among - slot_bytes.keys()  # of no use to anybody, and removed with any cut
     numbers, at, counts = np.unique(home.records.columns.segments, return_inverse=True, return_counts=True)
     used_s, depths = ((np.bincount(at, values) / counts).tolist() for values in home.ages)
     worth = {segment: (used_s[row], -depths[row]) for row, segment in enumerate(numbers.tolist())}
-    queue = sorted(among - chosen, key=lambda one: (worth.get(one, (-1.0, 0.0)), -one))
-    sums: Counter[int] = Counter()
-    for segment in queue:
-        sums[slot_bytes[segment]] += home.segment_bytes[segment]
-    rest, fullness = sums.copy(), {}
-    for segment in queue:  # what is left of its slot size when its turn comes
-        fullness[segment] = rest[slot_bytes[segment]] / max(1, sums[slot_bytes[segment]])
-        rest[slot_bytes[segment]] -= home.segment_bytes[segment]
+    chosen = set(home.unknown_segments)
     freed = sum(home.segment_bytes[segment] for segment in chosen)
-    for segment in sorted(queue, key=fullness.__getitem__, reverse=True):
+    for segment in sorted(among - chosen, key=lambda one: (worth.get(one, (-1.0, 0.0)), -one)):
         if freed < excess_bytes:
             chosen.add(segment)
             freed += home.segment_bytes[segment]
@@ -440,8 +430,8 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 def carry_out(store: Store, plan: Plan) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
 
-    Raises StoreLocked and DeviceError before anything is deleted; what is wrong with one engine
-    store is its result. Where nothing is planned, nothing is to be deleted, and neither is raised.
+    Raises StoreLocked and DeviceError before anything is deleted, unless nothing is planned. What
+    is wrong with one engine store is its result.
     """
     try:
         store.tidy()

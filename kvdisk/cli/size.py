@@ -55,11 +55,10 @@ _GROUP_FIELDS = ("group", "window_tokens", "block_tokens", "payload_bytes", "slo
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits into a tier. ``tokens``: with the KV of all their KV-cache groups.
+    """What fits into a tier. ``tokens``, ``blocks``: of all KV-cache groups.
 
-    ``blocks``: of all groups together. ``used_bytes``: payloads of so many tokens, on all ranks;
-    the rest of ``capacity_bytes`` is headers, padding, index, and what no whole segment or block
-    fits into.
+    ``used_bytes``: payloads of so many tokens, on all ranks; the rest of ``capacity_bytes`` is
+    headers, padding, index, and what no whole segment or block fits into.
     """
 
     capacity_bytes: int
@@ -71,10 +70,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class Writes:
-    """What is written in a day.
-
-    ``measured_s``: the time looked back on in a store; None: the rate was given.
-    ``at_least``: measured, so that what has left in the meantime does not count.
+    """What is written in a day. ``measured_s``: so long a time of a store was looked at; None: the
+    rate was given. ``at_least``: measured, so without blocks that were evicted since.
     """
 
     bytes_per_day: int
@@ -254,11 +251,10 @@ def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: i
 
 
 def measure_writes(directories: Sequence[Path]) -> Writes:
-    """Return what a store's engines wrote in the last 24 hours, from when its blocks were stored.
+    """Return what a store's engines wrote in the last 24 hours, or since its first engine store was
+    made: at least, since blocks that were evicted do not count.
 
-    At least so much: blocks that have left in the meantime do not count. Of a store that is younger
-    the time since its first home was made counts. Raises ConfigError where nothing was written, and
-    as ``list_homes``.
+    Raises ConfigError where nothing was written, and as ``list_homes``.
     """
     now_s = began_s = int(time.time())
     written = 0
@@ -294,9 +290,8 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
         if fit is not None:
             filled = f" (payload {share(fit.used_bytes / fit.capacity_bytes)})" if fit.capacity_bytes else ""
             holds = f"{number(fit.tokens)} tokens in {plural(fit.blocks, 'block')}"
-            lines.add_row(
-                name, f"{in_words(fit.capacity_bytes)}{filled}: {holds}, {plural(fit.conversations, 'conversation')}"
-            )
+            whole = plural(fit.conversations, "conversation")
+            lines.add_row(name, f"{in_words(fit.capacity_bytes)}{filled}: {holds}, {whole}")
     if answer.writes is not None:
         _add_wear(lines, answer.writes, answer.endurance)
     console.print(lines)
@@ -305,15 +300,12 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
 
 
 def _described(model: ModelKv) -> str:
-    layers = plural(len(model.windows), "layer")
     sliding = sum(window is not None for window in model.windows)
     windows = f" ({sliding} with a sliding window)" if sliding else ""
-    heads = (
-        f"MLA of {model.head_elements} elements"
-        if model.mla
-        else f"{plural(model.kv_heads, 'KV head')} of {model.head_elements // 2}"
-    )
-    return f"{model.kind}: {layers}{windows}, {heads}, {model.dtype}"
+    heads = f"{plural(model.kv_heads, 'KV head')} of {model.head_elements // 2}"
+    if model.mla:
+        heads = f"MLA of {model.head_elements} elements"
+    return f"{model.kind}: {plural(len(model.windows), 'layer')}{windows}, {heads}, {model.dtype}"
 
 
 def _add_wear(lines: Table, writes: Writes, endurance: Endurance | None) -> None:

@@ -12,6 +12,7 @@ import errno
 import random
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -62,6 +63,8 @@ from kvdisk.messages import SegmentSpec
 SHOWN = 20
 THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
+PART_BYTES = 64 << 20
+"""What one thread reads of a file before progress is shown, and before Ctrl-C is heard."""
 _ROUNDS = 3
 
 Watch = Callable[[int, int], None]
@@ -236,7 +239,7 @@ def verify_store(
         except KeyboardInterrupt:
             verdict.stopped = True
         for check in checks.values():
-            verdict.wrong += check.judge()
+            check.judge(verdict)
         if verdict.stopped or not any(check.mine.gone for check in checks.values()):
             break  # else its blocks are, by now, in an engine store of another name
     verdict.wrong.sort(key=lambda one: (one.home, one.drive, one.segment, one.rank, one.slot or 0))
@@ -254,7 +257,7 @@ class HomeCheck:
 
     def __init__(self, home: ReadHome, boot_id: str) -> None:
         self._home = home
-        self._suspects: list[tuple[Finding, Sequence[int]]] = []
+        self._suspects: defaultdict[Finding, list[int]] = defaultdict(list)
         """What does not match, and the rows of the blocks that it is about."""
         summary, record = home.summary, home.summary.record
         self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "orphan")
@@ -270,7 +273,8 @@ class HomeCheck:
                 (self.mine.problems if record.index_sum else self.mine.notes).append(why)
 
     def parts(self, percent: float | None, generator: random.Random) -> Iterator[Part]:
-        """Yield a part for each file, with so many of the blocks, at least one."""
+        """Yield the parts of each file, with so many of the blocks, at least one. A file without
+        blocks is opened too."""
         home, record = self._home, self._home.summary.record
         if self.mine.blocks is None or record is None:
             return
@@ -286,10 +290,13 @@ class HomeCheck:
         numbers = home.records.columns.segments[rows]
         for number in np.setdiff1d(numbers, [segment.segment for segment in home.index.segments]).tolist():
             finding = Finding(home.id, 0, number, 0, None, "file", "the index does not have this segment")
-            self._suspects.append((finding, rows[numbers == number].tolist()))
+            self._suspects[finding] += rows[numbers == number].tolist()
         for segment in home.index.segments:
             here: list[int] = rows[numbers == segment.segment].tolist()
-            yield from (Part(home, shape, segment, rank, here) for rank in range(shape.rank_count))
+            most = max(1, PART_BYTES // segment.slot_bytes)
+            for rank in range(shape.rank_count):
+                for start in range(0, max(1, len(here)), most):
+                    yield Part(home, shape, segment, rank, here[start : start + most])
 
     def take(self, part: Part, read: PartRead) -> None:
         """Note what a part's slots are like."""
@@ -297,34 +304,37 @@ class HomeCheck:
         where = (mine.id, segment.drive, segment.segment, part.rank, part.path)
         mine.slots += len(part.rows)
         if read.failed:
-            self._suspects.append((Finding(*where, "file", read.failed), part.rows))
+            self._suspects[Finding(*where, "file", read.failed)] += part.rows
             return
         mine.read_bytes += part.byte_count
         row_of = {part.home.records[row].slot.index: row for row in part.rows} if read.wrong else {}
         for slot, check, what in read.wrong:
             at = slot_offset(segment.slot_bytes, slot.number)
             finding = Finding(*where, check, what, 1, slot.number, at, slot.namespace.epoch, slot.key)
-            self._suspects.append((finding, [row_of[slot.number]]))
+            self._suspects[finding].append(row_of[slot.number])
 
-    def judge(self) -> Iterator[Finding]:
-        """Yield as wrong what did not match though its block is, by now, still where it was.
+    def judge(self, verdict: Verdict) -> None:
+        """Add what did not match though its block is, by now, still where it was.
 
-        An index that can no longer be read clears nothing.
+        An index that cannot be read again, or only after Ctrl-C, clears nothing.
         """
         records = self._home.records
         self.mine.gone = not self._home.summary.path.exists()
         if self.mine.gone:
             self.mine.problems.clear()  # such as a missing index
-        keys = {records.columns.keys[row] for _, rows in self._suspects for row in rows}
-        (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
+        keys = {records.columns.keys[row] for rows in self._suspects.values() for row in rows}
+        try:
+            (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
+        except KeyboardInterrupt:
+            verdict.stopped, index = True, IndexContent(problem="broken off")
         now = Records(index.blocks)
         there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}
         unclear = index.problem or not (index.exists or self.mine.gone)
-        for finding, rows in self._suspects:
+        for finding, rows in self._suspects.items():
             still = len(rows) if unclear else sum(records[row][:4] in there for row in rows)
             self.mine.changed_slots += len(rows) - still
             if still or not rows:
-                yield replace(finding, slots=still)
+                verdict.wrong.append(replace(finding, slots=still))
 
 
 def why_distrusted(home: ReadHome, record: HomeRecord, boot_id: str) -> str | None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk prune`` and ``kvdisk clear`` on real stores: what goes, what stays, who is asked, and
-who is left alone."""
+"""``kvdisk prune`` and ``kvdisk clear`` on real stores: what goes, what stays, who is asked, who is
+left alone, and what a kill leaves."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 from cli_stores import COMMAND, HYBRID, PLAIN, leave_home, run_here
-from rebuild_stores import MINE, end, make_store, served, stamp, start
+from rebuild_stores import MINE, Row, end, make_store, served, stamp, start
 
 from kvdisk.blocks import Slot
 from kvdisk.cli import delete
+from kvdisk.cli.main import app
+from kvdisk.cli.verify import verify_store
+from kvdisk.device import paths
 from kvdisk.device.control import home_ids
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.index.lmdb_index import LmdbIndex
+from kvdisk.index.lmdb_tables import LmdbTables
 
 DAY_S = 86400
 
@@ -35,7 +41,7 @@ def pruned(*arguments: object, code: int = 0, command: str = "prune") -> dict:
 
 
 def refused(*arguments: object, code: int = 2, command: str = "prune") -> str:
-    done = run_here(command, *arguments)
+    done = run_here(command, *arguments, "--yes")
     assert (done.exit_code, done.stdout) == (code, "")
     assert done.stderr.startswith("kvdisk: ") and done.stderr.endswith(".\n") and done.stderr.count("\n") == 1
     return done.stderr
@@ -49,17 +55,6 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def allocated(path: Path) -> int:
     return sum(home.allocated_bytes for home in list_homes(path))
-
-
-def is_sound(*paths: Path) -> None:
-    for command in ("verify", "inspect"):
-        done = run_here(command, *paths)
-        assert done.exit_code == 0, done.stdout
-
-
-def rewrite_home(path: Path, home_id: str, **fields: object) -> None:
-    file = path / "homes" / home_id / "HOME"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 # -- what goes ---------------------------------------------------------------------------------
@@ -88,7 +83,7 @@ def test_old_blocks_go_and_the_next_engine_has_the_others(path, clean):
     assert abs(was - allocated(path) - found["goes"]["bytes"]) <= 64 << 10, "but for directories"
     (summary,) = list_homes(path)
     assert (summary.id, summary.record.clean, summary.record.last_use_s) == (home_id, True, last_use_s)
-    is_sound(path)
+    assert verify_store([path]).ok and run_here("inspect", path).exit_code == 0
     assert served(path) == {row for row in expected if row.slot not in old}
     assert pruned(path, "--older-than", "5d")["homes"] == []
     found = pruned(path, "--older-than", "0s")
@@ -108,15 +103,14 @@ def test_a_namespace_goes_and_what_is_cleared(path):
         (["--to", "much"], "--to must be a size"),
         (["--older-than", "7"], "--older-than is a time such as"),
     ):
-        assert words in refused(path, *arguments, "--yes")
+        assert words in refused(path, *arguments)
     (path / "homes" / ("c" * 32)).mkdir()  # what a deletion that was broken off has left
     found = pruned(path, command="clear")
     assert (found["asked"]["everything"], found["goes"]["homes"]) == (True, 2)
     assert found["after"] == {"homes": 0, "allocated_bytes": 0}
     assert sorted(os.listdir(path)) == ["STORE", "homes", "lock"] and os.listdir(path / "homes") == []
-    assert make_store(path)
-    shown = run_here("clear", path, "--yes").stdout
-    assert "20 blocks, 1 whole engine store" in shown and "1 whole engine store; the store is empty." in shown
+    make_store(path)
+    assert "1 whole engine store; the store is empty." in run_here("clear", path, "--yes").stdout
     assert "There is nothing to delete." in run_here("clear", path, "--yes").stdout
 
 
@@ -125,17 +119,18 @@ def test_every_drive(tmp_path):
     expected = make_store(dirs, 4, drives=2)
     loose = dirs[1] / "homes" / ("d" * 32) / "segments"
     loose.mkdir(parents=True)
-    assert "has a part on a drive that was not named" in refused(dirs[0], "--to", 0, "--yes")
-    was = allocated(dirs)
-    found = pruned(*dirs, "--to", was - 2 * (4096 + 8 * 8192))
-    assert not loose.parent.exists() and allocated(dirs) <= was - 2 * (4096 + 8 * 8192)
-    is_sound(*dirs)
-    gone = found["homes"][0]["segments"]
-    assert gone and served(dirs) == {row for row in expected if row.slot.segment not in gone}
-    pruned(*dirs, command="clear")
+    assert "has a part on a drive that was not named" in refused(dirs[0], "--to", 0)
+    most = allocated(dirs) - 2 * (4096 + 8 * 8192)
+    (home,) = pruned(*dirs, "--to", most)["homes"]
+    assert not loose.parent.exists() and allocated(dirs) <= most and verify_store(dirs).ok
+    assert home["segments"] and served(dirs) == {row for row in expected if row.slot.segment not in home["segments"]}
     loose.mkdir(parents=True)
     pruned(*dirs, command="clear")
     assert [os.listdir(path / "homes") for path in dirs] == [[], []]
+
+
+def other_boot(home: Path) -> None:
+    (home / "HOME").write_text(json.dumps(json.loads((home / "HOME").read_text()) | {"boot_id": "another"}))
 
 
 def empty_index(home: Path) -> None:
@@ -146,7 +141,7 @@ def empty_index(home: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kept"),
     [
-        (lambda home: rewrite_home(home.parents[1], home.name, boot_id="another"), "kvdisk repair"),
+        (other_boot, "kvdisk repair"),
         (lambda home: (home / "index" / "data.mdb").unlink(), "its index is missing"),
         (empty_index, "kvdisk repair"),
         (lambda home: (home / "HOME").unlink(), None),
@@ -165,7 +160,7 @@ def test_homes_that_were_not_left_in_order(path, damage, kept):
     assert found["homes"][0]["whole"] and home_ids(path) == []
 
 
-# -- who is left alone -------------------------------------------------------------------------
+# -- who is left alone, and who is asked -------------------------------------------------------
 
 
 def test_a_live_home_is_never_touched(path, owner):
@@ -174,14 +169,13 @@ def test_a_live_home_is_never_touched(path, owner):
     for command, *arguments in (
         ["clear"], ["prune", "--namespace", "3f3f"], ["prune", "--older-than", "1d"], ["prune", "--to", "0"],
     ):  # fmt: skip
-        said = refused(path, *arguments, "--yes", code=3, command=command)
+        said = refused(path, *arguments, code=3, command=command)
         assert f"live engines own 1 engine store ({owner.home_id})" in said and "--orphans" in said
     assert contents(path) == before
     alone = next(home.allocated_bytes for home in list_homes(path) if home.alive)
     assert pruned(path, "--to", alone)["homes"][0]["id"] == orphan, "no live home has to change for that"
-    assert home_ids(path) == [owner.home_id]
     found = pruned(path, "--orphans", command="clear")
-    assert (found["homes"], found["in_use"]) == ([], [owner.home_id])
+    assert (found["homes"], found["in_use"], home_ids(path)) == ([], [owner.home_id], [owner.home_id])
     found = pruned(path, "--to", 0, "--orphans", code=1)
     assert (found["homes"], found["short_bytes"]) == ([], alone)
     shown = run_here("prune", path, "--to", 0, "--orphans", "--yes").stdout
@@ -192,12 +186,12 @@ def test_a_live_home_is_never_touched(path, owner):
 def test_an_engine_that_comes_between_the_plan_and_the_deletion(path, monkeypatch):
     make_store(path)
     mine, other = home_ids(path)[0], leave_home(path, HYBRID, 2, last_use_s=5000)
-    owners = []
+    owners, real = [], delete.carry_out
 
-    def carry_out(store, plan, _real=delete.carry_out):
+    def carry_out(store, plan):
         owners.append(start(path))  # it takes one home over, under another name
         owners.append(Store.open(path).hold_home(other))
-        return _real(store, plan)
+        real(store, plan)
 
     monkeypatch.setattr(delete, "carry_out", carry_out)
     found = pruned(path, command="clear", code=3)
@@ -208,16 +202,12 @@ def test_an_engine_that_comes_between_the_plan_and_the_deletion(path, monkeypatc
     assert len(served(path)) == 20
 
 
-# -- who is asked ------------------------------------------------------------------------------
-
-
 def answered(answer: str, *arguments: object) -> tuple[int, str]:
     """Run the command on a terminal, and answer its question."""
     ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        [str(COMMAND), *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs,
-        env=os.environ | {"TERM": "dumb", "COLUMNS": "100"},
-    )  # fmt: skip
+    environment = os.environ | {"TERM": "dumb", "COLUMNS": "100"}
+    command = [str(COMMAND), *map(str, arguments)]
+    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     os.write(ours, f"{answer}\n".encode())
     said = b""
@@ -233,12 +223,72 @@ def answered(answer: str, *arguments: object) -> tuple[int, str]:
 def test_it_asks_and_does_as_it_is_told(path):
     make_store(path)
     before = contents(path)
-    for command in (["clear", path], ["prune", path, "--older-than", "1d", "--json"]):
-        done = run_here(*command)
-        assert done.exit_code == 2
-        assert done.stderr.splitlines()[-1].startswith("kvdisk: nothing was deleted, since there is no terminal")
+    done = run_here("prune", path, "--older-than", "1d", "--json")
+    assert done.exit_code == 2 and "nothing was deleted, since there is no terminal" in done.stderr
     code, said = answered("n", "clear", path)
     assert code == 2 and "nothing was deleted." in said and contents(path) == before
     code, said = answered("y", "prune", path, "--older-than", "1d")
     assert code == 0 and "Delete " in said and "20 blocks, 1 whole engine store" in said
     assert home_ids(path) == []
+
+
+# -- kill -9 -----------------------------------------------------------------------------------
+
+
+def killed_at(step: int, *arguments: object) -> int:
+    """Run the command in a process that is killed after so many changes; return its exit code."""
+    with warnings.catch_warnings(action="ignore"):
+        child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = step
+
+    def counted(place: object, name: str) -> None:
+        real = getattr(place, name)
+
+        def count(*given: object, **named: object) -> object:
+            nonlocal left
+            result = real(*given, **named)
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(place, name, count)
+
+    try:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        for name in ("unlink", "rmdir", "rename", "replace"):
+            counted(os, name)
+        counted(LmdbTables, "commit")
+        counted(paths, "_exchange")
+        os._exit(app([*map(str, arguments), "--yes"], standalone_mode=False) or 0)
+    finally:
+        os._exit(99)
+
+
+@pytest.mark.parametrize(("command", "stride"), [(["prune", "--older-than", "5d"], 1), (["clear"], 3)])
+def test_whatever_step_it_dies_after_the_next_engine_starts_and_nothing_is_wrong(command, stride, tmp_path):
+    is_prune = command[0] == "prune"
+    whole = [tmp_path / "whole" / name for name in ("ab" if is_prune else "a")]
+    whole[0].parent.mkdir()
+    expected, now_s = make_store(whole, drives=len(whole)), int(time.time())
+    stamp(whole, lambda slot: now_s - (9 if slot.segment < 2 or slot.index > 3 else 1) * DAY_S)
+    stay = {row for row in expected if is_prune and row.slot.segment >= 2 and row.slot.index <= 3}
+    outcomes: list[set[Row]] = []
+    code = -signal.SIGKILL
+    while code:
+        dirs = [tmp_path / "killed" / path.name for path in whole]
+        shutil.copytree(whole[0].parent, dirs[0].parent)
+        code = killed_at(1 + stride * len(outcomes), *command, *dirs)
+        assert code in {0, -signal.SIGKILL}
+        left = served(dirs)  # an engine starts, serves and ends
+        assert stay <= left <= expected, f"step {len(outcomes)}"
+        assert all(home.record is not None for home in list_homes(dirs))
+        verdict = verify_store(dirs)
+        assert verdict.ok, (len(outcomes), verdict)
+        outcomes.append(left)
+        shutil.rmtree(dirs[0].parent)
+    assert outcomes[0] == (expected if is_prune else set()), "HOME is the first to go"
+    assert outcomes[-1] == stay and len(outcomes) > 4

@@ -11,21 +11,21 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_stores import run, run_here
+from cli_stores import run_here
 from rebuild_stores import GEOMETRY, end, hold, home_path, key_of, make_store, start, write_block
 
 from kvdisk.blocks import Slot
+from kvdisk.cli import verify
 from kvdisk.cli.verify import Verdict, verify_store
 from kvdisk.device import segment as segment_room
-from kvdisk.device import verify as device_verify
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.index.base import BlockRecord
 
 BLOCKS, SLOTS = 20, 40
 SMALL, WIDE = (group.slot_bytes for group in GEOMETRY.groups)
 BYTES = 2 * (10 * SMALL + 10 * WIDE)
-GENERATION = 1_700_000_000_000_000_013
-"""Of the third block of segment 2."""
+GENERATION = 1_700_000_000_000_000_011
+"""Of the first block of segment 2; those behind it follow."""
 
 
 def verified(*arguments: object, code: int = 0) -> dict:
@@ -58,86 +58,65 @@ def test_a_store_that_is_whole(path):
     }  # fmt: skip
     (home,) = found["homes"]
     assert (home["owner"], home["problems"], home["notes"], home["gone"]) == ("orphan", [], [], False)
-    shown = run("verify", path, COLUMNS="80")
-    assert shown.returncode == 0 and shown.stderr == "", "no progress where nobody sees it"
-    said = " ".join(shown.stdout.split())
-    assert f"Holds {BLOCKS} blocks in 1 engine store" in said and f"Read {SLOTS} slots, 480.0 KiB in" in said
-    assert "Result all good" in said and "\x1b" not in shown.stdout
+    said = " ".join(run_here("verify", path).stdout.split())
+    assert f"Holds {BLOCKS} blocks in 1 engine store Read {SLOTS} slots, 480.0 KiB in" in said
+    assert "Result all good" in said
 
 
-def flip(path: Path, offset: int, slot: int = 2) -> None:
+def flip(path: Path, offset: int, slot: int) -> None:
     at = slot_offset(SMALL, slot) + offset
     change(file_in(path), at, bytes([file_in(path).read_bytes()[at] ^ 1]))
 
 
-def rewrite(path: Path, **other: object) -> None:
+def test_every_slot_and_file_that_is_wrong(path, monkeypatch):
+    """Five slots of one file, of which 2 and 3 have the two kinds of checksum; one that the drive
+    does not read; and three files. A file is one finding, however many parts it is read in."""
+    make_store(path)
     home = hold(path)
-    block = {"key": key_of(202), "generation": GENERATION, "parent": key_of(201)} | other
-    write_block(home, Slot(2, 2), ranks=[1], **block)
+    write_block(home, Slot(2, 0), key_of(200), GENERATION, parent=key_of(999), ranks=[1])
+    write_block(home, Slot(2, 1), key_of(999), GENERATION + 1, parent=key_of(200), ranks=[1])
     home.close(clean=False)
+    flip(path, HEADER_BYTES + 3999, slot=2)
+    flip(path, HEADER_BYTES, slot=3)
+    change(file_in(path), slot_offset(SMALL, 4), bytes(HEADER_BYTES))
+    file_in(path, 0, 1).unlink()
+    shutil.copy(file_in(path, 0, 3), file_in(path, 1, 3))
+    os.truncate(file_in(path, 0, 3), slot_offset(WIDE, 3))
+    real = os.preadv
 
-
-@pytest.mark.parametrize(
-    ("damage", "slot", "check", "words"),
-    [
-        (lambda path: flip(path, HEADER_BYTES + 3999), 2, "checksum", "its payload does not have the checksum"),
-        (lambda path: flip(path, HEADER_BYTES, slot=3), 3, "checksum", "its payload does not have the checksum"),
-        (lambda path: flip(path, HEADER_BYTES - 1), 2, "header", "checksum of the header"),
-        (lambda path: change(file_in(path), slot_offset(SMALL, 2), bytes(HEADER_BYTES)), 2, "header", "all zeros"),
-        (lambda path: rewrite(path, key=key_of(999)), 2, "key", "its header names the key "),
-        (lambda path: rewrite(path, parent=key_of(999)), 2, "parent", "its header names the parent "),
-    ],
-)
-def test_a_slot_that_is_wrong(path, damage, slot, check, words):
-    """Slots 2 and 3 have the two kinds of checksum."""
-    make_store(path)
-    damage(path)
-    found = verified(path, code=1)
-    (wrong,) = found["wrong"]
-    where = {"home": home_path(path).name, "drive": 0, "segment": 2, "rank": 1, "path": str(file_in(path))}
-    where |= {"slot": slot, "offset_bytes": slot_offset(SMALL, slot), "slots": 1}
-    assert wrong == wrong | where | {"epoch": 0, "key": key_of(200 + slot).hex(), "check": check}
-    assert words in wrong["what"]
-    assert found["totals"]["wrong_slots"] == found["homes"][0]["wrong_slots"] == 1
-    assert found["homes"][0]["problems"] == []
-    shown = run_here("verify", path).stdout
-    assert "1 slot wrong (2 % of those read)" in shown
-    assert f"drive 0 segment 2 rank 1 slot {slot}: {wrong['what']}" in shown
-
-
-def test_what_cannot_be_read_is_wrong_and_what_lies_beside_it_is_not(path, monkeypatch):
-    make_store(path)
-    bad = slot_offset(SMALL, 2)
-
-    def preadv(fd, views, offset, _real=os.preadv):
+    def preadv(fd, views, offset):
+        bad = slot_offset(SMALL, 2)
         name = os.readlink(f"/proc/self/fd/{fd}")
-        if name.endswith("2/rank1.kv") and offset <= bad < offset + sum(map(len, views)):
+        if name.endswith("/0/rank1.kv") and offset <= bad < offset + sum(map(len, views)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return _real(fd, views, offset)
+        return real(fd, views, offset)
 
-    monkeypatch.setattr(device_verify.os, "preadv", preadv)
-    (wrong,) = verified(path, code=1)["wrong"]
-    assert (wrong["slot"], wrong["check"], wrong["what"]) == (2, "read", "it cannot be read: Input/output error")
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (os.unlink, "no such file"),
-        (lambda file: os.truncate(file, slot_offset(SMALL, 3)), "too few for its 8 slots"),
-        (lambda file: shutil.copy(file.with_name("rank0.kv"), file), "rank is 0"),
-    ],
-)
-def test_a_file_that_cannot_be_used(path, damage, words):
-    make_store(path)
-    damage(file_in(path))
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(verify, "PART_BYTES", 2 * WIDE)
     found = verified(path, code=1)
-    (wrong,) = found["wrong"]
-    assert (wrong["check"], wrong["slots"], wrong["slot"], wrong["key"]) == ("file", 5, None, None)
-    assert words in wrong["what"]
-    assert found["totals"]["wrong_slots"] == 5
-    assert found["totals"]["read_bytes"] == BYTES - 5 * SMALL
-    assert "segment 2 rank 1, all of its 5 blocks: " in run_here("verify", path).stdout
+    wanted = (
+        (0, 1, 2, "read", "it cannot be read: Input/output error"),
+        (1, 0, None, "file", "no such file"),
+        (2, 1, 0, "parent", "its header names the parent "),
+        (2, 1, 1, "key", "its header names the key "),
+        (2, 1, 2, "checksum", "its payload does not have the checksum"),
+        (2, 1, 3, "checksum", "its payload does not have the checksum"),
+        (2, 1, 4, "header", "all zeros"),
+        (3, 0, None, "file", "too few for its 8 slots"),
+        (3, 1, None, "file", "rank is 0"),
+    )
+    shown = run_here("verify", path).stdout
+    for wrong, (segment, rank, slot, check, words) in zip(found["wrong"], wanted, strict=True):
+        file = file_in(path, rank, segment)
+        where = {"home": home_path(path).name, "drive": 0, "segment": segment, "rank": rank, "path": str(file)}
+        key = None if slot is None else key_of(100 * segment + slot).hex()
+        offset = None if slot is None else slot_offset(SMALL, slot)
+        where |= {"slot": slot, "check": check, "key": key, "offset_bytes": offset, "slots": 5 if slot is None else 1}
+        assert wrong == wrong | where and words in wrong["what"]
+        at = ", all of its 5 blocks" if slot is None else f" slot {slot}"
+        assert f"drive 0 segment {segment} rank {rank}{at}: {wrong['what']}" in shown
+    assert found["totals"]["wrong_slots"] == found["homes"][0]["wrong_slots"] == 6 + 3 * 5
+    assert found["totals"]["read_bytes"] == BYTES - 3 * 5 * WIDE and found["homes"][0]["problems"] == []
 
 
 @pytest.mark.parametrize(
@@ -182,10 +161,10 @@ def test_a_sample_is_told_and_can_be_repeated(path):
     for seed, code in ((0, 1), (1, 0)):  # 5 of 20 blocks, one with that one and one without
         hit = verified(path, "--sample", "25 %", "--seed", seed, code=code)
         assert (hit["totals"]["slots"], hit["sample_percent"], hit["seed"]) == (10, 25.0, seed)
+    shown = run_here("verify", path, "--sample", "0.01").stdout
+    assert "0.01 % of the blocks, seed " in shown and "2 slots, " in shown, "one block at least"
     assert run_here("verify", path, "--sample=nan").stderr.startswith("kvdisk: --sample is a percentage above 0")
     assert "has no engine store aaaa" in run_here("verify", path, "--home", "a" * 32).stderr
-    shown = run_here("verify", path, "--sample", "0.01").stdout
-    assert "Sample" in shown and "0.01 % of the blocks, seed " in shown and "2 slots, " in shown
 
 
 # -- while it changes --------------------------------------------------------------------------
@@ -234,23 +213,21 @@ def test_a_home_that_is_taken_over_while_it_is_read_is_read_again(path):
     end(owners[0])
 
 
-def test_an_index_that_cannot_be_read_again_clears_nothing(path):
-    make_store(path)
-    change(file_in(path), slot_offset(SMALL, 2), b"x")
-    data = home_path(path) / "index" / "data.mdb"
-    verdict = verdict_while(path, lambda: os.truncate(data, 2 * 4096))
-    assert [one.slot for one in verdict.wrong] == [2]
-
-
-def test_ctrl_c_leaves_what_was_found(path):
+def test_an_index_that_cannot_be_read_again_clears_nothing_and_ctrl_c_leaves_what_was_found(path, monkeypatch):
     make_store(path)
     change(file_in(path, 0, 0), slot_offset(SMALL, 2), b"x")
 
-    def stop(done_bytes: int, total_bytes: int) -> None:
+    def stop(done_bytes: int = 1, total_bytes: int = 0) -> None:
         if done_bytes > total_bytes // 2:
             raise KeyboardInterrupt
 
-    verdict = verify_store([path], watch=stop)
-    assert verdict.stopped and not verdict.ok
-    assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)]
-    assert 0 < verdict.homes[0].slots < SLOTS
+    monkeypatch.setattr(verify, "PART_BYTES", 2 * WIDE)
+    for again in (verify.read_indexes, lambda _paths: stop()):  # also a second one, while the index is read once more
+        monkeypatch.setattr(verify, "read_indexes", again)
+        verdict = verify_store([path], watch=stop)
+        assert verdict.stopped and not verdict.ok
+        assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)]
+        assert 0 < verdict.homes[0].slots < SLOTS
+    monkeypatch.undo()
+    verdict = verdict_while(path, lambda: os.truncate(home_path(path) / "index" / "data.mdb", 2 * 4096))
+    assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)] and not verdict.stopped

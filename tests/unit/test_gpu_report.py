@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU report without a GPU: one line, and a rehearsal over CPU tensors in which every route
-moves something."""
+"""Our own tools: the GPU report without a GPU, one line, and a rehearsal over CPU tensors in which
+every route moves something; and what a large store costs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 from unittest.mock import Mock
 
 import gpu_report
+import measure_store
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 
@@ -43,3 +44,8 @@ def test_every_route_and_size_is_in_the_table_and_the_json(monkeypatch, tmp_path
     rows = [line for line in printed.splitlines() if line.startswith("| ") and "KiB" in line]
     assert len(rows) == 1 + 2 + 4, printed
     assert slot_headers.check_slot.__module__ == "kvdisk.device.header", "verification is back"
+
+
+def test_a_store_is_measured_in_memory():
+    blocks = 2 * measure_store.LOOKED_UP
+    assert measure_store.measure_tier(lambda: measure_store.GivenIndex(blocks), blocks)["hit_us"] > 0

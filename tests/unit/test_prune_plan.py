@@ -35,21 +35,21 @@ def chain(segments: Iterable[int], stored_s: int, first: int = 0) -> list[BlockR
 
 
 def home(
-    name: str, last_use_s: int, blocks: list[BlockRecord] | None = None, *, sizes: dict[int, int] | None = None,
+    name: str, last_use_s: int, blocks: list[BlockRecord] | None = None, *, segments: tuple[int, ...] = (),
     unknown: tuple[int, ...] = (), alive: bool = False, fingerprint: bytes | None = ONE, why_whole: str = "",
 ) -> HomeState:  # fmt: skip
-    """Segments of 100 bytes, and 50 bytes beside them. ``sizes``: of slots, by segment.
-    ``unknown``: segments that the index does not have."""
-    sizes = sizes or dict.fromkeys(sorted({block.slot.segment for block in blocks or ()}), 8192)
-    numbers = [*sizes, *unknown]
+    """Segments of 100 bytes, and 50 bytes beside them. ``unknown``: segments that the index does
+    not have."""
+    known = {*segments, *(block.slot.segment for block in blocks or ())}
+    numbers = [*sorted(known), *unknown]
     drives = (DriveName("a" * 32, ""),)
     record = HomeRecord(FORMAT_VERSION, fingerprint or b"", {}, "", True, 1 << 40, last_use_s, 0, 0, "", drives)
     files = tuple(SegmentFileSummary(number, 0, 0, 100, 100) for number in numbers)
     summary = HomeSummary(name, Path("nowhere"), record if fingerprint else None, alive, 100 * len(numbers) + 50, files)
     index = MemoryIndex()
     index.put(blocks or [])
-    for segment, slot_bytes in sizes.items():
-        index.put_segment(SegmentRecord(segment, slot_bytes, 8))
+    for segment in known:
+        index.put_segment(SegmentRecord(segment, 8192, 8))
     index.commit()
     content = IndexContent(tuple(index.segments()), index.block_columns())
     return HomeState(summary, IndexContent(problem="damaged") if why_whole else content, why_whole)
@@ -61,13 +61,10 @@ def plan_of(homes: list[HomeState], before_s: int | None = None, **asked: object
 
 ABC = [home("b", 300, chain([0], 1)), home("a", 200, chain([0, 1], 1)), home("c", 400, chain([0], 1))]
 UNREADABLE = home("x", 0, fingerprint=None, why_whole="unreadable")
-DAMAGED = home("d", 300, sizes={0: 8192, 1: 8192}, why_whole="its index is damaged")
+DAMAGED = home("d", 300, segments=(0, 1), why_whole="its index is damaged")
 YOUNG_TAIL = home("a", 1000, [*chain([0, 0, 1, 2], 100), *chain([3, 4], 900, first=50)])
-KV_GROUPS = home(
-    "a", 1000, [block for at in range(9) for block in chain([at], 100 + at, first=100 * at)],
-    sizes={segment: 8192 if segment < 6 else 12288 for segment in range(9)},
-)  # fmt: skip
-UNKNOWN = home("a", 1000, chain([0, 1, 2], 100), unknown=(7,))
+UNKNOWN = home("a", 1000, [*chain([0, 1, 2], 100), *chain([3], 900, first=10)], unknown=(7,))
+EMPTY = home("a", 1000, [*chain([0], 100), *chain([1], 900, first=10)], segments=(0, 1, 2))
 MIXED = home("a", 1000, [*chain([0, 0], 100), *chain([1, 2], 100, first=10), *chain([2], 900, first=20)])
 AGES = home("a", 1000, [*chain([0], 100), *chain([1], 200, first=10), *chain([2], 900, first=20)])
 TREE = home(
@@ -93,11 +90,12 @@ OTHERS = [home("a", 200, chain([0], 1)), home("b", 100, chain([0], 1), fingerpri
         ([YOUNG_TAIL], {"to_bytes": 450}, [("a", False, [2], 0)]),
         ([YOUNG_TAIL], {"to_bytes": 250}, [("a", False, [0, 1, 2], 0)]),
         ([YOUNG_TAIL], {"to_bytes": 100}, [("a", True, [0, 1, 2, 3, 4], 0)]),
-        # Slot sizes go down together: two of six and one of three.
-        ([KV_GROUPS], {"to_bytes": 950 - 300}, [("a", False, [0, 1, 6], 0)]),
-        # Segments that the index does not know go with any cut.
-        ([UNKNOWN], {"to_bytes": 350}, [("a", False, [7], 0)]),
-        ([UNKNOWN], {"to_bytes": 250}, [("a", False, [2, 7], 0)]),
+        # Segments that the index does not know go with any cut, those without blocks for room.
+        ([UNKNOWN], {"to_bytes": 450}, [("a", False, [7], 0)]),
+        ([UNKNOWN], {"to_bytes": 350}, [("a", False, [2, 7], 0)]),
+        ([UNKNOWN], {"before_s": 500}, [("a", False, [0, 1, 2, 7], 0)]),
+        ([EMPTY], {"to_bytes": 250}, [("a", False, [2], 0)]),
+        ([EMPTY], {"before_s": 500}, [("a", False, [0], 0)]),
         # What cannot be cut goes as a whole, or stays.
         ([DAMAGED], {"to_bytes": 200}, [("d", True, [0, 1], 0)]),
         ([DAMAGED], {"before_s": 200}, []),

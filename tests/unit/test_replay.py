@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk replay``: small traces by hand, and the command. The models to compare with:
-``test_replay_models``."""
+"""``kvdisk replay``: small traces by hand, the models to compare with, and the command."""
 
 from __future__ import annotations
 
@@ -9,46 +8,35 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from cli_stores import run_here
-from replay_models import run_model
-from replay_traces import conversations, write_mooncake
+from hypothesis import given
+from hypothesis import strategies as st
+from replay_models import MODELS, run_belady, run_model
+from replay_traces import Prefixes, conversations, write_mooncake
 
-from kvdisk.cli.replay import run as replay_run
-from kvdisk.cli.replay.capacity import Room, parse_room
-from kvdisk.cli.replay.readers import read_trace
-from kvdisk.cli.replay.run import Run
-from kvdisk.cli.replay.tiers import Setting, make_geometry
-from kvdisk.cli.replay.trace import Trace
+from kvdisk.cli.replay.run import Run, run_setting
+from kvdisk.cli.replay.tiers import Room, Setting, make_geometry, parse_room
+from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.manager.nvme import spare_slots
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = Config()
+POLICIES = {name: getattr(Config(), name) for name in ("eviction", "cpu_admission", "nvme_admission", "store_policy")}
 
 
 def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Room:
     return parse_room("--nvme", text, trace, make_geometry(trace, 1 << 20), on_nvme=on_nvme)
 
 
-def run_setting(trace: Trace, nvme: str, cpu: str = "0", **changes) -> Run:
-    values = {
-        "cpu": room_of(trace, cpu, on_nvme=False),
-        "nvme": room_of(trace, nvme),
-        "gpu_blocks": 0,
-        "eviction": DEFAULTS.eviction,
-        "cpu_admission": DEFAULTS.cpu_admission,
-        "nvme_admission": DEFAULTS.nvme_admission,
-        "store_policy": DEFAULTS.store_policy,
-    }
-    return replay_run.run_setting(trace, 4096, Setting(**(values | changes)))
-
-
-def hits(run: Run) -> int:
-    return sum(run.hit_blocks.values())
+def replayed(trace: Trace, nvme: str, cpu: str = "0", gpu: int = 0, **policies: str) -> Run:
+    rooms = {"cpu": room_of(trace, cpu, on_nvme=False), "nvme": room_of(trace, nvme), "gpu_blocks": gpu}
+    return run_setting(trace, 4096, Setting(**rooms | POLICIES | policies))
 
 
 @pytest.fixture(scope="module")
@@ -81,41 +69,76 @@ def test_by_hand(tmp_path):
     """Three prompts of full blocks, NVMe alone: the second shares two blocks with the first, the
     third has all."""
     trace = read_trace(write_mooncake(tmp_path / "t", [[0, 1, 2], [0, 1, 3, 4], [0, 1, 3, 4]]))
-    outcome = run_setting(trace, "50")
+    outcome = replayed(trace, "50")
     assert outcome.hit_blocks == {"gpu": 0, "cpu": 0, "nvme": 6}
     assert (outcome.written_blocks, outcome.read_blocks) == (5, 6)
     assert outcome.hit_tokens["nvme"] == 2 * 512 + 3 * 512 + 3, "the last block is partial, and has 3 tokens here"
-    assert run_setting(trace, "50", nvme_admission="reuse(2)").hit_blocks["nvme"] == 2
-    with_cpu = run_setting(trace, "50", cpu="50")
+    assert replayed(trace, "50", nvme_admission="reuse(2)").hit_blocks["nvme"] == 2
+    with_cpu = replayed(trace, "50", cpu="50")
     assert with_cpu.hit_blocks == {"gpu": 0, "cpu": 6, "nvme": 0}
     assert with_cpu.written_blocks == 5 and with_cpu.read_blocks == 0
-    assert run_setting(trace, "50", gpu_blocks=50).hit_blocks == {"gpu": 6, "cpu": 0, "nvme": 0}
+    assert replayed(trace, "50", gpu=50).hit_blocks == {"gpu": 6, "cpu": 0, "nvme": 0}
     others = [[10 * at + part for part in range(4)] for at in range(1, 11)]
     long = read_trace(write_mooncake(tmp_path / "long", [[0, 1, 2], *others, [0, 1, 2]]))
-    found = run_setting(long, "50", gpu_blocks=20).hit_blocks
+    found = replayed(long, "50", gpu=20).hit_blocks
     assert found == {"gpu": 0, "cpu": 0, "nvme": 3}, "the GPU's cache had no room for them all this time"
 
 
-@pytest.mark.parametrize("text", ["1%", "100%"])
-def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats, text):
+def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats):
     """Decision 25, on a trace of like nature."""
-    lru, own = run_setting(chats, text, eviction="lru", nvme_admission="all"), run_setting(chats, text)
+    lru, own = replayed(chats, "1%", eviction="lru", nvme_admission="all"), replayed(chats, "1%")
     counts = run_model("lru", [request.hashes for request in chats.requests], lru.room.blocks)
-    assert hits(lru) == pytest.approx(sum(counts.hits), rel=0.01)
+    assert sum(lru.hit_blocks.values()) == pytest.approx(sum(counts.hits), rel=0.01)
     assert lru.written_blocks == pytest.approx(counts.written, rel=0.03)
-    assert hits(own) >= sum(counts.hits)
-    assert own.written_blocks <= counts.written / (2 if text == "1%" else 1)
+    assert sum(own.hit_blocks.values()) >= sum(counts.hits) and own.written_blocks <= counts.written / 2
+
+
+# --- The models of tools/replay_models.py. ---
+
+
+def test_models_by_hand():
+    prompts = [["a", "b"], ["c"], ["a", "b"], ["d"], ["c"]]
+    # Room for three, the head of a prompt used last: b a | b a c | (a b hit) c b a | b a d | a d c
+    assert run_model("lru", prompts, 3) == ([0, 0, 2, 0, 0], 5)
+    scan = [[block] for block in ["a", "a", "b", "c", "d", "e", "a"]]
+    assert run_model("arc", scan, 3).hits == [0, 1, 0, 0, 0, 0, 1], "what was used twice outlives a scan"
+    assert run_model("lru", scan, 3).hits == [0, 1, 0, 0, 0, 0, 0]
+
+
+def most_hits(prompts, capacity):
+    """The most hits of all ways to keep blocks: after each reference any of those there, and of the
+    one that came."""
+    references = tuple((block, at == 0) for prompt in prompts for at, block in enumerate(prompt))
+
+    @cache
+    def most(at, kept, whole):
+        if at == len(references):
+            return 0
+        block, is_first = references[at]
+        whole = block in kept and (whole or is_first)
+        there = kept | {block}
+        counts = range(min(capacity, len(there)) + 1)
+        choices = [frozenset(choice) for count in counts for choice in combinations(there, count)]
+        return whole + max(most(at + 1, choice, whole) for choice in choices)
+
+    return most(0, frozenset(), False)
+
+
+TINY = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=6).map(
+    lambda prompts: [prefixes.number(prompt) for prefixes in [Prefixes()] for prompt in prompts]
+)
+
+
+@given(TINY.filter(lambda prompts: sum(map(len, prompts)) <= 11), st.integers(0, 3))
+def test_belady_is_the_optimum_and_no_model_beats_it(prompts, capacity):
+    best = run_belady(prompts, capacity)
+    assert sum(best.hits) == most_hits(prompts, capacity)
+    assert best.written <= sum(best.hits)
+    if capacity:
+        assert all(sum(run_model(name, prompts, capacity).hits) <= sum(best.hits) for name in MODELS)
 
 
 # --- The command. ---
-
-
-def test_the_command_prints_a_table(small):
-    done = run_here("replay", small, "--nvme", "5%,20%", "--cpu", "10")
-    assert done.exit_code == 0, done.stderr
-    assert "60 requests" in done.stdout and "block references through the manager in " in done.stdout
-    assert done.stdout.count("credit, adaptive, cpu 10") == 2
-    assert "by CPU" in done.stdout and "by NVMe" in done.stdout
 
 
 def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
@@ -143,6 +166,9 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
     assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "credit, reuse(2)"] * 2
     room = {"given": "200", "blocks": 200, "slots": 228}
     assert found["runs"][1]["room"] == found["runs"][1]["setting"]["nvme"] == room
+    done = run_here("replay", small, "--nvme", "5%,20%", "--cpu", "10")
+    assert done.exit_code == 0 and "60 requests" in done.stdout
+    assert done.stdout.count("credit, adaptive, cpu 10") == 2 and "by CPU" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -161,12 +187,3 @@ def test_wrong_usage_is_one_sentence(small, arguments, said):
     done = run_here("replay", small, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert said in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("kvdisk: ")
-
-
-def test_an_azure_trace_says_what_it_cannot_tell(tmp_path):
-    path = tmp_path / "azure.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:17:03.9799600,480,10\n" * 20)
-    done = run_here("replay", path, "--nvme", "100")
-    assert done.exit_code == 0, done.stderr
-    assert "Note: an Azure trace does not say which prompts share blocks" in done.stdout
-    assert "0.00 %" in done.stdout

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.cli.replay.readers import BYTES_FOR_TOKENS, NO_IDENTITY, Form, read_trace
-from kvdisk.cli.replay.trace import TraceError
+from kvdisk.cli.replay.trace import BYTES_FOR_TOKENS, NO_IDENTITY, Form, TraceError, read_trace
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]},
@@ -35,28 +34,17 @@ def read(tmp_path, text, **options):
 
 
 def test_mooncake(tmp_path):
-    trace = read(tmp_path, lines(*MOONCAKE))
-    assert (trace.form, trace.block_tokens, trace.references, trace.distinct, trace.longest) == (
-        "mooncake",
-        512,
-        6,
-        4,
-        3,
-    )
+    text = lines(*MOONCAKE)
+    trace = read(tmp_path, text)
+    assert (trace.form, trace.block_tokens, trace.tokens) == ("mooncake", 512, 3036)
+    assert (trace.references, trace.distinct, trace.longest) == (6, 4, 3)
     first, second = trace.requests
     assert first.hashes[:2] == second.hashes[:2] and first.hashes[2] != second.hashes[2]
     assert (first.time_s, second.time_s, first.tokens, first.output_tokens) == (0.0, 27.0, 1500, 5)
-    assert trace.tokens == 3036
     assert trace.token_span(first, 0, 2) == 1024 and trace.token_span(first, 2, 3) == 1500 - 1024
-    assert all(len(block) == 32 for block in first.hashes)
-
-
-def test_packed_or_limited_it_is_the_same(tmp_path):
-    text = lines(*MOONCAKE)
-    plain = read(tmp_path, text)
     for same in (gzip.compress(text.encode()), f"\n{text}\n\n", f"\ufeff{text}"):
-        assert read(tmp_path, same).requests == plain.requests
-    assert read(tmp_path, text + "damaged", limit=2).requests == plain.requests
+        assert read(tmp_path, same).requests == trace.requests
+    assert read(tmp_path, text + "damaged", limit=2).requests == trace.requests
     whole = read(tmp_path, text, whole=True).requests
     assert [(len(request.hashes), request.tokens) for request in whole] == [(2, 1024), (3, 1536)]
 
@@ -99,10 +87,8 @@ def test_generic(tmp_path):
         (lines(MOONCAKE[0] | {"hash_ids": [], "input_length": 0}), "has no request with a block of 512 tokens"),
         (lines({"blocks": [1], "prompt": "x"}), "not blocks and prompt"),
         (lines({"blocks": ["\ud800"]}), "line 1: blocks must be a list"),
-        (lines({"tokens": [1, -2]}), "line 1: tokens must be"),
         (lines({"prompt": 7}), "line 1: prompt must be text"),
         (AZURE + "yesterday,1,1\n", "line 5: TIMESTAMP must be a date and a time, not 'yesterday'"),
-        (AZURE + "2024-05-10 00:00:00,-1,1\n", "line 5: ContextTokens must be a whole number of tokens, not '-1'"),
         (AZURE + "2024-05-10 00:00:00,12\n", "line 5: GeneratedTokens must be a whole number of tokens, not missing"),
         (AZURE + '2024-05-10 00:00:00,"12,1\n', "line 5: not a line of CSV"),
         (b"\xff\xfe\x00", "line 1: not text in UTF-8"),
@@ -117,32 +103,27 @@ def test_what_is_wrong_is_said_in_one_sentence_that_names_the_line(tmp_path, tex
 
 
 def test_files_and_forms_that_cannot_be_read(tmp_path):
-    with pytest.raises(TraceError, match="cannot be read: No such file"):
-        read_trace(tmp_path / "none")
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
     with pytest.raises(TraceError, match="line 1: not a JSON object"):
         read(tmp_path, AZURE, form=Form.JSONL)
 
 
-WHOLE = (
-    (lines(*MOONCAKE) + lines(*MOONCAKE)).encode(),
-    AZURE.encode(),
-    lines({"blocks": [1, 2]}, {"tokens": [1]}).encode(),
-)
-DAMAGE = st.tuples(
-    st.integers(0, 2), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6), st.integers(0, 400)
-)
+WHOLE = (lines(*MOONCAKE).encode(), AZURE.encode(), lines({"blocks": [1, 2]}, {"tokens": [1]}).encode())
 
 
-@given(DAMAGE, st.booleans())
-def test_damage_is_a_sentence_or_harmless_never_anything_else(tmp_path_factory, damage, packed):
-    which, changes, kept = damage
-    data = bytearray(WHOLE[which])
+@given(
+    st.sampled_from(WHOLE),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6),
+    st.integers(1, 400),
+    st.booleans(),
+)
+def test_damage_is_a_sentence_or_harmless_never_anything_else(tmp_path_factory, whole, changes, kept, packed):
+    data = bytearray(whole)
     for at, value in changes:
         if at < len(data):
             data[at] = value
-    raw = bytes(data[: max(kept, 1)])
+    raw = bytes(data[:kept])
     path = tmp_path_factory.mktemp("fuzz") / "trace"
     path.write_bytes(gzip.compress(raw) if packed else raw)
     with suppress(TraceError):

@@ -5,28 +5,26 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from kvdisk.cli.output import AsJson, Exit, print_json, refusal, report_console
-from kvdisk.cli.replay import run
-from kvdisk.cli.replay.capacity import parse_room, split
-from kvdisk.cli.replay.readers import Form, read_trace
-from kvdisk.cli.replay.table import print_replayed
-from kvdisk.cli.replay.tiers import Setting, make_geometry
-from kvdisk.cli.replay.trace import Trace
+from kvdisk.cli.output import AsJson, Exit, number, plural, print_json, refusal, report_console, size
+from kvdisk.cli.replay.run import Replayed, run_all
+from kvdisk.cli.replay.tiers import Setting, make_geometry, parse_room, split
+from kvdisk.cli.replay.trace import Form, Trace, read_trace
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.stats import REFUSALS, TIER_WORDS
 
 _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
 """Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
-_RUNS_A_CPU = 3
-"""More than one: runs that share CPUs end at about the same time, and none is left alone on one."""
 _Names = Annotated[list[str], typer.Option(metavar="NAME,...", help="As in the configuration.")]
 
 
@@ -57,7 +55,7 @@ def replay(
     store_policy: _Names = [_DEFAULTS.store_policy],  # noqa: B006
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Runs at a time; by default all, up to three a CPU."),
+        typer.Option(min=1, metavar="N", help="Runs at a time; by default one a CPU."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,28 +75,27 @@ def replay(
         policies = [split(each) for each in (eviction, cpu_admission, nvme_admission, store_policy)]
         _check_policies(policies)
         trace = read_trace(path, form, block_tokens, limit, whole=whole)
-        size = _TOKEN_BYTES * trace.block_tokens if block_bytes is None else parse_bytes("--block-bytes", block_bytes)
-        if not size:
+        each = _TOKEN_BYTES * trace.block_tokens if block_bytes is None else parse_bytes("--block-bytes", block_bytes)
+        if not each:
             raise ConfigError("--block-bytes must be more than 0.")
-        settings = _settings(trace, size, split(cpu), split(nvme), gpu, policies)
-        at_once = processes or _RUNS_A_CPU * len(os.sched_getaffinity(0))
-        replayed = run.replay(trace, settings, size, at_once, lambda done: _watch(done, len(settings)))
+        settings = _settings(trace, each, split(cpu), split(nvme), gpu, policies)
+        at_once = processes or len(os.sched_getaffinity(0))
+        replayed = run_all(trace, settings, each, at_once, lambda done: _watch(done, len(settings)))
     except KvdiskError as error:
         raise refusal(f"{str(error).removesuffix('.')}.", Exit.NOTHING_DONE) from None
     if as_json:
         print_json(replayed)
     else:
         wide = None if console.is_terminal else 160
-        print_replayed(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
+        _print(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
 
 
 def _check_policies(policies: list[list[str]]) -> None:
-    keys = ("eviction", "cpu_admission", "nvme_admission", "store_policy")
-    for key, names in zip(keys, policies, strict=True):
+    for key, names in zip(("eviction", "cpu_admission", "nvme_admission", "store_policy"), policies, strict=True):
         for name in names:
             Config.from_mapping({key: name})
-            if name == "on_preemption":
-                raise ConfigError("--store-policy on_preemption would store nothing: a replay preempts no request.")
+    if "on_preemption" in policies[-1]:
+        raise ConfigError("--store-policy on_preemption would store nothing: a replay preempts no request.")
 
 
 def _settings(
@@ -110,7 +107,7 @@ def _settings(
     rooms = [pair for pair in product(cpu_rooms, nvme_rooms) if pair[0].slots or pair[1].slots]
     if not rooms:
         raise ConfigError("With neither --cpu nor --nvme there is no tier to keep anything in.")
-    if any(store == "spillover" for store in policies[-1]) and not gpu:
+    if "spillover" in policies[-1] and not gpu:
         raise ConfigError("--store-policy spillover stores what leaves the GPU's prefix cache; give it one with --gpu.")
     return [
         Setting(eviction, cpu_admission, nvme_admission, store, *pair, gpu)
@@ -124,3 +121,57 @@ def _watch(done: int, total: int) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[K{done} of {total} runs\r" if done < total else "\x1b[K")
         sys.stderr.flush()
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def _print(replayed: Replayed, console: Console) -> None:
+    """Print the trace, the table, and how fast it went."""
+    trace = replayed.trace
+    console.print(
+        f"{trace.name} ({trace.form}): {plural(trace.requests, 'request')}, {number(trace.references)} blocks of"
+        f" {trace.block_tokens} tokens, {number(trace.distinct_blocks)} distinct"
+    )
+    for note in trace.notes:
+        console.print(f"Note: {note}")
+    console.print(_table(replayed))
+    beside = f", {replayed.processes} runs at a time" if replayed.processes > 1 else ""
+    console.print(
+        "hits: tokens of prompts that were loaded, of all; write amp.: blocks written to NVMe / distinct blocks.\n"
+        f"Bytes are of blocks of {size(replayed.block_bytes)} with their headers.\n"
+        f"{plural(len(replayed.runs) * trace.references, 'block reference')} through the manager in"
+        f" {replayed.seconds:.1f} s: {number(replayed.references_per_second)} a second{beside}."
+    )
+
+
+def _table(replayed: Replayed) -> Table:
+    tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks[tier] for run in replayed.runs)]
+    told_apart = tiers if len(tiers) > 1 else []
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("room", no_wrap=True)
+    table.add_column("policy")
+    by_tier = [f"by {TIER_WORDS[tier]}" for tier in told_apart]
+    for title in ("hits", *by_tier, "of blocks", "written", "read", "write amp.", "evicted", "refused"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for _, some in groupby(replayed.runs, lambda run: run.room.blocks):
+        for at, run in enumerate(some):
+            table.add_row(
+                f"{run.room.given}  {number(run.room.blocks)}" if at == 0 else "",
+                run.policy,
+                _percent(run.hit_rate),
+                *(_percent(run.hit_tokens[tier] / replayed.trace.tokens) for tier in told_apart),
+                _percent(run.hit_blocks_rate),
+                size(run.written_bytes),
+                size(run.read_bytes),
+                f"{run.write_amplification:.2f}",
+                number(sum(run.evicted_blocks.values())),
+                number(sum(run.refused[why] for why in REFUSALS)),
+            )
+        if at:
+            table.add_section()
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"

@@ -12,8 +12,7 @@ from multiprocessing import get_context
 
 from kvdisk import __version__
 from kvdisk.blocks import Tier
-from kvdisk.cli.replay.capacity import Room
-from kvdisk.cli.replay.tiers import Setting, make_engine, make_geometry
+from kvdisk.cli.replay.tiers import Room, Setting, make_engine, make_geometry
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.stats import REFUSALS
 
@@ -27,7 +26,7 @@ class Run:
     ``policy``: its name in the table. ``room``: of the tier that the runs differ in. ``written_*``,
     ``read_*``: to and from NVMe. ``write_amplification``: blocks written for each distinct block of
     the trace. ``written_per_hit``: for each that hit in NVMe. ``refused``: offers; ``left_cpu_*``:
-    what left the CPU tier unwritten.
+    what was evicted from the CPU tier and not written to NVMe.
     """
 
     policy: str
@@ -123,7 +122,7 @@ def _run_shared(setting: Setting) -> Run:
     return run_setting(*_shared[0], setting)
 
 
-def replay(
+def run_all(
     trace: Trace, settings: Sequence[Setting], block_bytes: int, processes: int, watch: Callable[[int], None]
 ) -> Replayed:
     """Run every setting, so many at a time. ``watch``: told how many have ended.

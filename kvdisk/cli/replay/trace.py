@@ -1,22 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace is once it is read: requests in order, each with its blocks. Pure.
+"""A trace, and how it is read: requests in order, each with its blocks. A line that is damaged ends
+the reading with one sentence that names it.
 
-A block's hash covers all before it, as vLLM's does: a block is known again only behind the same
-prefix.
+Mooncake, one JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length``
+(tokens), ``hash_ids`` (one number for each block of the prompt; the last block may be partial).
+
+Azure LLM inference, CSV with a header: ``TIMESTAMP`` (date and time), ``ContextTokens``,
+``GeneratedTokens``; other columns are ignored. It does not say which prompts share blocks, so none
+do: it tells what is written, not what hits.
+
+Generic, one JSON object a line, with one of
+
+    blocks      a list of numbers or words, one for each block, the last of which may be partial
+    tokens      a list of token ids
+    prompt      text; four bytes of UTF-8 stand for a token
+
+and, where known, ``time_s`` (seconds), ``prompt_tokens`` (with ``blocks``; else the last block
+counts as full) and ``output_tokens``. Of ``tokens`` and ``prompt`` full blocks count only, as in
+vLLM. Other fields are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from kvdisk.errors import KvdiskError
 
 HASH_BYTES = 32
 """As long as those of vLLM's sha256."""
+_BLOCK_TOKENS, _MOONCAKE_BLOCK_TOKENS = 16, 512
+_BYTES_PER_TOKEN = 4
+_MOST_TOKENS = 1 << 24
+"""Of one prompt."""
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+NO_IDENTITY = (
+    "an Azure trace does not say which prompts share blocks: here no two requests share any, so nothing can hit,"
+    " and only what would be written is of use."
+)
+BYTES_FOR_TOKENS = f"prompts are text: {_BYTES_PER_TOKEN} bytes stand for a token."
+
+Row = Mapping[str, Any]
+"""A line, by field or column. What CSV gives is text."""
 
 
 class TraceError(KvdiskError):
@@ -95,3 +131,204 @@ class Chain:
             found.append(block)
             parent = block
         return found
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+class Form(StrEnum):
+    """Of a trace; AUTO: known by its first line."""
+
+    AUTO = "auto"
+    MOONCAKE = "mooncake"
+    AZURE = "azure"
+    JSONL = "jsonl"
+
+
+class _Damaged(Exception):
+    """What is wrong with a line, to go behind ``line 7: ``."""
+
+
+def read_trace(
+    path: Path,
+    form: Form = Form.AUTO,
+    block_tokens: int | None = None,
+    limit: int | None = None,
+    *,
+    whole: bool = False,
+) -> Trace:
+    """Read a trace, or its first ``limit`` requests. ``whole``: leave partial blocks out. Raises
+    TraceError."""
+    lines = _Lines()
+    wrong = ""
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            source = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
+            return _read(path, lines.of(source), form, block_tokens, limit, whole)
+    except _Damaged as damage:
+        wrong = str(damage)
+    except UnicodeDecodeError:
+        wrong = "not text in UTF-8"
+    except csv.Error as error:
+        wrong = f"not a line of CSV ({error})"
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path} is a damaged gzip file: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
+    raise TraceError(f"{path}, line {lines.number}: {wrong}")
+
+
+class _Lines:
+    """The lines of a file that are not blank. ``number``: of the last one that was read, from 1."""
+
+    number = 0
+
+    def of(self, source: Iterable[bytes]) -> Iterator[str]:
+        """Yield the lines."""
+        for self.number, raw in enumerate(source, start=1):
+            if line := raw.decode("utf-8-sig" if self.number == 1 else "utf-8").strip():
+                yield line
+
+
+def _read(
+    path: Path, lines: Iterator[str], form: Form, block_tokens: int | None, limit: int | None, whole: bool
+) -> Trace:
+    first = next(lines, None)
+    if first is None:
+        raise TraceError(f"{path} is empty")
+    if form is Form.AUTO:
+        form = _form_of(first)
+    if block_tokens is None:
+        block_tokens = _MOONCAKE_BLOCK_TOKENS if form is Form.MOONCAKE else _BLOCK_TOKENS
+    lines = chain((first,), lines)
+    parser = _Parser(block_tokens)
+    rows: Iterable[Row] = map(_object, lines)
+    if form is Form.AZURE:
+        rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
+    parse = {Form.AZURE: parser.azure, Form.MOONCAKE: parser.mooncake}.get(form, parser.generic)
+    found = [parse(row) for row in islice(rows, limit)]
+    if whole:
+        found = [
+            request._replace(hashes=request.hashes[:full], tokens=full * block_tokens)
+            for request in found
+            for full in (request.tokens // block_tokens,)
+        ]
+    if not any(request.hashes for request in found):
+        raise TraceError(f"{path} has no request with a block of {block_tokens} tokens")
+    return Trace(path.name, form.value, block_tokens, found, tuple(parser.notes))
+
+
+def _form_of(line: str) -> Form:
+    if line.startswith("{"):
+        return Form.MOONCAKE if "hash_ids" in _object(line) else Form.JSONL
+    if all(name in line for name in _AZURE_COLUMNS):
+        return Form.AZURE
+    raise _Damaged(f"neither a JSON object nor a header with {', '.join(_AZURE_COLUMNS)}; see --form")
+
+
+class _Parser:
+    """Makes requests of rows. ``notes``: what a reader of the figures has to know, as keys."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.notes: dict[str, None] = {}
+        self._block_tokens = block_tokens
+        self._chain = Chain()
+        self._serial = 0
+
+    def mooncake(self, row: Row) -> TracedRequest:
+        """See the module."""
+        names, tokens = _packed(row, "hash_ids"), _whole_number(row, "input_length")
+        return self._request(_number(row, "timestamp") / 1000, names, tokens, _whole_number(row, "output_length", 0))
+
+    def azure(self, row: Row) -> TracedRequest:
+        """See the module."""
+        self.notes[NO_IDENTITY] = None
+        try:
+            when = datetime.fromisoformat(row["TIMESTAMP"].strip())
+            time_s = (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
+        except (KeyError, AttributeError, ValueError, OverflowError):
+            raise _Damaged(f"TIMESTAMP must be a date and a time, not {_shown(row.get('TIMESTAMP'))}") from None
+        count = _whole_number(row, "ContextTokens") // self._block_tokens
+        head = self._serial.to_bytes(8, "big")
+        self._serial += 1
+        contents = [head + at.to_bytes(8, "big") for at in range(count)]
+        return self._request(time_s, contents, None, _whole_number(row, "GeneratedTokens"))
+
+    def generic(self, row: Row) -> TracedRequest:
+        """See the module."""
+        given = [name for name in ("blocks", "tokens", "prompt") if name in row]
+        if len(given) != 1:
+            also = f", not {' and '.join(given)}" if given else ""
+            raise _Damaged(f"must have one of blocks, tokens and prompt{also}")
+        time_s, output_tokens = _number(row, "time_s", 0.0), _whole_number(row, "output_tokens", 0)
+        if given == ["blocks"]:
+            tokens = _whole_number(row, "prompt_tokens") if "prompt_tokens" in row else None
+            return self._request(time_s, _packed(row, "blocks", words=True), tokens, output_tokens)
+        if given == ["tokens"]:
+            data, width = b"".join(token[1:] for token in _packed(row, "tokens")), 8
+        else:
+            if not isinstance(row["prompt"], str):
+                raise _Damaged("prompt must be text")
+            data, width = row["prompt"].encode("utf-8", "surrogatepass"), _BYTES_PER_TOKEN
+            self.notes[BYTES_FOR_TOKENS] = None
+        size = width * self._block_tokens
+        last = len(data) // size * size
+        return self._request(time_s, [data[at : at + size] for at in range(0, last, size)], None, output_tokens)
+
+    def _request(self, time_s: float, contents: list[bytes], tokens: int | None, output_tokens: int) -> TracedRequest:
+        """Return a request. ``tokens``: where the last block may be partial; None: all are full."""
+        count, each = len(contents), self._block_tokens
+        if tokens is None:
+            tokens = count * each
+        if not (count - 1) * each < tokens <= count * each and (tokens or contents):
+            raise _Damaged(f"{count} blocks of {each} tokens cannot be a prompt of {tokens}; see --block-tokens")
+        return TracedRequest(time_s, self._chain.hashes(contents), tokens, output_tokens)
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+def _object(line: str) -> Row:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _Damaged("not a JSON object; it may be cut short") from None
+    if not isinstance(found, dict):
+        raise _Damaged("not a JSON object")
+    return found
+
+
+def _packed(row: Row, key: str, *, words: bool = False) -> list[bytes]:
+    """Return a list of numbers, or of words too, as bytes; a number and a word never look alike."""
+    values = row.get(key)
+    try:
+        if isinstance(values, list) and (words or not any(isinstance(value, str) for value in values)):
+            return [
+                b"'" + value.encode() if isinstance(value, str) else b"#" + value.to_bytes(8, "big") for value in values
+            ]
+    except (AttributeError, OverflowError, UnicodeEncodeError):
+        pass
+    raise _Damaged(f"{key} must be a list of whole numbers below 2**64{', or words' if words else ''}")
+
+
+def _number(row: Row, key: str, default: float | None = None) -> float:
+    value = row.get(key, default)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**53:  # nor NaN
+        return float(value)
+    raise _Damaged(f"{key} must be a number, not {_shown(value)}")
+
+
+def _whole_number(row: Row, key: str, default: int | None = None) -> int:
+    value = row.get(key, default)
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
+        value = int(value)
+    if type(value) is int and 0 <= value <= _MOST_TOKENS:
+        return value
+    raise _Damaged(f"{key} must be a whole number of tokens, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = "missing" if value is None else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
