@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import JobId, Slot, Tier
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
 from kvdisk.worker.routes import Leg
+from support.fake_engine import StepWork
 from support.fake_legs import DEVICE_LEGS, ROTTEN, TORN, Content, LateLeg, check_late, legs_of
 from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_requests import value_of
 
 
 @dataclass(slots=True)
@@ -42,10 +44,11 @@ class _Work:
 
 
 class FakeRank:
-    """One rank. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
+    """``Rank``. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
 
     ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``.
-    ``neighbours``: what it can open of other homes.
+    ``neighbours``: what it can open of other homes. ``most_gathers``: how many blocks of urgent and
+    fenced stores it copies in a step before it gives them up.
     """
 
     def __init__(self, rank: int, neighbours: FakeNeighbours | None = None) -> None:
@@ -53,6 +56,8 @@ class FakeRank:
         self.neighbours = neighbours if neighbours is not None else FakeNeighbours([])
         self._foreign: dict[int, FakeHome] = {}
         self._closed: set[int] = set()
+        self.most_gathers = 1000
+        self._weights = 0
         self.gpu: dict[int, str] = {}
         self.arena: dict[Slot, Content] = {}
         self.drive: dict[Slot, Content] = {}
@@ -83,9 +88,39 @@ class FakeRank:
         while self.runnable:
             self.run_job(self.runnable[0])
 
-    # -- plans and reports ---------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------
 
-    def submit(self, jobs: Sequence[Job], void: Sequence[JobId] = ()) -> None:
+    def before_forward(self, work: StepWork) -> None:
+        """See ``Rank``."""
+        self._weights = work.weights
+        for block in work.new_blocks:
+            assert not self.writers_of(block), f"block {block} is given away while rank {self.rank} still writes it"
+            if work.zeroes:
+                self.gpu[block] = "zeroed"
+        self._protect(work.plan)
+        self._submit(work.plan.jobs_beside, work.plan.void)
+
+    def forward(self, work: StepWork) -> None:
+        """See ``Rank``."""
+        for group, block, digest in work.writes:
+            assert not self.readers_of(block), "a block is overwritten while a store reads it"
+            assert not self.writers_of(block), "a block is computed while a load writes it"
+            self.gpu[block] = value_of(make_block_key(digest, group), work.weights, self.rank)
+
+    def check_reads(self, work: StepWork) -> None:
+        """See ``Rank``."""
+        for group, block, digest in work.reads:
+            self._check(block, make_block_key(digest, group), "reads")
+
+    def after_forward(self, work: StepWork) -> None:
+        """See ``Rank``."""
+        self._submit(work.plan.jobs_after)
+
+    def _check(self, block: int, key: BlockKey, what: str) -> None:
+        found, right = self.gpu.get(block), value_of(key, self._weights, self.rank)
+        assert found == right, f"rank {self.rank} {what} {found!r} where {right!r} should be"
+
+    def _submit(self, jobs: Sequence[Job], void: Sequence[JobId] = ()) -> None:
         """Take jobs in. A store is handed in when the model has computed its blocks."""
         for job in jobs:
             if job.kind is JobKind.LOAD:
@@ -101,10 +136,11 @@ class FakeRank:
             if job_id in self._loads:
                 self._void.add(job_id)
 
-    def protect(self, plan: Plan, most_gathers: int) -> None:
+    def _protect(self, plan: Plan) -> None:
         """Copy what the step is about to overwrite: so many of the blocks, and the rest is given
         up."""
-        self.submit(plan.jobs_before)
+        most_gathers = self.most_gathers
+        self._submit(plan.jobs_before)
         for job_id in (*plan.urgent, *plan.fence):
             work = self._works.get(job_id)
             if work is None:
@@ -122,8 +158,7 @@ class FakeRank:
             self._finish_if_done(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """Return what ended since the last call, and for each load among it its request and the
-        blocks that failed."""
+        """See ``Rank``."""
         report, self._report = self._report, Report()
         ended: dict[str, list[int]] = {}
         for job_id, result in report.results.items():
@@ -133,6 +168,9 @@ class FakeRank:
                 bad = range(len(job.moves)) if job_id in self._void else sorted(result.failed)
                 self._void.discard(job_id)
                 ended[job.request_id] = [job.moves[at].block for at in bad]
+                for at, move in enumerate(job.moves):
+                    if at not in bad:
+                        self._check(move.block, move.key, "has loaded")
         return report, ended
 
     # -- progress ------------------------------------------------------------------------------
@@ -242,6 +280,13 @@ class FakeRank:
             work.late.discard(late.at)
         elif not any(other.job is late.job for other in self._late):
             self._report.released[late.job.id] = 1
+
+    def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
+        """Assert that a slot holds a block."""
+        content = (self.arena if tier is Tier.CPU else self.drive).get(slot)
+        value = value_of(key, weights, self.rank)
+        right = content is not None and content.holds(epoch, key, generation, value)
+        assert right, f"{tier.name} {slot} of rank {self.rank} has {content}, not {key!r} {generation} {value!r}"
 
     def rot(self, slot: Slot) -> None:
         """Let the drive lose the payload in a slot."""
@@ -389,10 +434,3 @@ class FakeRank:
         self._foreign.pop(segment, None)
         for slot in [slot for slot in self.drive if slot.segment == segment]:
             del self.drive[slot]
-
-
-def run_plan(ranks: Sequence[FakeRank], plan: Plan, *, computed: bool) -> None:
-    """Hand a plan to every rank: what does not wait for the model's work, or the stores that do."""
-    jobs = plan.jobs_after if computed else plan.jobs_beside
-    for rank in ranks:
-        rank.submit(jobs, () if computed else plan.void)

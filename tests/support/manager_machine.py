@@ -251,7 +251,8 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     def copy_slowly(self, most: int) -> None:
         """From now on no rank copies more blocks than that before it gives up those that a step
         waits for."""
-        self.engine.most_gathers = most
+        for rank in self.ranks:
+            rank.most_gathers = most
 
     def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:
         busy = [rank for rank in self.ranks if rank.runnable]
@@ -338,7 +339,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     def _give_time(self) -> None:
         """Everything works, and requests live on: what they offered is stored in the end."""
         self._end_all_late()
-        self.engine.most_gathers = 1000
+        self.copy_slowly(1000)
         self._advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
             self._round()

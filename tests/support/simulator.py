@@ -18,16 +18,19 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 
 from kvdisk.blocks import Tier, group_of, make_block_key
+from kvdisk.config import Config
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
+from support.fake_engine import FakeEngine
 from support.life import LONGEST_QUARANTINE_S, Life
-from support.live_model import PromptTree
-from support.manager_parts import ManagerParts
+from support.live_model import LiveModel, PromptTree
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 from support.sim_drive import SimDrive, Weather
-from support.sim_engine import PICKS, SHAPES, ByteWatch, SimEngine
 from support.sim_rank import SimRank, World
 
 RANKS = 2
@@ -35,6 +38,31 @@ ACTIONS = 120
 BUDGET_TOKENS = 16
 MOST_REQUESTS = 5
 _TAIL = 40
+
+
+def _config(**changes: object) -> Config:
+    values = {
+        "store_dirs": (Path("/nowhere"),),
+        "nvme_bytes": 1,
+        "cpu_bytes": 1,
+        "io_deadline_s": 5.0,
+        "store_decode": True,
+    }
+    return Config(**(values | changes))  # type: ignore[arg-type]
+
+
+_ONE = LiveModel(payload_bytes=200)
+_TWO = LiveModel(payload_bytes=2000, windowed=True)
+SHAPES = {
+    "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, ())),
+    "a window": (_TWO, Sizes(_TWO.geometry, _config(), 18, (5, 3), (3, 2), 3, ())),
+    "reuse": (_ONE, Sizes(_ONE.geometry, _config(nvme_admission="reuse(2)"), 14, (5,), (4,), 2, ())),
+    "NVMe only": (_ONE, Sizes(_ONE.geometry, _config(cpu_bytes=0), 14, (), (4,), 3, ())),
+    "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, ())),
+}
+"""Models and sizes by name; a seed picks one."""
+PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only", "NVMe only", "memory only")
+"""The names, as often as they shall come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +82,6 @@ class Simulation(Life):
 
     budget_tokens = BUDGET_TOKENS
     quiet_rounds = 120
-    watch: ByteWatch
 
     def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
         self.seed = seed
@@ -101,11 +128,11 @@ class Simulation(Life):
         self._lives += 1
         sizes = self._sizes
         self.ranks = [SimRank(sizes, self._model, rank, self._drives[rank], self._world) for rank in range(RANKS)]
-        self.engine = SimEngine(sizes.geometry, sizes.block_count, self.ranks, self._drift)
-        self.engine.now = self.now
+        self.engine = FakeEngine(sizes.geometry, sizes.block_count, self.ranks)
+        self.engine.now, self.engine.drift = self.now, self._drift
         limited = replace(sizes, segments=segments)
         self.parts = ManagerParts.make(limited, self.engine, self.index, self._lives * 10_000)
-        self.watch = ByteWatch(sizes, self.parts, self.engine, self.ranks, self.index, self._model, self._note)
+        self.watch = ManagerWatch(sizes, self.parts, self.engine, self.ranks, self.index, self._note)
 
     # -- the run -------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class SmallEngine:
         self.now += seconds
         self.engine.now = self.now
         self.engine.schedule(16)
-        plan = self.engine._plan
+        plan = self.engine._work.plan
         self.engine.forward()
         if work:
             self.work()
