@@ -140,7 +140,7 @@ class FakeEngine:
         """By a reset since the last step."""
         self.zeroes = False
         self.victims: dict[str, tuple[int, list[list[int]]]] = {}
-        self._work = StepWork(Plan(), 0)
+        self.work = StepWork(Plan(), 0)
         self.drift: Callable[[], object] = lambda: None
         """Called where time passes within a step."""
 
@@ -227,13 +227,13 @@ class FakeEngine:
         )
         self.watch.planned(plan, preempted)
         self.victims.clear()
-        self._work = StepWork(plan, self.weights, set(self._new_blocks), self.zeroes)
+        self.work = StepWork(plan, self.weights, set(self._new_blocks), self.zeroes)
         for rank in self._ranks:
-            rank.before_forward(self._work)
+            rank.before_forward(self.work)
         self.drift()
         for request, new_tokens in self._scheduled.items():
             request.computed += new_tokens
-            self._work.add(request, request.computed - new_tokens, self._geometry.groups)
+            self.work.add(request, request.computed - new_tokens, self._geometry.groups)
 
     def _schedule_running(self, budget_tokens: int, preempted: list[str]) -> None:
         for request in list(self.running):
@@ -333,11 +333,11 @@ class FakeEngine:
         assert self.phase is Phase.SCHEDULED
         self.phase = Phase.COMPUTED
         for rank in self._ranks:
-            rank.forward(self._work)
+            rank.forward(self.work)
         self.drift()
         for rank in self._ranks:
-            rank.check_reads(self._work)
-            rank.after_forward(self._work)
+            rank.check_reads(self.work)
+            rank.after_forward(self.work)
 
     # -- the end of a step ---------------------------------------------------------------------
 
