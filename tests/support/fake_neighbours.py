@@ -20,36 +20,24 @@ from support.fake_requests import value_of
 
 @dataclass(slots=True)
 class FakeHome:
-    """One home with one segment. ``records``: slot and generation by key, as its index has them.
-
-    ``contents``: what the ranks' slots hold, by slot.
-    """
+    """One home with one segment. ``copies``: what its index says; ``contents``: what the ranks'
+    slots hold, by slot."""
 
     home_id: str
     segment: SegmentRecord
-    records: dict[BlockKey, tuple[int, int]] = field(default_factory=dict)
+    copies: dict[BlockKey, ForeignCopy] = field(default_factory=dict)
     contents: dict[int, list[Content]] = field(default_factory=dict)
-
-    def put(self, key: BlockKey, slot: int, generation: int, contents: list[Content]) -> None:
-        """Store a block: in a slot that may have held another, whose record goes."""
-        for other in [other for other, (taken, _) in self.records.items() if taken == slot]:
-            del self.records[other]
-        self.records[key] = (slot, generation)
-        self.contents[slot] = contents
 
     def store(self, key: BlockKey, place: int, generation: int, ranks: int, torn_rank: int | None) -> None:
         """Store what a block must hold, on every rank but one that broke off, in the slot that
-        ``place`` wraps to."""
+        ``place`` wraps to. The record of what it held before goes."""
+        slot = place % self.segment.slot_count
+        self.copies = {other: copy for other, copy in self.copies.items() if copy.slot_index != slot}
+        self.copies[key] = ForeignCopy(self.home_id, self.segment, slot, generation)
         values = [value_of(key, 0, rank) for rank in range(ranks)]
-        contents = [Content(0, key, generation, value, value) for value in values]
+        self.contents[slot] = [Content(0, key, generation, value, value) for value in values]
         if torn_rank is not None:
-            contents[torn_rank] = contents[torn_rank]._replace(payload=TORN)
-        self.put(key, place % self.segment.slot_count, generation, contents)
-
-    def find(self, key: BlockKey) -> ForeignCopy | None:
-        """Return what the index says of a key."""
-        found = self.records.get(key)
-        return None if found is None else ForeignCopy(self.home_id, self.segment, *found)
+            self.contents[slot][torn_rank] = self.contents[slot][torn_rank]._replace(payload=TORN)
 
 
 class FakeNeighbours:
@@ -91,7 +79,7 @@ class FakeNeighbours:
             ticket, epoch, keys = self._questions.popleft()
             found: dict[BlockKey, tuple[ForeignCopy, ...]] = {}
             for key in keys:
-                copies = tuple(copy for home in self.homes if (copy := home.find(key)) is not None)
+                copies = tuple(home.copies[key] for home in self.homes if key in home.copies)
                 if copies and epoch == 0:
                     found[key] = copies
             self._answers.append(Answer(ticket, found))

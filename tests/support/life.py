@@ -86,8 +86,8 @@ class Life:
         self.engine.reset(epoch)
 
     def advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.engine.now = self.now
+        self.engine.now += seconds
+        self.now = self.engine.now
 
     def finish_step(self) -> None:
         """Finish the step under way, if any."""

@@ -5,15 +5,12 @@ time as on a GPU."""
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 
 from kvdisk.geometry import Geometry
-from kvdisk.worker.copier import CudaLanes, Event, Lane
+from kvdisk.worker.copier import Event, Lane
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
+from support.addressed_device import CpuLanes
 from support.sim_drive import Weather
 
 
@@ -35,29 +32,17 @@ class _SlowEvent:
         self._ended = True
 
 
-class SimLanes(CudaLanes):
-    """Those of a CPU. What they are given is done at once, and known to be done later."""
-
-    device = torch.device("cpu")
+class SimLanes(CpuLanes):
+    """What they are given is done at once, and known to be done later."""
 
     def __init__(self, rng: random.Random, weather: Weather) -> None:
+        super().__init__()
         self._rng = rng
         self._weather = weather
-
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """See ``CudaLanes``."""
-        return nullcontext()
 
     def record(self, lane: Lane | None) -> Event:
         """See ``CudaLanes``."""
         return _SlowEvent(self._rng, self._weather)
-
-    def wait(self, lane: Lane | None, event: Event) -> None:
-        """See ``CudaLanes``."""
-
-    def numbers(self, values: Any) -> torch.Tensor:
-        """See ``CudaLanes``."""
-        return torch.tensor(values)
 
 
 def draw_direct(geometry: Geometry, slots: int, rng: random.Random, weather: Weather) -> Direct | None:

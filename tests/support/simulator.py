@@ -134,6 +134,7 @@ class Simulation(Life):
                 self.note(f"-- {name} at {self.now:.2f}")
                 _ACTIONS[name][1](self)
                 self.watch.check()
+                self.watch.check_pins()
             self._end()
         except BaseException as error:
             error.add_note(

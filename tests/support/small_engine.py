@@ -25,14 +25,14 @@ class SmallEngine(Life):
         super().live(segments)
         self.manager = self.parts.manager
 
-    def add(self, prompt: str) -> FakeRequest:
+    def add(self, prompt: str, *, finishing: bool = False) -> FakeRequest:
         """Let a request come, which runs until it is told to finish."""
-        return self.come(prompt, 0, finishing=False)
+        return self.come(prompt, 0, finishing=finishing)
 
-    def step(self, *, work: bool = True, seconds: float = 0.01) -> Plan:
+    def step(self, tokens: int | None = None, *, work: bool = True, seconds: float = 0.01) -> Plan:
         """Run a step, in which the rank ends all that it has, if it is to work; return its plan."""
         self.advance(seconds)
-        self.engine.schedule(self.budget_tokens)
+        self.engine.schedule(tokens or self.budget_tokens)
         self.engine.forward()
         if work:
             self.work()
@@ -43,6 +43,10 @@ class SmallEngine(Life):
     def end_round(self) -> None:
         self.step()
 
-    def serve(self, prompt: str) -> None:
+    def serve(self, prompt: str, *, cold: bool = False) -> None:
+        """Serve a prompt, and step until nothing is left to do. ``cold``: the GPU has forgotten
+        all."""
+        if cold:
+            self.engine.pool.forget_all()
         self.add(prompt)
         self.finish()

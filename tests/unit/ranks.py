@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 
 import torch
-from support.addressed_device import AddressedDevice, view_of
+from support.addressed_device import AddressedDevice, CpuLanes, view_of
 from support.sim_rank import staging_is_free
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
@@ -19,7 +18,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, Segme
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaLanes, HostCopier, Lane, LayerBlocks
+from kvdisk.worker.copier import HostCopier, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -74,36 +73,6 @@ class NamedFiles:
 
     def close(self) -> None:
         self.closed = True
-
-
-class Now:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class CpuLanes(CudaLanes):
-    """Whose work is done when it is given; notes which lane it was."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, Lane | None]] = []
-
-    def on(self, lane):
-        return contextlib.nullcontext()
-
-    def record(self, lane):
-        self.log.append(("record", lane))
-        return Now()
-
-    def wait(self, lane, event) -> None:
-        self.log.append(("wait", lane))
-
-    def numbers(self, values):
-        return torch.tensor(values)
 
 
 class HeldCopier(HostCopier):
