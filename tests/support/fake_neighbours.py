@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
-from support.fake_legs import TORN, Content
 from support.fake_requests import value_of
+from support.fake_slots import TORN, Content
 
 
 @dataclass(slots=True)

@@ -21,9 +21,9 @@ from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
 from support.fake_engine import Phase
-from support.fake_legs import ROTTEN, TORN
 from support.fake_neighbours import FakeHome
 from support.fake_ranks import FakeRank
+from support.fake_slots import ROTTEN, TORN
 from support.life import LONGEST_QUARANTINE_S, Life
 from support.manager_sizes import RANKS
 
