@@ -20,7 +20,7 @@ import torch
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
-from kvdisk.messages import Job, JobKind, Plan, Report
+from kvdisk.messages import Job, JobKind, JobResult, Plan, Report
 from support.fake_engine import StepWork
 from support.live_model import LiveModel
 
@@ -65,8 +65,8 @@ class LocalRank:
         self._views = [[layer.numpy() for layer in layers] for layers in self._layers]
         self._parts = make(config, model, rank, self._layers)
         self._turned = turned
-        self._loads: dict[JobId, Job] = {}
-        self._out: set[JobId] = set()
+        self._jobs: dict[JobId, Job] = {}
+        """Those that have not been reported."""
         self._weights = 0
         self._idle = False
         self._report = Report()
@@ -78,11 +78,9 @@ class LocalRank:
         self._weights, self._idle = work.weights, plan.idle
         if plan.fence or plan.urgent:
             mover.protect(plan._replace(jobs=plan.jobs_before, void=()), mover.compute_done())
-        early = plan.jobs_beside
-        self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
-        self._out |= {job.id for job in plan.jobs}
-        if early or plan.void:
-            mover.submit(Plan(early, void=plan.void), mover.compute_done())
+        self._jobs |= {job.id: job for job in plan.jobs}
+        if plan.jobs_beside or plan.void:
+            mover.submit(Plan(plan.jobs_beside, void=plan.void), mover.compute_done())
 
     def forward(self, work: StepWork) -> None:
         """See ``Rank``."""
@@ -119,11 +117,11 @@ class LocalRank:
         """Go on with the jobs at hand, as a worker does whose scheduler died; return how many have
         ended since."""
         end_s = time.monotonic() + OUTLIVING_S
-        out = len(self._out)
-        while self._out and time.monotonic() < end_s:
+        out = len(self._jobs)
+        while self._jobs and time.monotonic() < end_s:
             self._parts.mover.wait_any(0.1)
             self._collect()
-        return out - len(self._out)
+        return out - len(self._jobs)
 
     def close(self) -> None:
         self._parts.close()
@@ -132,17 +130,18 @@ class LocalRank:
         """Take the mover's results, and look at every block that a load has filled before anybody
         hears of it."""
         report = self._parts.mover.poll()
-        self._out.difference_update(report.results)
         for job_id, result in report.results.items():
-            job = self._loads.pop(job_id, None)
-            if job is None:
-                continue
-            assert job.request_id is not None
-            for position, move in enumerate(job.moves):
-                if position not in result.failed:
-                    self._check(group_of(move.key), move.block, move.key[:-2], f"was told that {job.request_id} loaded")
-            self._loaded[job.request_id] = [job.moves[position].block for position in result.failed]
+            self._end(self._jobs.pop(job_id), result)
         self._report.merge(report)
+
+    def _end(self, job: Job, result: JobResult) -> None:
+        if job.kind is not JobKind.LOAD:
+            return
+        assert job.request_id is not None
+        for position, move in enumerate(job.moves):
+            if position not in result.failed:
+                self._check(group_of(move.key), move.block, move.key[:-2], f"was told that {job.request_id} loaded")
+        self._loaded[job.request_id] = [job.moves[position].block for position in result.failed]
 
     def _write(self, group: int, block: int, content: bytes) -> None:
         start = 0

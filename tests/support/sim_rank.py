@@ -17,7 +17,7 @@ from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, check_slot
 from kvdisk.geometry import HEADER_BYTES, Namespace
-from kvdisk.messages import Job, JobKind, Report
+from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import Event, HostCopier, LayerBlocks, Passed, Slots
 from kvdisk.worker.mover import Mover
@@ -160,7 +160,6 @@ class SimRank(LocalRank):
         self.drive = drive
         self.sizes = sizes
         self._world = world
-        self._jobs: dict[JobId, Job] = {}
         self.seen: Counter[str] = Counter()
         """What became of moves, by kind of job."""
         super().__init__(sizes.config, model, rank, sizes.block_count, self._make)
@@ -193,7 +192,6 @@ class SimRank(LocalRank):
         """See ``LocalRank``."""
         for block in work.new_blocks:
             assert not self.writers_of(block), f"block {block} is given away while rank {self.rank} still writes it"
-        self._jobs |= {job.id: job for job in (*work.plan.jobs_before, *work.plan.jobs_beside)}
         super().before_forward(work)
 
     def forward(self, work: StepWork) -> None:
@@ -203,25 +201,21 @@ class SimRank(LocalRank):
             assert not self.writers_of(block), "a block is computed while a load writes it"
         super().forward(work)
 
-    def after_forward(self, work: StepWork) -> None:
-        """See ``LocalRank``."""
-        self._jobs |= {job.id: job for job in work.plan.jobs_after}
-        super().after_forward(work)
-
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
         """See ``LocalRank``."""
         report, loads = super().take_report()
-        for job_id, result in report.results.items():
-            job = self._jobs.pop(job_id)
-            failed = {at: reason.name for at, reason in sorted(result.failed.items())}
-            self.seen.update(f"{job.kind.name} {reason}" for reason in failed.values())
-            self.seen[f"{job.kind.name} late"] += len(result.late)
-            self.seen[f"{job.kind.name} whole"] += not failed
-            self._world.note(f"rank {self.rank} ended {job.kind.name} {job_id}: {failed} late {sorted(result.late)}")
         self.seen["released"] += len(report.released)
         for job_id in report.released:
             self._world.note(f"rank {self.rank} released {job_id}")
         return report, loads
+
+    def _end(self, job: Job, result: JobResult) -> None:
+        super()._end(job, result)
+        failed = {at: reason.name for at, reason in sorted(result.failed.items())}
+        self.seen.update(f"{job.kind.name} {reason}" for reason in failed.values())
+        self.seen[f"{job.kind.name} late"] += len(result.late)
+        self.seen[f"{job.kind.name} whole"] += not failed
+        self._world.note(f"rank {self.rank} ended {job.kind.name} {job.id}: {failed} late {sorted(result.late)}")
 
     def readers_of(self, block_id: int) -> list[JobId]:
         """Return the stores of a GPU block that the rank has not reported."""
