@@ -44,14 +44,12 @@ class AddressedDevice(FaultyDevice):
         return f"addressed({self.inner.name})"
 
     def attach_memory(self, memory: Buffer) -> None:
-        """See ``Device``."""
         if isinstance(memory, GpuRange):
             self.registered.append(memory)
         else:
             super().attach_memory(memory)
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """See ``Device``."""
         return super().submit(op, [item._replace(buffers=tuple(map(self._view, item.buffers))) for item in batch])
 
     def _view(self, buffer: Buffer) -> Buffer:
@@ -73,18 +71,14 @@ class CpuLanes(CudaLanes):
         self.log: list[tuple[str, Lane | None]] = []
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """See ``CudaLanes``."""
         return nullcontext()
 
     def record(self, lane: Lane | None) -> Event:
-        """See ``CudaLanes``."""
         self.log.append(("record", lane))
         return Passed()
 
     def wait(self, lane: Lane | None, event: Event) -> None:
-        """See ``CudaLanes``."""
         self.log.append(("wait", lane))
 
     def numbers(self, values: Any) -> torch.Tensor:
-        """See ``CudaLanes``."""
         return torch.tensor(values)

@@ -53,7 +53,6 @@ class FakeNeighbours:
 
     @property
     def any(self) -> bool:
-        """See ``Neighbours``."""
         return bool(self.homes)
 
     @property
@@ -66,7 +65,6 @@ class FakeNeighbours:
         return next((home for home in self.homes if home.home_id == home_id), None)
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
-        """See ``Neighbours``."""
         if len(self._questions) >= self._most_questions:
             return False
         self._questions.append((ticket, epoch, tuple(keys)))
@@ -85,10 +83,8 @@ class FakeNeighbours:
             self._answers.append(Answer(ticket, found))
 
     def poll(self) -> list[Answer]:
-        """See ``Neighbours``."""
         answers, self._answers = self._answers, []
         return answers
 
     def close(self) -> None:
-        """See ``Neighbours``."""
         self.closed = True

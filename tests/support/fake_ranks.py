@@ -103,7 +103,6 @@ class FakeRank:
     # -- steps ---------------------------------------------------------------------------------
 
     def before_forward(self, work: StepWork) -> None:
-        """See ``Rank``."""
         self._weights = work.weights
         for block in work.new_blocks:
             assert not self.writers_of(block), f"block {block} is given away while rank {self.rank} still writes it"
@@ -114,23 +113,19 @@ class FakeRank:
         self._void.update(job_id for job_id in work.plan.void if job_id in self._loads)
 
     def forward(self, work: StepWork) -> None:
-        """See ``Rank``."""
         for group, block, digest in work.writes:
             assert not self.readers_of(block), "a block is overwritten while a store reads it"
             assert not self.writers_of(block), "a block is computed while a load writes it"
             self.gpu[block] = value_of(make_block_key(digest, group), work.weights, self.rank)
 
     def check_reads(self, work: StepWork) -> None:
-        """See ``Rank``."""
         for group, block, digest in work.reads:
             self._check(block, make_block_key(digest, group), "reads")
 
     def after_forward(self, work: StepWork) -> None:
-        """See ``Rank``."""
         self._submit(work.plan.jobs_after)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """See ``Rank``."""
         report, self._report = self._report, Report()
         ended: dict[str, list[int]] = {}
         for job_id, result in report.results.items():

@@ -73,7 +73,6 @@ class LocalRank:
         self._loaded: dict[str, list[int]] = {}
 
     def before_forward(self, work: StepWork) -> None:
-        """See ``Rank``."""
         mover, plan = self._parts.mover, work.plan
         self._weights, self._idle = work.weights, plan.idle
         if plan.fence or plan.urgent:
@@ -83,23 +82,19 @@ class LocalRank:
             mover.submit(Plan(plan.jobs_beside, void=plan.void), mover.compute_done())
 
     def forward(self, work: StepWork) -> None:
-        """See ``Rank``."""
         for group, block, digest in work.writes:
             self._write(group, block, self._model.content(work.weights, digest, group, self.rank))
 
     def check_reads(self, work: StepWork) -> None:
-        """See ``Rank``."""
         for group, block, digest in work.reads:
             self._check(group, block, digest, "reads")
 
     def after_forward(self, work: StepWork) -> None:
-        """See ``Rank``."""
         stores = work.plan.jobs_after
         if stores:
             self._parts.mover.submit(Plan(stores), self._parts.mover.compute_done())
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """See ``Rank``."""
         self._give_time()
         self._collect()
         taken = self._report, self._loaded

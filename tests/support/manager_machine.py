@@ -71,12 +71,10 @@ class ManagerMachine(Life, RuleBasedStateMachine):
             self.restart()
 
     def live(self, segments: int | None = None) -> None:
-        """See ``Life``."""
         super().live(segments)
         self.last_event = 0
 
     def start_ranks(self) -> list[FakeRank]:
-        """See ``Life``."""
         return [rank.survivor() for rank in self.ranks] or [FakeRank(at, self.neighbours) for at in range(RANKS)]
 
     # -- requests ------------------------------------------------------------------------------
@@ -322,7 +320,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
             self.finish()
 
     def end_round(self) -> None:
-        """See ``Life``."""
         self.neighbours.answer()
         super().end_round()
 

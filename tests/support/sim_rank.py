@@ -16,18 +16,19 @@ from kvdisk.assembly import WorkerParts
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, check_slot
-from kvdisk.geometry import HEADER_BYTES, Namespace
+from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
 from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import Event, HostCopier, LayerBlocks, Passed, Slots
+from kvdisk.worker.copier import Event, HostCopier, Lane, LayerBlocks, Passed, Slots
+from kvdisk.worker.direct import Direct
+from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import PartCutter, Resources
-from support.addressed_device import AddressedDevice
+from support.addressed_device import AddressedDevice, CpuLanes
 from support.fake_engine import StepWork
 from support.live_model import LiveModel
 from support.live_rank import LocalRank
 from support.manager_parts import FINGERPRINT, Sizes
-from support.sim_direct import draw_direct
 from support.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
 
 STAGING_SLOTS = 3
@@ -61,11 +62,9 @@ class _CopyEnd:
         self._wait = wait
 
     def query(self) -> bool:
-        """See ``Event``."""
         return self.ended
 
     def synchronize(self) -> None:
-        """See ``Event``."""
         self._wait()
 
 
@@ -144,12 +143,54 @@ class SimCopier(HostCopier):
             count -= 1
 
 
+class _SlowEvent:
+    """An event that has come when it is asked often enough."""
+
+    def __init__(self, rng: random.Random, weather: Weather) -> None:
+        self._rng = rng
+        self._weather = weather
+        self._ended = False
+
+    def query(self) -> bool:
+        self._ended = self._ended or self._rng.random() >= self._weather.slow_copies
+        return self._ended
+
+    def synchronize(self) -> None:
+        self._ended = True
+
+
+class SimLanes(CpuLanes):
+    """What they are given is done at once, and known to be done later."""
+
+    def __init__(self, rng: random.Random, weather: Weather) -> None:
+        super().__init__()
+        self._rng = rng
+        self._weather = weather
+
+    def record(self, lane: Lane | None) -> Event:
+        return _SlowEvent(self._rng, self._weather)
+
+
+def draw_direct(geometry: Geometry, slots: int, rng: random.Random, weather: Weather) -> Direct | None:
+    """Return what a start may have chosen: for one process all sizes, for another some or none, for
+    each direction.
+
+    ``slots``: of staging, for each size class. ``rng``: of nothing else, so that a run without is
+    what it was.
+    """
+    every = range(len(geometry.slot_sizes))
+    loads, stores = (frozenset(at for at in every if rng.random() < rng.choice((0.0, 0.5, 1.0))) for _ in range(2))
+    if not loads | stores:
+        return None
+    staging = GpuStaging(geometry.slot_sizes, [slots] * len(every), SimLanes(rng, weather))
+    return Direct(staging, loads, stores)
+
+
 class SimRank(LocalRank):
     """See the module. Plans come in and reports go out as for any rank; in between ``stir`` lets
     something happen.
 
-    ``drive`` outlives the rank. ``late``: moves of jobs that were reported late and are not
-    released.
+    ``drive`` outlives the rank.
     """
 
     drive: SimDrive
@@ -189,20 +230,17 @@ class SimRank(LocalRank):
     # -- steps ---------------------------------------------------------------------------------
 
     def before_forward(self, work: StepWork) -> None:
-        """See ``LocalRank``."""
         for block in work.new_blocks:
             assert not self.writers_of(block), f"block {block} is given away while rank {self.rank} still writes it"
         super().before_forward(work)
 
     def forward(self, work: StepWork) -> None:
-        """See ``LocalRank``."""
         for _, block, _ in work.writes:
             assert not self.reads(block), "a block is overwritten while a store reads it"
             assert not self.writers_of(block), "a block is computed while a load writes it"
         super().forward(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """See ``LocalRank``."""
         report, loads = super().take_report()
         self.seen["released"] += len(report.released)
         for job_id in report.released:

@@ -18,7 +18,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 
 from kvdisk.blocks import Tier, group_of, make_block_key
 from kvdisk.config import Config
@@ -27,7 +26,7 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from support.life import LONGEST_QUARANTINE_S, Life
 from support.live_model import LiveModel, PromptTree
-from support.manager_parts import Sizes
+from support.manager_parts import Sizes, two_tiers
 from support.sim_drive import SimDrive, Weather
 from support.sim_rank import SimRank, World
 
@@ -39,14 +38,7 @@ _TAIL = 40
 
 
 def _config(**changes: object) -> Config:
-    values = {
-        "store_dirs": (Path("/nowhere"),),
-        "nvme_bytes": 1,
-        "cpu_bytes": 1,
-        "io_deadline_s": 5.0,
-        "store_decode": True,
-    }
-    return Config(**(values | changes))  # type: ignore[arg-type]
+    return two_tiers(io_deadline_s=5.0, store_decode=True, **changes)
 
 
 _ONE = LiveModel(payload_bytes=200)
@@ -119,7 +111,6 @@ class Simulation(Life):
         return faults
 
     def start_ranks(self) -> list[SimRank]:
-        """See ``Life``."""
         return [SimRank(self.sizes, self._model, rank, self._drives[rank], self._world) for rank in range(RANKS)]
 
     # -- the run -------------------------------------------------------------------------------
