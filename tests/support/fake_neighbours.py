@@ -46,7 +46,6 @@ class FakeNeighbours:
 
     def __init__(self, homes: Sequence[FakeHome], most_questions: int = 4) -> None:
         self.homes = list(homes)
-        self.closed = False
         self._most_questions = most_questions
         self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
         self._answers: list[Answer] = []
@@ -87,4 +86,4 @@ class FakeNeighbours:
         return answers
 
     def close(self) -> None:
-        self.closed = True
+        """See ``Neighbours``."""
