@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import invariant, run_state_machine_as_test
 from support.manager_machine import ManagerMachine
 from support.manager_parts import Sizes
+from support.manager_watch import check_pins
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
@@ -29,10 +30,16 @@ Patch = pytest.MonkeyPatch
 def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = True) -> None:
     """Run the machine over a size; raise what an example raises. ``shrink``: look for a smaller one
     first."""
-    machine = type("Machine", (ManagerMachine,), {"sizes": sizes})
+
+    class Machine(ManagerMachine):
+        @invariant()
+        def every_job_holds_its_copies(self) -> None:
+            check_pins(self.parts)
+
+    Machine.sizes = sizes
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     run_state_machine_as_test(
-        machine,
+        Machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

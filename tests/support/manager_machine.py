@@ -327,7 +327,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     def holds(self) -> None:
         """Assert what holds at any time."""
         self.watch.check()
-        self.watch.check_pins()
 
     def teardown(self) -> None:
         """Let every example that has not failed end in quiet."""

@@ -396,21 +396,6 @@ class ManagerWatch(Watch):
             if record.epoch in self.weights:
                 self._check_slot(Tier.NVME, record.slot, record.epoch, record.key, record.generation)
 
-    def check_pins(self) -> None:
-        """Invariant 4: each copy has as many pins as jobs that read or write it, or may still do
-        so."""
-        transfers, catalog = self.parts.transfers, self.parts.catalog
-        expected: Counter[tuple[int, Tier]] = Counter()
-        held = [(record, range(len(record.details))) for record in transfers._records.values()]
-        for record, positions in [*held, *((zombie, zombie.late) for zombie in transfers._zombies.values())]:
-            for move, detail in ((record.job.moves[at], record.details[at]) for at in positions):
-                for tier, slot in move.slots.items():
-                    if detail.row >= 0 and not is_neighbours(slot):
-                        expected[detail.row, tier] += 1
-        for row in catalog.rows():
-            for tier in (Tier.CPU, Tier.NVME):
-                assert catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"
-
     def _check_zombies(self) -> None:
         """What a late move of a settled job may still touch is held, and pinned, until all ranks
         have released it."""
@@ -514,3 +499,19 @@ def _segments_of(sizes: Sizes, parts: ManagerParts, tier: Tier) -> set[int]:
         return set(range(len(sizes.cpu_slots)))
     assert parts.nvme is not None
     return set(range(parts.nvme.segments._next))
+
+
+def check_pins(parts: ManagerParts) -> None:
+    """Assert that each copy has as many pins as jobs that read or write it, or may still do so
+    (invariant 4)."""
+    transfers, catalog = parts.transfers, parts.catalog
+    expected: Counter[tuple[int, Tier]] = Counter()
+    held = [(record, range(len(record.details))) for record in transfers._records.values()]
+    for record, positions in [*held, *((zombie, zombie.late) for zombie in transfers._zombies.values())]:
+        for move, detail in ((record.job.moves[at], record.details[at]) for at in positions):
+            for tier, slot in move.slots.items():
+                if detail.row >= 0 and not is_neighbours(slot):
+                    expected[detail.row, tier] += 1
+    for row in catalog.rows():
+        for tier in (Tier.CPU, Tier.NVME):
+            assert catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"

@@ -27,6 +27,7 @@ from kvdisk.manager.catalog import CopyState
 from support.life import LONGEST_QUARANTINE_S, Life
 from support.live_model import LiveModel, PromptTree
 from support.manager_parts import Sizes, two_tiers
+from support.manager_watch import check_pins
 from support.sim_drive import SimDrive, Weather
 from support.sim_rank import SimRank, World
 
@@ -125,7 +126,7 @@ class Simulation(Life):
                 self.note(f"-- {name} at {self.now:.2f}")
                 _ACTIONS[name][1](self)
                 self.watch.check()
-                self.watch.check_pins()
+                check_pins(self.parts)
             self._end()
         except BaseException as error:
             error.add_note(
