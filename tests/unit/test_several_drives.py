@@ -5,12 +5,16 @@ or rests."""
 from __future__ import annotations
 
 import pytest
-from support.manager_parts import Sizes
-from support.small_engine import SmallEngine
+from support.fake_engine import FakeEngine
+from support.fake_neighbours import FakeNeighbours
+from support.fake_ranks import FakeRank
+from support.manager_parts import ManagerParts, Sizes
+from support.manager_watch import ManagerWatch
 
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.messages import JobKind, Reason
 
@@ -18,32 +22,44 @@ GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CONFIG = Config(cpu_bytes=1, store_dirs=("/nowhere",), nvme_bytes=1, min_load_tokens=0)
 
 
-class Served(SmallEngine):
+class Served:
     """An engine with a CPU tier of eight blocks, and segments of two."""
 
     def __init__(self, *, drives: int, segments: int) -> None:
+        sizes = Sizes(GEOMETRY, CONFIG, 40, (8,), (2,), segments, (), drives=drives)
+        self.index, self.neighbours, self.rank = MemoryIndex(), FakeNeighbours([]), FakeRank(0)
+        self.neighbours = self.rank.neighbours
         self.hung: set[JobKind] = set()
         """Kinds of jobs of files that do not end."""
         self.commits = True
-        super().__init__(Sizes(GEOMETRY, CONFIG, 40, (8,), (2,), segments, (), drives=drives))
+        self.engine = FakeEngine(GEOMETRY, sizes.block_count, [self.rank])
+        self.engine.now = 100.0
+        self.parts = ManagerParts.make(sizes, self.engine, self.index, 0, self.neighbours)
+        self.manager, self.requests = self.parts.manager, 0
+        self.watch = ManagerWatch(sizes, self.parts, self.engine, [self.rank], self.index)
 
     def serve(self, text: str) -> None:
         """Serve a prompt, and a few steps more."""
-        request = self.come(text, 1, finishing=True)
+        self.requests += 1
+        request = self.engine.add(f"request {self.requests}", text, 1)
+        self.neighbours.answer()
+        request.finishing = True
         self.steps(8)
         assert request.id not in self.engine.requests
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.step(seconds=1.0)
-
-    def work(self) -> None:
-        while runnable := [job for job in self.rank.runnable if self._kind(job) not in self.hung]:
-            self.rank.run_job(runnable[0])
-        for job in [job for job in self.rank._works if self._kind(job) in {JobKind.LOAD, JobKind.PROMOTE}]:
-            self.rank.fail_job(job, Reason.DEADLINE)
-        if self.commits:
-            self.index.commit()
+            self.engine.schedule(16)
+            self.engine.forward()
+            while runnable := [job for job in self.rank.runnable if self._kind(job) not in self.hung]:
+                self.rank.run_job(runnable[0])
+            for job in [job for job in self.rank._works if self._kind(job) in {JobKind.LOAD, JobKind.PROMOTE}]:
+                self.rank.fail_job(job, Reason.DEADLINE)
+            self.engine.update()
+            if self.commits:
+                self.index.commit()
+            self.engine.now += 1.0
+            self.watch.check()
 
     def _kind(self, job: int) -> JobKind:
         return self.rank._works[job].job.kind

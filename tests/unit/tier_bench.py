@@ -31,6 +31,7 @@ class TierBench(SmallEngine):
         *,
         geometry: Geometry = GEOMETRY,
         segments: int = 1,
+        drives: int = 1,
         gpu_blocks: int = 40,
         most_running: int = 2**31,
         **how: Any,
@@ -40,7 +41,7 @@ class TierBench(SmallEngine):
         config = Config(cpu_bytes=int(bool(cpu_slots)), **how)
         segments *= bool(nvme_slots)
         tiers = (tuple(cpu_slots), tuple(nvme_slots), segments)
-        super().__init__(Sizes(geometry, config, gpu_blocks, *tiers, (), most_running=most_running))
+        super().__init__(Sizes(geometry, config, gpu_blocks, *tiers, (), drives=drives, most_running=most_running))
         self.catalog, self.stats = self.parts.catalog, self.manager.stats
 
     def add(self, prompt: str, *, finishing: bool = True) -> FakeRequest:
