@@ -242,13 +242,17 @@ class DeviceConformance(ABC):
 
 
 class FilesConformance(DeviceConformance):
-    """The suite over real files of a temporary directory, opened with ``flags`` besides."""
+    """The suite over real files of a temporary directory, opened with ``flags`` besides.
+
+    ``parent``: where the directory is made; None: where Python makes such.
+    """
 
     flags = 0
+    parent: Path | None = None
 
     def setup_method(self, method: Any) -> None:
         """Make the directory, then the device."""
-        self.directory = tempfile.TemporaryDirectory()
+        self.directory = tempfile.TemporaryDirectory(dir=self.parent)
         self.fds: dict[int, Path] = {}
         super().setup_method(method)
 

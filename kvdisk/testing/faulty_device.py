@@ -36,18 +36,19 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class HeldBatch:
-    """A batch between us and the inner device. ``positions``: of the passed-on transfers in the
-    caller's batch."""
+    """A batch between us and the inner device.
+
+    ``passed``: what is passed on, halves of torn transfers among it. ``positions``: of these in the
+    caller's batch. ``errors``: by such a position. ``corrupt``: place in ``passed`` of the reads to
+    corrupt, and the byte.
+    """
 
     ticket: int
     op: Op
-    passed: list[Transfer]
-    positions: list[int]
-    errors: dict[int, int]
-    corrupt: list[tuple[int, int]]
-    """Position in ``passed`` of the reads to corrupt, and the byte."""
-    torn: list[Transfer]
-    """The halves that are passed on behind ``passed``."""
+    passed: list[Transfer] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    errors: dict[int, int] = field(default_factory=dict)
+    corrupt: list[tuple[int, int]] = field(default_factory=list)
 
 
 class FaultyDevice:
@@ -102,7 +103,7 @@ class FaultyDevice:
         """See ``Device``."""
         assert batch
         self._tickets += 1
-        broken = HeldBatch(self._tickets, op, [], [], {}, [], [])
+        broken = HeldBatch(self._tickets, op)
         hangs = False
         for position, transfer in enumerate(batch):
             self._transfers += 1
@@ -116,14 +117,15 @@ class FaultyDevice:
                 continue
             if self._transfers in self.plan.tear:
                 broken.errors[position] = errno.EIO
-                broken.torn += _first_half(transfer)
+                passed = _first_half(transfer)
+            elif self._transfers in self.plan.lose:
                 continue
-            if self._transfers in self.plan.lose:
-                continue
-            if op is Op.READ and self._reads in self.plan.corrupt:
-                broken.corrupt.append((len(broken.passed), self.plan.corrupt[self._reads]))
-            broken.passed.append(transfer)
-            broken.positions.append(position)
+            else:
+                passed = [transfer]
+                if op is Op.READ and self._reads in self.plan.corrupt:
+                    broken.corrupt.append((len(broken.passed), self.plan.corrupt[self._reads]))
+            broken.passed += passed
+            broken.positions += [position] * len(passed)
         sizes = (sum(buffer.nbytes for buffer in transfer.buffers) for transfer in batch)
         self.submitted.append(
             (op, tuple((transfer.fd, transfer.offset, size) for transfer, size in zip(batch, sizes, strict=True)))
@@ -176,8 +178,8 @@ class FaultyDevice:
         kept.append(batch)
 
     def _pass_on(self, batch: HeldBatch) -> None:
-        if batch.passed or batch.torn:
-            self._passed[self.inner.submit(batch.op, batch.passed + batch.torn)] = batch
+        if batch.passed:
+            self._passed[self.inner.submit(batch.op, batch.passed)] = batch
         else:
             self._ended.append(Outcome(batch.ticket, batch.errors))
 
@@ -188,8 +190,7 @@ class FaultyDevice:
     def _finish(self, outcome: Outcome) -> Outcome:
         batch = self._passed.pop(outcome.ticket)
         for place, number in outcome.errors.items():
-            if place < len(batch.passed):
-                batch.errors[batch.positions[place]] = number
+            batch.errors.setdefault(batch.positions[place], number)
         for place, byte in batch.corrupt:
             if place not in outcome.errors:
                 _flip(batch.passed[place].buffers, byte)

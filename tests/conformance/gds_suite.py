@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import resource
 import signal
 import threading
@@ -16,9 +15,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from gpu_report import Route
-from support.addressed_device import range_of
-from support.sim_direct import SimLanes
-from support.sim_drive import Weather
+from support.addressed_device import CpuLanes, range_of
 
 from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
@@ -154,9 +151,7 @@ class TestGds(FilesConformance):
 def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) -> None:
     """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other
     wrote."""
-    lanes = SimLanes(random.Random(1), Weather())
-    device = GdsDevice(compat=True)
-    route = Route(lanes, tmp_path, device, 1 << 16, 48, direct=True)
+    route = Route(CpuLanes(), tmp_path, GdsDevice(compat=True), 1 << 16, 48, direct=True)
     direct = route._mover._runner._direct
     before = [layer.clone() for layer in route.layers]
     for straight, act in ((stored_straight, route.store), (loaded_straight, route.load)):

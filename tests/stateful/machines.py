@@ -5,7 +5,6 @@ to catch."""
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -14,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 from support.manager_machine import ManagerMachine
-from support.manager_parts import ManagerParts, Sizes, is_neighbours
+from support.manager_parts import Sizes
+from support.manager_watch import check_pins
 
 from kvdisk.blocks import Tier
 from kvdisk.manager.catalog import Catalog
@@ -116,19 +116,3 @@ def forget_late(patch: Patch, kind: JobKind) -> None:
         return original(self, report)
 
     wrap(patch, Transfers, "absorb", absorb)
-
-
-def check_pins(parts: ManagerParts) -> None:
-    """Assert that each copy has as many pins as jobs that read or write it, or may still do so
-    (invariant 4)."""
-    expected: Counter[tuple[int, Tier]] = Counter()
-    records = [(record, range(len(record.details))) for record in parts.transfers._records.values()]
-    zombies = [(record, record.late) for record in parts.transfers._zombies.values()]
-    for record, held in [*records, *zombies]:
-        for move, detail in ((record.job.moves[at], record.details[at]) for at in held):
-            for tier, slot in move.slots.items():
-                if detail.row >= 0 and slot is not None and not is_neighbours(slot):
-                    expected[detail.row, tier] += 1
-    for row in parts.catalog.rows():
-        for tier in (Tier.CPU, Tier.NVME):
-            assert parts.catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"

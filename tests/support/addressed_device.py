@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for a GPU's device where there is none: buffers by address, whose bytes are host
-memory."""
+"""What stands for a GPU where there is none: buffers by address, whose bytes are host memory, and
+lanes whose work is done when it is given."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
-from kvdisk.device.base import Buffer, Device, GpuRange, Op, Outcome, Transfer
+import torch
+
+from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
+from kvdisk.testing.faulty_device import FaultyDevice
+from kvdisk.worker.copier import CudaLanes, Event, Lane, Passed
 
 
 def range_of(buffer: Buffer) -> GpuRange:
@@ -23,7 +28,7 @@ def view_of(place: GpuRange) -> Buffer:
     return memoryview((ctypes.c_ubyte * place.nbytes).from_address(place.address)).cast("B")
 
 
-class AddressedDevice:
+class AddressedDevice(FaultyDevice):
     """``Device`` that takes ``GpuRange`` buffers, too: of host memory (GPU staging over CPU
     tensors). ``inner`` moves.
 
@@ -31,44 +36,21 @@ class AddressedDevice:
     """
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.registered: list[GpuRange] = []
 
     @property
     def name(self) -> str:
-        """See ``Device``."""
         return f"addressed({self.inner.name})"
 
     def attach_memory(self, memory: Buffer) -> None:
-        """See ``Device``."""
         if isinstance(memory, GpuRange):
             self.registered.append(memory)
         else:
-            self.inner.attach_memory(memory)
-
-    def attach_file(self, fd: int) -> None:
-        """See ``Device``."""
-        self.inner.attach_file(fd)
-
-    def detach_file(self, fd: int) -> None:
-        """See ``Device``."""
-        self.inner.detach_file(fd)
+            super().attach_memory(memory)
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """See ``Device``."""
-        return self.inner.submit(op, [item._replace(buffers=tuple(map(self._view, item.buffers))) for item in batch])
-
-    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """See ``Device``."""
-        return self.inner.poll(timeout_s)
-
-    def drain(self) -> list[Outcome]:
-        """See ``Device``."""
-        return self.inner.drain()
-
-    def close(self) -> None:
-        """See ``Device``."""
-        self.inner.close()
+        return super().submit(op, [item._replace(buffers=tuple(map(self._view, item.buffers))) for item in batch])
 
     def _view(self, buffer: Buffer) -> Buffer:
         place = cast(object, buffer)
@@ -78,3 +60,25 @@ class AddressedDevice:
             known = [memory.address <= place.address < memory.address + memory.nbytes for memory in self.registered]
             assert any(known), "memory that was not attached"
         return view_of(place)
+
+
+class CpuLanes(CudaLanes):
+    """Those of a CPU. ``log``: what was asked of which lane."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Lane | None]] = []
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def record(self, lane: Lane | None) -> Event:
+        self.log.append(("record", lane))
+        return Passed()
+
+    def wait(self, lane: Lane | None, event: Event) -> None:
+        self.log.append(("wait", lane))
+
+    def numbers(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values)

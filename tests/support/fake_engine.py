@@ -2,26 +2,26 @@
 """An engine without a model: schedules requests over a small block pool and calls the
 ``TierManager`` as vLLM would.
 
-A token is a letter, a block's hash is the text of all tokens up to its end, and the KV of a block
-is that text with the weights' number, the rank and the group. So it is known at any time what a
-block must hold. A step has three phases, between which a test may let other things happen:
-``schedule`` (lookups, allocation, preemption, the plan), ``forward`` and ``update`` (reports,
-sampling, endings).
+A token is a letter, and the KV of a block is a function of the text up to its end, the weights'
+number, the rank and the group. So it is known at any time what a block must hold, and each rank
+looks at what is loaded and read. A step has three phases, between which a test may let other things
+happen: ``schedule`` (lookups, allocation, preemption, the plan), ``forward`` and ``update``
+(reports, sampling, endings).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
-from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Plan, Report
 from support.fake_pool import FakePool
-from support.fake_ranks import FakeRank, run_plan
-from support.fake_requests import BlockTables, FakeRequest, Status, key_of, value_of
+from support.fake_requests import BlockTables, FakeRequest, Status
 
 
 class Phase(Enum):
@@ -30,6 +30,60 @@ class Phase(Enum):
     IDLE = "idle"
     SCHEDULED = "scheduled"
     COMPUTED = "computed"
+
+
+@dataclass(slots=True)
+class StepWork:
+    """A step's work for a rank. ``writes`` and ``reads``: (group, block id, hash) of what the model
+    computes and reads.
+
+    ``weights``: number of the weights in memory. ``new_blocks``: which were given away in this
+    step; ``zeroes``: the engine overwrites them before a copy can begin.
+    """
+
+    plan: Plan
+    weights: int
+    new_blocks: set[int] = field(default_factory=set)
+    zeroes: bool = False
+    writes: list[tuple[int, int, bytes]] = field(default_factory=list)
+    reads: list[tuple[int, int, bytes]] = field(default_factory=list)
+
+    def add(self, request: FakeRequest, start: int, groups: Sequence[GroupGeometry]) -> None:
+        """Add the blocks that a request writes from token ``start`` on, and all that it reads,
+        those included."""
+        for group, table in zip(groups, request.table, strict=True):
+            for position in range(math.ceil(request.computed / group.block_tokens)):
+                if not table[position]:
+                    assert position < start // group.block_tokens, "a token is computed into the null block"
+                    continue
+                end = min((position + 1) * group.block_tokens, request.computed)
+                block = (group.group, table[position], request.hash_of(end))
+                if end > start:
+                    self.writes.append(block)
+                self.reads.append(block)
+
+
+class Rank(Protocol):
+    """What stands for vLLM's model runner on one rank, with kvdisk's worker under it."""
+
+    def before_forward(self, work: StepWork) -> None:
+        """Begin with what does not wait for the model's work, what the model waits for first.
+
+        What the model writes and reads is not known yet.
+        """
+
+    def forward(self, work: StepWork) -> None:
+        """Write what the model computes."""
+
+    def check_reads(self, work: StepWork) -> None:
+        """Assert that all blocks that the model reads hold what they must."""
+
+    def after_forward(self, work: StepWork) -> None:
+        """Begin with the stores of what the model has computed."""
+
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        """Return what ended since the last call, and for each load among it its request and the
+        blocks that failed; the others hold what they must."""
 
 
 class Watch:
@@ -56,20 +110,18 @@ class FakeEngine:
     memory.
 
     ``zeroes``: new blocks are overwritten before fenced copies can begin, as some of vLLM's runners
-    do. ``most_gathers``: how many blocks of fenced stores a rank copies before it gives them up.
-    ``victims``: how many tokens each request that was preempted since the last step had computed,
-    and in which blocks. ``most_running``: while so many requests run or are loaded, the others
-    wait, and are not looked up.
+    do. ``victims``: how many tokens each request that was preempted since the last step had
+    computed, and in which blocks. ``most_running``: while so many requests run or are loaded, the
+    others wait, and are not looked up.
     """
 
     request_type: type[FakeRequest] = FakeRequest
 
-    def __init__(
-        self, geometry: Geometry, block_count: int, ranks: Sequence[FakeRank], most_running: int = 2**31
-    ) -> None:
+    def __init__(self, geometry: Geometry, block_count: int, ranks: Sequence[Rank], most_running: int = 2**31) -> None:
         self._geometry = geometry
         self._ranks = ranks
-        self.pool = FakePool(block_count, self._check_reuse)
+        self._new_blocks: set[int] = set()
+        self.pool = FakePool(block_count, self._new_blocks.add)
         self._tables = BlockTables(geometry, self.pool)
         self.manager: TierManager
         self.watch = Watch()
@@ -81,17 +133,16 @@ class FakeEngine:
         self.requests: dict[str, FakeRequest] = {}
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
-        self._loaded: dict[str, tuple[int, list[tuple[int, BlockKey]]]] = {}
-        """By request under load: the weights at its start, and the blocks to be written with their
-        keys."""
+        self._loaded: dict[str, set[int]] = {}
+        """By request under load: the blocks that it fills."""
         self._scheduled: dict[FakeRequest, int] = {}
         self._preempted: list[str] = []
         """By a reset since the last step."""
-        self._new_blocks: set[int] = set()
         self.zeroes = False
-        self.most_gathers = 1000
         self.victims: dict[str, tuple[int, list[list[int]]]] = {}
-        self._plan = Plan()
+        self.work = StepWork(Plan(), 0)
+        self.drift: Callable[[], object] = lambda: None
+        """Called where time passes within a step."""
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -134,9 +185,8 @@ class FakeEngine:
     def _will_fail_whole(self, request: FakeRequest) -> bool:
         """Whether a load under way leaves nothing of the old weights: it has not ended, and there
         was no local hit."""
-        written = {block for block, _ in self._loaded[request.id][1]}
         held = {block for table in request.table for block in table if block}
-        return request.recved < len(self._ranks) and held == written
+        return request.recved < len(self._ranks) and held == self._loaded[request.id]
 
     def _leave(self, request: FakeRequest) -> None:
         request.status = Status.GONE
@@ -172,23 +222,18 @@ class FakeEngine:
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
         step_tokens = sum(self._scheduled.values())
-        self._plan = self.manager.take_plan(
+        plan = self.manager.take_plan(
             self.now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(self.now), overwritten=overwritten
         )
-        self.watch.planned(self._plan, preempted)
+        self.watch.planned(plan, preempted)
         self.victims.clear()
-        self._send_plan()
+        self.work = StepWork(plan, self.weights, set(self._new_blocks), self.zeroes)
+        for rank in self._ranks:
+            rank.before_forward(self.work)
+        self.drift()
         for request, new_tokens in self._scheduled.items():
             request.computed += new_tokens
-
-    def _send_plan(self) -> None:
-        """Let the ranks begin with what does not wait for the model's work, what the model waits
-        for first."""
-        for rank in self._ranks:
-            if self.zeroes:
-                rank.gpu.update(dict.fromkeys(self._new_blocks, "zeroed"))
-            rank.protect(self._plan, self.most_gathers)
-        run_plan(self._ranks, self._plan, computed=False)
+            self.work.add(request, request.computed - new_tokens, self._geometry.groups)
 
     def _schedule_running(self, budget_tokens: int, preempted: list[str]) -> None:
         for request in list(self.running):
@@ -254,13 +299,7 @@ class FakeEngine:
             for table in request.table
         ]
         self.manager.plan_load(request.id, local_tokens, tokens, blocks)
-        written = [
-            (block, key_of(request, group, position))
-            for group, table in zip(self._geometry.groups, blocks, strict=True)
-            for position, block in enumerate(table)
-            if block
-        ]
-        self._loaded[request.id] = (self.weights, written)
+        self._loaded[request.id] = {block for table in blocks for block in table if block}
         request.computed = end
         request.status = Status.LOADING
         request.recved = 0
@@ -286,42 +325,19 @@ class FakeEngine:
         request.status = Status.WAITING
         self.waiting.insert(0, request)
 
-    def _check_reuse(self, block: int) -> None:
-        self._new_blocks.add(block)
-        for rank in self._ranks:
-            assert not rank.writers_of(block), f"block {block} is given away while rank {rank.rank} still writes it"
-
     # -- the model -----------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Run the model: write what the step computes, and check all that it reads."""
+        """Run the model on every rank, while transfers go on: write what the step computes, and
+        check all that it reads."""
         assert self.phase is Phase.SCHEDULED
         self.phase = Phase.COMPUTED
         for rank in self._ranks:
-            for request, new_tokens in self._scheduled.items():
-                self._compute(rank, request, request.computed - new_tokens)
-            for request in self._scheduled:
-                self._check_read(rank, request)
-        run_plan(self._ranks, self._plan, computed=True)
-
-    def _compute(self, rank: FakeRank, request: FakeRequest, start: int) -> None:
-        for group, table in zip(self._geometry.groups, request.table, strict=True):
-            for position in range(start // group.block_tokens, math.ceil(request.computed / group.block_tokens)):
-                block = table[position]
-                assert block, "a token is computed into the null block"
-                assert not rank.readers_of(block), "a block is overwritten while a store reads it"
-                assert not rank.writers_of(block), "a block is computed while a load writes it"
-                rank.gpu[block] = self._content(request, group, position, rank.rank)
-
-    def _check_read(self, rank: FakeRank, request: FakeRequest) -> None:
-        for group, table in zip(self._geometry.groups, request.table, strict=True):
-            for position in range(math.ceil(request.computed / group.block_tokens)):
-                if table[position]:
-                    found, right = rank.gpu.get(table[position]), self._content(request, group, position, rank.rank)
-                    assert found == right, f"{request.id} reads {found!r} where {right!r} should be"
-
-    def _content(self, request: FakeRequest, group: GroupGeometry, position: int, rank: int) -> str:
-        return value_of(key_of(request, group, position, request.computed), self.weights, rank)
+            rank.forward(self.work)
+        self.drift()
+        for rank in self._ranks:
+            rank.check_reads(self.work)
+            rank.after_forward(self.work)
 
     # -- the end of a step ---------------------------------------------------------------------
 
@@ -336,7 +352,6 @@ class FakeEngine:
             mine, loads = rank.take_report()
             report.merge(mine)
             for request_id, bad in loads.items():
-                self._check_loaded(rank, request_id, bad)
                 ended.append(request_id)
                 if bad:
                     self._fail_load(self.requests[request_id], bad)
@@ -349,14 +364,6 @@ class FakeEngine:
         self.watch.note_settled()
         for request_id in ended:
             self._note_recved(self.requests[request_id])
-
-    def _check_loaded(self, rank: FakeRank, request_id: str, bad: Sequence[int]) -> None:
-        weights, written = self._loaded[request_id]
-        for block, key in written:
-            if block not in bad:
-                assert weights == self.weights, "a load from before the weights changed is reported as good"
-                found, right = rank.gpu.get(block), value_of(key, weights, rank.rank)
-                assert found == right, f"rank {rank.rank} loaded {found!r} where {right!r} should be"
 
     def _fail_load(self, request: FakeRequest, bad: Sequence[int]) -> None:
         if request.status is Status.GONE:

@@ -14,42 +14,30 @@ from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
-from support.fake_legs import TORN, Content
 from support.fake_requests import value_of
+from support.fake_slots import TORN, Content
 
 
 @dataclass(slots=True)
 class FakeHome:
-    """One home with one segment. ``records``: slot and generation by key, as its index has them.
-
-    ``contents``: what the ranks' slots hold, by slot.
-    """
+    """One home with one segment. ``copies``: what its index says; ``contents``: what the ranks'
+    slots hold, by slot."""
 
     home_id: str
     segment: SegmentRecord
-    records: dict[BlockKey, tuple[int, int]] = field(default_factory=dict)
+    copies: dict[BlockKey, ForeignCopy] = field(default_factory=dict)
     contents: dict[int, list[Content]] = field(default_factory=dict)
-
-    def put(self, key: BlockKey, slot: int, generation: int, contents: list[Content]) -> None:
-        """Store a block: in a slot that may have held another, whose record goes."""
-        for other in [other for other, (taken, _) in self.records.items() if taken == slot]:
-            del self.records[other]
-        self.records[key] = (slot, generation)
-        self.contents[slot] = contents
 
     def store(self, key: BlockKey, place: int, generation: int, ranks: int, torn_rank: int | None) -> None:
         """Store what a block must hold, on every rank but one that broke off, in the slot that
-        ``place`` wraps to."""
+        ``place`` wraps to. The record of what it held before goes."""
+        slot = place % self.segment.slot_count
+        self.copies = {other: copy for other, copy in self.copies.items() if copy.slot_index != slot}
+        self.copies[key] = ForeignCopy(self.home_id, self.segment, slot, generation)
         values = [value_of(key, 0, rank) for rank in range(ranks)]
-        contents = [Content(0, key, generation, value, value) for value in values]
+        self.contents[slot] = [Content(0, key, generation, value, value) for value in values]
         if torn_rank is not None:
-            contents[torn_rank] = contents[torn_rank]._replace(payload=TORN)
-        self.put(key, place % self.segment.slot_count, generation, contents)
-
-    def find(self, key: BlockKey) -> ForeignCopy | None:
-        """Return what the index says of a key."""
-        found = self.records.get(key)
-        return None if found is None else ForeignCopy(self.home_id, self.segment, *found)
+            self.contents[slot][torn_rank] = self.contents[slot][torn_rank]._replace(payload=TORN)
 
 
 class FakeNeighbours:
@@ -58,14 +46,12 @@ class FakeNeighbours:
 
     def __init__(self, homes: Sequence[FakeHome], most_questions: int = 4) -> None:
         self.homes = list(homes)
-        self.closed = False
         self._most_questions = most_questions
         self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
         self._answers: list[Answer] = []
 
     @property
     def any(self) -> bool:
-        """See ``Neighbours``."""
         return bool(self.homes)
 
     @property
@@ -78,7 +64,6 @@ class FakeNeighbours:
         return next((home for home in self.homes if home.home_id == home_id), None)
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
-        """See ``Neighbours``."""
         if len(self._questions) >= self._most_questions:
             return False
         self._questions.append((ticket, epoch, tuple(keys)))
@@ -91,16 +76,14 @@ class FakeNeighbours:
             ticket, epoch, keys = self._questions.popleft()
             found: dict[BlockKey, tuple[ForeignCopy, ...]] = {}
             for key in keys:
-                copies = tuple(copy for home in self.homes if (copy := home.find(key)) is not None)
+                copies = tuple(home.copies[key] for home in self.homes if key in home.copies)
                 if copies and epoch == 0:
                     found[key] = copies
             self._answers.append(Answer(ticket, found))
 
     def poll(self) -> list[Answer]:
-        """See ``Neighbours``."""
         answers, self._answers = self._answers, []
         return answers
 
     def close(self) -> None:
         """See ``Neighbours``."""
-        self.closed = True

@@ -12,40 +12,63 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import JobId, Slot, Tier
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
-from kvdisk.worker.routes import Leg
-from support.fake_legs import DEVICE_LEGS, ROTTEN, TORN, Content, LateLeg, check_late, legs_of
+from kvdisk.worker.routes import Leg, route_of
+from support.fake_engine import StepWork
 from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_requests import value_of
+from support.fake_slots import ROTTEN, TORN, Content
+
+_DEVICE_LEGS = frozenset({Leg.WRITE, Leg.READ})
 
 
 @dataclass(slots=True)
+class _Way:
+    """A move under way. ``legs``: those not run yet; ``staging``: what it holds there."""
+
+    at: int
+    move: Move
+    legs: deque[Leg]
+    staging: Content = field(default_factory=Content)
+    begun: bool = False
+
+
 class _Work:
-    """A job under way. ``legs``: those not run yet, by move; ``staging``: what staging holds for
-    each move."""
+    """A job under way. ``failed`` and ``late``: positions of its moves."""
 
-    job: Job
-    legs: list[deque[Leg]]
-    staging: list[Content]
-    failed: dict[int, Reason] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)
-    told_copied: bool = False
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.ways: list[_Way] = []
+        self.failed: dict[int, Reason] = {}
+        self.late: set[int] = set()
+        self.told_copied = False
+        for at, move in enumerate(job.moves):
+            route = route_of(job.kind, move)
+            self.ways.append(_Way(at, move, deque(route.legs if route is not None else ())))
+            if route is None:
+                self.failed[at] = Reason.ABSENT
 
     @property
-    def open_moves(self) -> list[int]:
-        return [at for at, legs in enumerate(self.legs) if legs]
+    def open_ways(self) -> list[_Way]:
+        return [way for way in self.ways if way.legs]
 
     @property
-    def for_device(self) -> list[int]:
+    def for_device(self) -> list[_Way]:
         """The moves that the device has still to move."""
-        return [at for at, legs in enumerate(self.legs) if not DEVICE_LEGS.isdisjoint(legs)]
+        return [way for way in self.ways if not _DEVICE_LEGS.isdisjoint(way.legs)]
+
+    def fail(self, way: _Way, reason: Reason) -> None:
+        way.legs.clear()
+        self.failed[way.at] = reason
 
 
 class FakeRank:
-    """One rank. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
+    """``Rank``. ``gpu``: contents of GPU blocks by id; ``arena`` and ``drive``: of slots.
 
     ``segments``: files that exist on the drive, with their slot counts. A crash is ``survivor``.
-    ``neighbours``: what it can open of other homes.
+    ``neighbours``: what it can open of other homes. ``most_gathers``: how many blocks of urgent and
+    fenced stores it copies in a step before it gives them up.
     """
 
     def __init__(self, rank: int, neighbours: FakeNeighbours | None = None) -> None:
@@ -53,6 +76,8 @@ class FakeRank:
         self.neighbours = neighbours if neighbours is not None else FakeNeighbours([])
         self._foreign: dict[int, FakeHome] = {}
         self._closed: set[int] = set()
+        self.most_gathers = 1000
+        self._weights = 0
         self.gpu: dict[int, str] = {}
         self.arena: dict[Slot, Content] = {}
         self.drive: dict[Slot, Content] = {}
@@ -63,7 +88,8 @@ class FakeRank:
         self._report = Report()
         self._loads: dict[JobId, Job] = {}
         self._void: set[JobId] = set()
-        self._late: list[LateLeg] = []
+        self._late: list[tuple[Job, _Way]] = []
+        """Moves that were given up, and whose first leg the device has begun."""
 
     def survivor(self) -> FakeRank:
         """Return this rank after its process was killed, and what it had at the device has ended:
@@ -74,56 +100,32 @@ class FakeRank:
         survivor.segments = dict(self.segments)
         return survivor
 
-    def end_all_late(self) -> None:
-        """The device ends all that was given up."""
-        while self._late:
-            self.end_late()
+    # -- steps ---------------------------------------------------------------------------------
 
-    def work_off(self) -> None:
-        while self.runnable:
-            self.run_job(self.runnable[0])
+    def before_forward(self, work: StepWork) -> None:
+        self._weights = work.weights
+        for block in work.new_blocks:
+            assert not self.writers_of(block), f"block {block} is given away while rank {self.rank} still writes it"
+            if work.zeroes:
+                self.gpu[block] = "zeroed"
+        self._protect(work.plan)
+        self._submit(work.plan.jobs_beside)
+        self._void.update(job_id for job_id in work.plan.void if job_id in self._loads)
 
-    # -- plans and reports ---------------------------------------------------------------------
+    def forward(self, work: StepWork) -> None:
+        for group, block, digest in work.writes:
+            assert not self.readers_of(block), "a block is overwritten while a store reads it"
+            assert not self.writers_of(block), "a block is computed while a load writes it"
+            self.gpu[block] = value_of(make_block_key(digest, group), work.weights, self.rank)
 
-    def submit(self, jobs: Sequence[Job], void: Sequence[JobId] = ()) -> None:
-        """Take jobs in. A store is handed in when the model has computed its blocks."""
-        for job in jobs:
-            if job.kind is JobKind.LOAD:
-                self._loads[job.id] = job
-            check_late(self._late, job)
-            legs = [deque(legs_of(job.kind, move)) for move in job.moves]
-            failed = {at: Reason.ABSENT for at, left in enumerate(legs) if not left}
-            work = _Work(job, legs, [Content()] * len(legs), failed)
-            self._works[job.id] = work
-            if job.moves:
-                self._finish_if_done(work)
-        for job_id in void:
-            if job_id in self._loads:
-                self._void.add(job_id)
+    def check_reads(self, work: StepWork) -> None:
+        for group, block, digest in work.reads:
+            self._check(block, make_block_key(digest, group), "reads")
 
-    def protect(self, plan: Plan, most_gathers: int) -> None:
-        """Copy what the step is about to overwrite: so many of the blocks, and the rest is given
-        up."""
-        self.submit(plan.jobs_before)
-        for job_id in (*plan.urgent, *plan.fence):
-            work = self._works.get(job_id)
-            if work is None:
-                continue
-            for at, move in enumerate(work.job.moves):
-                if Leg.GATHER not in work.legs[at]:
-                    continue
-                if most_gathers > 0:
-                    most_gathers -= 1
-                    self._run(work, at, move, work.legs[at].popleft())
-                else:
-                    work.legs[at].clear()
-                    work.failed[at] = Reason.DEADLINE if job_id in plan.urgent else Reason.OVERWRITTEN
-            self._note_copied(work)
-            self._finish_if_done(work)
+    def after_forward(self, work: StepWork) -> None:
+        self._submit(work.plan.jobs_after)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """Return what ended since the last call, and for each load among it its request and the
-        blocks that failed."""
         report, self._report = self._report, Report()
         ended: dict[str, list[int]] = {}
         for job_id, result in report.results.items():
@@ -133,7 +135,57 @@ class FakeRank:
                 bad = range(len(job.moves)) if job_id in self._void else sorted(result.failed)
                 self._void.discard(job_id)
                 ended[job.request_id] = [job.moves[at].block for at in bad]
+                for at, move in enumerate(job.moves):
+                    if at not in bad:
+                        self._check(move.block, move.key, "has loaded")
         return report, ended
+
+    def _check(self, block: int, key: BlockKey, what: str) -> None:
+        found, right = self.gpu.get(block), value_of(key, self._weights, self.rank)
+        assert found == right, f"rank {self.rank} {what} {found!r} where {right!r} should be"
+
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        """Take jobs in. A store is handed in when the model has computed its blocks."""
+        for job in jobs:
+            if job.kind is JobKind.LOAD:
+                self._loads[job.id] = job
+            self._check_late(job)
+            work = self._works[job.id] = _Work(job)
+            if job.moves:
+                self._finish_if_done(work)
+
+    def _check_late(self, job: Job) -> None:
+        """Assert that a new job has nothing to do with a slot that a late move may still touch."""
+        touched = {place for _, late in self._late for place in late.move.slots.items()}
+        written = {
+            (tier, late.move.slots.get(tier))
+            for _, late in self._late
+            for tier in (Tier.NVME if late.legs[0] is Leg.WRITE else Tier.CPU,)
+        }
+        for move in job.moves:
+            for place in move.slots.items():
+                assert place not in written, f"{place} is used, and a late transfer may still write it"
+                target = place[0] is (Tier.NVME if job.kind is JobKind.DEMOTE else Tier.CPU)
+                if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or Tier.NVME in move.slots)):
+                    assert place not in touched, f"{place} is given away, and a late transfer still reads it"
+
+    def _protect(self, plan: Plan) -> None:
+        """Copy what the step is about to overwrite: so many of the blocks, and the rest is given
+        up."""
+        most_gathers = self.most_gathers
+        self._submit(plan.jobs_before)
+        for job_id in (*plan.urgent, *plan.fence):
+            work = self._works.get(job_id)
+            if work is None:
+                continue
+            for way in [way for way in work.ways if Leg.GATHER in way.legs]:
+                if most_gathers > 0:
+                    most_gathers -= 1
+                    self._run(work, way)
+                else:
+                    work.fail(way, Reason.DEADLINE if job_id in plan.urgent else Reason.OVERWRITTEN)
+            self._note_copied(work)
+            self._finish_if_done(work)
 
     # -- progress ------------------------------------------------------------------------------
 
@@ -160,6 +212,10 @@ class FakeRank:
                 changing.add(work.job.segment.segment)
         return found
 
+    def work_off(self) -> None:
+        while self.runnable:
+            self.run_job(self.runnable[0])
+
     def run_leg(self, job_id: JobId, pick: int = 0, failure: Reason | None = None) -> None:
         """Run one leg of one move (or a job of files), picked by ``pick`` modulo their number, or
         let it fail."""
@@ -167,17 +223,16 @@ class FakeRank:
         if not work.job.moves:
             self._run_file_job(work, failure)
             return
-        at = work.open_moves[pick % len(work.open_moves)]
-        move = work.job.moves[at]
-        leg = work.legs[at].popleft()
-        reason = self._void_reason(work, leg) or failure
+        way = work.open_ways[pick % len(work.open_ways)]
+        # What has begun of a void load goes on to the next leg that would write the GPU.
+        void = job_id in self._void and way.legs[0] in {Leg.READ, Leg.SCATTER}
+        reason = Reason.CANCELLED if void else failure
         if reason is None:
-            reason = self._run(work, at, move, leg)
-        elif leg is Leg.WRITE:
-            self._tear(work, at, move)
+            reason = self._run(work, way)
+        elif way.legs[0] is Leg.WRITE and way.move.slots[Tier.NVME].segment in self._open:
+            self._transfer(way, Leg.WRITE, torn=True)
         if reason is not None:
-            work.failed[at] = reason
-            work.legs[at].clear()
+            work.fail(way, reason)
         self._finish_if_done(work)
 
     def run_job(self, job_id: JobId) -> None:
@@ -188,27 +243,14 @@ class FakeRank:
         """Let the job's moves that have not started fail, as a deadline does, and run the others to
         their end."""
         work = self._works[job_id]
-        for at, move in enumerate(work.job.moves):
-            if len(work.legs[at]) == len(legs_of(work.job.kind, move)):
-                work.legs[at].clear()
-                work.failed.setdefault(at, reason)
+        for way in work.open_ways:
+            if not way.begun:
+                work.fail(way, reason)
         if work.job.moves:
             self._finish_if_done(work)
         self.run_job(job_id)
 
-    def hang(self, job_id: JobId, pick: int, *, whole: bool) -> None:
-        """Let the device begin a leg of a move, or of all (``whole``), and not end it until it is
-        given up."""
-        work = self._works[job_id]
-        candidates = work.for_device
-        for at in candidates if whole else [candidates[pick % len(candidates)]]:
-            while work.legs[at] and work.legs[at][0] not in DEVICE_LEGS:
-                self._run(work, at, work.job.moves[at], work.legs[at].popleft())
-            self._late.append(LateLeg(work.job, work.job.moves[at], at, work.legs[at][0], work.staging[at]))
-            work.legs[at].clear()
-            work.failed[at] = Reason.DEADLINE
-            work.late.add(at)
-        self._finish_if_done(work)
+    # -- what hangs ----------------------------------------------------------------------------
 
     @property
     def hangable(self) -> list[JobId]:
@@ -216,8 +258,21 @@ class FakeRank:
         return [job_id for job_id in self.runnable if self._can_hang(self._works[job_id])]
 
     def _can_hang(self, work: _Work) -> bool:
-        places = [work.job.moves[at].slots.get(Tier.NVME) for at in work.for_device]
-        return bool(places) and all(place is not None and place.segment in self._open for place in places)
+        segments = {way.move.slots[Tier.NVME].segment for way in work.for_device}
+        return bool(segments) and segments <= self._open
+
+    def hang(self, job_id: JobId, pick: int, *, whole: bool) -> None:
+        """Let the device begin a leg of a move, or of all (``whole``), and not end it until it is
+        given up."""
+        work = self._works[job_id]
+        candidates = work.for_device
+        for way in candidates if whole else [candidates[pick % len(candidates)]]:
+            while way.legs[0] not in _DEVICE_LEGS:
+                self._run(work, way)
+            self._late.append((work.job, _Way(way.at, way.move, deque(way.legs), way.staging)))
+            work.fail(way, Reason.DEADLINE)
+            work.late.add(way.at)
+        self._finish_if_done(work)
 
     @property
     def late(self) -> int:
@@ -227,25 +282,27 @@ class FakeRank:
     def end_late(self, pick: int = 0, *, torn: bool = False) -> None:
         """Let a hanging leg end: it moves its bytes, or some of them (``torn``), and nobody looks
         at them."""
-        late = self._late.pop(pick % len(self._late))
-        (source_tier, source), (target_tier, target) = late.reads, late.writes
-        if source is None:
-            content = late.staging
-        else:
-            content = self._on_drive(source) if source_tier is Tier.NVME else self.arena.get(source, Content())
-        if torn:
-            content = content._replace(payload=TORN)
-        if target is not None:
-            (self.drive if target_tier is Tier.NVME else self.arena)[target] = content
-        work = self._works.get(late.job.id)
+        job, way = self._late.pop(pick % len(self._late))
+        self._transfer(way, way.legs[0], torn=torn)
+        work = self._works.get(job.id)
         if work is not None:  # nobody was told that it is late
-            work.late.discard(late.at)
-        elif not any(other.job is late.job for other in self._late):
-            self._report.released[late.job.id] = 1
+            work.late.discard(way.at)
+        elif not any(other is job for other, _ in self._late):
+            self._report.released[job.id] = 1
 
-    def rot(self, slot: Slot) -> None:
-        """Let the drive lose the payload in a slot."""
-        self.drive[slot] = self.drive[slot]._replace(payload=ROTTEN)
+    def end_all_late(self) -> None:
+        """The device ends all that was given up."""
+        while self._late:
+            self.end_late()
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
+        """Assert that a slot holds a block."""
+        content = (self.arena if tier is Tier.CPU else self.drive).get(slot)
+        value = value_of(key, weights, self.rank)
+        right = content is not None and content.holds(epoch, key, generation, value)
+        assert right, f"{tier.name} {slot} of rank {self.rank} has {content}, not {key!r} {generation} {value!r}"
 
     def opens_home(self, job_id: JobId) -> bool:
         return self._works[job_id].job.kind is JobKind.OPEN_HOME
@@ -259,46 +316,47 @@ class FakeRank:
         return self._users(block_id, Leg.SCATTER)
 
     def _users(self, block_id: int, leg: Leg) -> list[JobId]:
-        return [
-            job_id
-            for job_id, work in self._works.items()
-            for move, legs in zip(work.job.moves, work.legs, strict=True)
-            if move.block == block_id and leg in legs
-        ]
+        works = self._works.items()
+        return [job_id for job_id, work in works for way in work.ways if way.move.block == block_id and leg in way.legs]
 
     # -- legs ----------------------------------------------------------------------------------
 
-    def _run(self, work: _Work, at: int, move: Move, leg: Leg) -> Reason | None:  # noqa: PLR0911 - one for each leg
+    def _run(self, work: _Work, way: _Way) -> Reason | None:
+        """Run a move's next leg; return why it failed."""
+        leg, move, content = way.legs.popleft(), way.move, self._in_memory(way)
+        way.begun = True
         if leg is Leg.GATHER:
-            self._put(work, at, move, self._get(work, at, move)._replace(payload=self.gpu[move.block]))
+            self._keep(way, content._replace(payload=self.gpu[move.block]))
             self._note_copied(work)
-            return None
-        if leg is Leg.SEAL:
-            payload = self._get(work, at, move).payload
-            self._put(work, at, move, Content(work.job.epoch, move.key, move.generation, payload, payload))
-            return None
-        if leg is Leg.WRITE:
-            if move.slots[Tier.NVME].segment not in self._open:
-                return Reason.IO_ERROR
+        elif leg is Leg.SEAL:
+            self._keep(way, Content(work.job.epoch, move.key, move.generation, content.payload, content.payload))
+        elif leg in _DEVICE_LEGS:
             segment, index = move.slots[Tier.NVME]
-            assert index < self.segments[segment], "a slot behind the segment's last"
-            self.drive[move.slots[Tier.NVME]] = self._get(work, at, move)
-            return None
-        if leg is Leg.READ:
-            assert move.slots[Tier.NVME].segment not in self._closed, "a load reads a segment that was closed before it"
-            if move.slots[Tier.NVME].segment not in self._open:
+            assert leg is Leg.WRITE or segment not in self._closed, "a load reads a segment that was closed before it"
+            if segment not in self._open:
                 return Reason.IO_ERROR
-            self._put(work, at, move, self._on_drive(move.slots[Tier.NVME]))
-            return None
-        content = self._get(work, at, move)
-        if leg is Leg.CHECK:
+            assert leg is Leg.READ or index < self.segments[segment], "a slot behind the segment's last"
+            self._transfer(way, leg)
+        elif leg is Leg.CHECK:
             if content[:3] != (work.job.epoch, move.key, move.generation):
                 return Reason.HEADER
             return None if content.summed == content.payload else Reason.CHECKSUM
-        assert leg is Leg.SCATTER
-        assert not self.readers_of(move.block), "a load writes a block that a store has still to read"
-        self.gpu[move.block] = content.payload
+        else:
+            assert leg is Leg.SCATTER
+            assert not self.readers_of(move.block), "a load writes a block that a store has still to read"
+            self.gpu[move.block] = content.payload
         return None
+
+    def _transfer(self, way: _Way, leg: Leg, *, torn: bool = False) -> None:
+        """Move a block between memory and drive, or half of it."""
+        slot = way.move.slots[Tier.NVME]
+        content = self._in_memory(way) if leg is Leg.WRITE else self._on_drive(slot)
+        if torn:
+            content = content._replace(payload=TORN)
+        if leg is Leg.WRITE:
+            self.drive[slot] = content
+        else:
+            self._keep(way, content)
 
     def _on_drive(self, slot: Slot) -> Content:
         home = self._foreign.get(slot.segment)
@@ -307,37 +365,31 @@ class FakeRank:
         contents = home.contents.get(slot.index)
         return Content() if contents is None else contents[self.rank]
 
-    def _get(self, work: _Work, at: int, move: Move) -> Content:
-        return work.staging[at] if Tier.CPU not in move.slots else self.arena.get(move.slots[Tier.CPU], Content())
+    def _in_memory(self, way: _Way) -> Content:
+        slot = way.move.slots.get(Tier.CPU)
+        return way.staging if slot is None else self.arena.get(slot, Content())
 
-    def _put(self, work: _Work, at: int, move: Move, content: Content) -> None:
-        if Tier.CPU not in move.slots:
-            work.staging[at] = content
+    def _keep(self, way: _Way, content: Content) -> None:
+        slot = way.move.slots.get(Tier.CPU)
+        if slot is None:
+            way.staging = content
         else:
-            self.arena[move.slots[Tier.CPU]] = content
+            self.arena[slot] = content
 
-    def _tear(self, work: _Work, at: int, move: Move) -> None:
-        if move.slots[Tier.NVME].segment in self._open:
-            self.drive[move.slots[Tier.NVME]] = self._get(work, at, move)._replace(payload=TORN)
-
-    def _void_reason(self, work: _Work, leg: Leg) -> Reason | None:
-        """What has begun goes on to the next leg that would write the GPU; nothing reaches a block
-        of a void load."""
-        void = work.job.id in self._void and leg in {Leg.READ, Leg.SCATTER}
-        return Reason.CANCELLED if void else None
+    def rot(self, slot: Slot) -> None:
+        """Let the drive lose the payload in a slot."""
+        self.drive[slot] = self.drive[slot]._replace(payload=ROTTEN)
 
     def _note_copied(self, work: _Work) -> None:
-        reads = any(Leg.GATHER in legs for legs in work.legs)
+        reads = any(Leg.GATHER in way.legs for way in work.ways)
         if not reads and not work.told_copied and Tier.CPU not in work.job.moves[0].slots:
             work.told_copied = True
             self._report.copied[work.job.id] = 1
 
     def _finish_if_done(self, work: _Work) -> None:
-        if not work.open_moves:
-            failed = work.failed
-            if work.job.id in self._void:
-                failed = dict.fromkeys(range(len(work.job.moves)), Reason.CANCELLED)
-            self._end(work, failed)
+        if not work.open_ways:
+            void = work.job.id in self._void
+            self._end(work, dict.fromkeys(range(len(work.ways)), Reason.CANCELLED) if void else work.failed)
 
     def _end(self, work: _Work, failed: dict[int, Reason]) -> None:
         del self._works[work.job.id]
@@ -381,18 +433,10 @@ class FakeRank:
         return None
 
     def _remove(self, segment: int) -> None:
-        for late in self._late:
-            assert Tier.NVME in late.move.slots
+        for _, late in self._late:
             assert late.move.slots[Tier.NVME].segment != segment, "a segment goes that a late transfer may still touch"
         self.segments.pop(segment, None)
         self._open.discard(segment)
         self._foreign.pop(segment, None)
         for slot in [slot for slot in self.drive if slot.segment == segment]:
             del self.drive[slot]
-
-
-def run_plan(ranks: Sequence[FakeRank], plan: Plan, *, computed: bool) -> None:
-    """Hand a plan to every rank: what does not wait for the model's work, or the stores that do."""
-    jobs = plan.jobs_after if computed else plan.jobs_beside
-    for rank in ranks:
-        rank.submit(jobs, () if computed else plan.void)

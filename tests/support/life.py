@@ -1,60 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a state machine and a simulation do with a manager over a fake engine, whatever else they
-choose."""
+"""A process with a manager and an engine, and the processes after it, over drives and an index that
+outlive them: what every test does with them, whatever else it chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvdisk.index.memory_index import MemoryIndex
 from support.fake_engine import FakeEngine, Phase
-from support.manager_parts import ManagerParts
+from support.fake_neighbours import FakeNeighbours
+from support.fake_requests import FakeRequest
+from support.manager_parts import ManagerParts, Sizes
 from support.manager_watch import ManagerWatch
 
 LONGEST_QUARANTINE_S = 3601.0
 
 
 class Life:
-    """A process, and its clock. ``budget_tokens``: of a step."""
+    """See the module. ``lives``: processes so far. ``budget_tokens``: of a step."""
 
-    budget_tokens: int
-    quiet_rounds: int
-    now: float
+    budget_tokens = 16
+    quiet_rounds = 100
+
+    sizes: Sizes
+    index: MemoryIndex
+    ranks: Sequence[Any]
+    neighbours: FakeNeighbours
     engine: FakeEngine
     parts: ManagerParts
     watch: ManagerWatch
-    ranks: Sequence[Any]
-    index: MemoryIndex
 
-    def _advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.engine.now = self.now
+    def begin(self, sizes: Sizes, index: MemoryIndex) -> None:
+        """Start the first process."""
+        self.sizes, self.index = sizes, index
+        self.ranks, self.neighbours = (), FakeNeighbours([])
+        self.now = 1000.0
+        self.lives = self.request_count = 0
+        self.live()
 
-    def _drift(self) -> None:
+    def live(self, segments: int | None = None) -> None:
+        """Start a process, whose cap has room for so many segments of each size class, or as many
+        as ``sizes`` says."""
+        self.lives += 1
+        sizes, self.ranks = self.sizes, self.start_ranks()
+        self.engine = FakeEngine(sizes.geometry, sizes.block_count, self.ranks, sizes.most_running)
+        self.engine.now, self.engine.zeroes, self.engine.drift = self.now, sizes.zeroes, self.drift
+        limited = sizes if segments is None else replace(sizes, segments=segments)
+        self.parts = ManagerParts.make(limited, self.engine, self.index, self.lives * 10_000, self.neighbours)
+        self.watch = ManagerWatch(sizes, self.parts, self.engine, self.ranks, self.index, self.note)
+
+    def start_ranks(self) -> Sequence[Any]:
+        """Return the ranks of a new process, which find what is on their drives."""
+        raise NotImplementedError
+
+    def note(self, event: str) -> None:
+        """Something happens: for a trace."""
+
+    def drift(self) -> None:
         """Let time pass in which transfers may go on."""
 
-    def _finish_step(self) -> None:
+    def restart(self, segments: int | None = None) -> None:
+        """Let the process end well, and another one find what is on the drive."""
+        assert self.index.flush(0.0)
+        self.succeed(segments)
+
+    def succeed(self, segments: int | None = None) -> None:
+        """The process is gone; another one finds what is on the drive."""
+        self.index = self.index.reopened()
+        self.live(segments)
+
+    def come(self, prompt: str, outputs: int, *, finishing: bool) -> FakeRequest:
+        """A request comes. ``finishing``: it ends with its first token."""
+        self.request_count += 1
+        self.note(f"request {self.request_count}: {prompt}, {outputs} outputs, finishing {finishing}")
+        request = self.engine.add(f"request {self.request_count}", prompt, outputs)
+        request.finishing = finishing
+        return request
+
+    def change_weights(self) -> None:
+        """The weights change."""
+        epoch = 1000 * self.lives + self.engine.weights + 1
+        self.watch.reset(epoch, self.engine.weights + 1)
+        self.engine.reset(epoch)
+
+    def advance(self, seconds: float) -> None:
+        self.engine.now += seconds
+        self.now = self.engine.now
+
+    def finish_step(self) -> None:
+        """Finish the step under way, if any."""
         if self.engine.phase is Phase.SCHEDULED:
             self.engine.forward()
         if self.engine.phase is Phase.COMPUTED:
-            self._drift()
+            self.drift()
             self.engine.update()
 
-    def _round(self) -> None:
-        """Let everything end that is under way, and run a step."""
+    def run_step(self, budget_tokens: int) -> None:
+        self.engine.schedule(budget_tokens)
+        self.finish_step()
+
+    def work(self) -> None:
+        """Let the ranks and the index end all that they have."""
         for rank in self.ranks:
             rank.work_off()
-        self.index.refuse_puts = False
         self.index.commit()
-        self._advance(2.5)
-        self.engine.schedule(self.budget_tokens)
-        self._finish_step()
 
-    def _rest(self) -> None:
+    def end_round(self) -> None:
+        """Let everything end that is under way, and run a step."""
+        self.index.refuse_puts = False
+        self.work()
+        self.advance(2.5)
+        self.run_step(self.budget_tokens)
+
+    def finish(self) -> None:
         """Let every request end, and step until nothing is pending: then nothing is left of
         them."""
-        self._finish_step()
+        self.finish_step()
         for request in self.engine.requests.values():
             request.finishing = True
         self.index.refuse_puts = False
@@ -63,7 +126,7 @@ class Life:
             self.watch.note_progress()
             if not self.engine.requests and not self.parts.manager.has_pending_work(self.now):
                 break
-            self._round()
+            self.end_round()
         else:
             left = list(self.engine.requests.values())
             raise AssertionError(f"it never becomes quiet: {left}, {len(self.parts.transfers)} jobs")

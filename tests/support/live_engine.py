@@ -12,15 +12,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.config import Config
-from kvdisk.messages import JobKind, Plan, Report
-from support.fake_engine import FakeEngine, Phase, Watch
-from support.fake_ranks import FakeRank
+from kvdisk.messages import JobKind, Plan
+from support.fake_engine import FakeEngine, Watch
 from support.live_model import HashedRequest, LiveModel
-from support.live_rank import LiveRank, LocalRank, StepReply, StepWork
+from support.live_rank import LiveRank, LocalRank
 
 MakeRank = Callable[[Config, LiveModel, int, int], LiveRank]
 STUCK_S = 600.0
@@ -38,17 +36,6 @@ class _Counting(Watch):
         self.preempted += len(preempted)
         for job in plan.jobs:
             self.jobs[job.kind] += 1
-
-
-class _Mailbox:
-    """A rank as ``FakeEngine`` sees it: its number, and what it finished in the step."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.reply = StepReply()
-
-    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        return self.reply.report, self.reply.loads
 
 
 class LiveEngine(FakeEngine):
@@ -70,14 +57,13 @@ class LiveEngine(FakeEngine):
     ) -> None:
         self.model = model
         self._clock = clock
-        self._mailboxes = [_Mailbox(rank) for rank in range(model.ranks)]
-        super().__init__(model.geometry, block_count, cast("list[FakeRank]", self._mailboxes))
+        self._live_ranks: list[LiveRank] = []
+        super().__init__(model.geometry, block_count, self._live_ranks)
         self.watch = self.counting = _Counting()
         self.parts: SchedulerParts = assemble_scheduler(
             config, model.geometry, self.pool, model.fingerprint, {"model": model.name}
         )
         self.manager = self.parts.manager
-        self._live_ranks: list[LiveRank] = []
         self._closed = False
         try:
             for rank in range(model.ranks):
@@ -95,18 +81,6 @@ class LiveEngine(FakeEngine):
         self.forward()
         self.update()
         self.parts.telemetry.take(self.now)
-
-    def forward(self) -> None:
-        """Let every rank do the step's work: all begin before the first is waited for."""
-        assert self.phase is Phase.SCHEDULED
-        self.phase = Phase.COMPUTED
-        work = StepWork(self._plan, self.weights)
-        for request, new_tokens in self._scheduled.items():
-            work.add(request, request.computed - new_tokens, self._geometry.groups)
-        for rank in self._live_ranks:
-            rank.start(work)
-        for mailbox, rank in zip(self._mailboxes, self._live_ranks, strict=True):
-            mailbox.reply = rank.finish()
 
     def run_until_quiet(self) -> None:
         """Step until no request is left, no job or commit is under way, and no demotion can be
@@ -151,14 +125,3 @@ class LiveEngine(FakeEngine):
         for rank in self._live_ranks:
             rank.close()
         self.parts.close()
-
-    # -- what FakeEngine does in symbols, and the ranks do in bytes ----------------------------
-
-    def _send_plan(self) -> None:
-        """Nothing: the plan goes with the step's work."""
-
-    def _check_reuse(self, block: int) -> None:
-        """Nothing: what is read is looked at."""
-
-    def _check_loaded(self, rank: FakeRank, request_id: str, bad: Sequence[int]) -> None:
-        """Nothing: the rank has looked."""

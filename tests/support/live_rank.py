@@ -2,19 +2,16 @@
 """One rank of a live engine: small tensors for KV, the real worker's wing over them, and a check of
 every byte served.
 
-It stands for vLLM's model runner: it takes a step's work, writes what the model would compute, and
-hands plans to the mover as the connector's worker side does. A ``LocalRank`` works in the caller's
-process; a ``RemoteRank`` is served by ``serve_rank`` in a process of its own, which can be stopped,
-and which outlives a scheduler that is killed.
+It hands plans to the mover as the connector's worker side does. A ``LocalRank`` works in the
+caller's process; a ``RemoteRank`` is served by ``serve_rank`` in a process of its own, which can be
+stopped, and which outlives a scheduler that is killed.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -23,9 +20,8 @@ import torch
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
-from kvdisk.geometry import GroupGeometry
-from kvdisk.messages import Job, JobKind, Plan, Report
-from support.fake_requests import FakeRequest
+from kvdisk.messages import Job, JobKind, JobResult, Plan, Report
+from support.fake_engine import StepWork
 from support.live_model import LiveModel
 
 MakeWorker = Callable[[Config, LiveModel, int, list[list[torch.Tensor]]], WorkerParts]
@@ -38,52 +34,14 @@ class WrongBytesError(AssertionError):
     """A block holds something else than it must: what kvdisk is there to prevent."""
 
 
-@dataclass(slots=True)
-class StepWork:
-    """A step's work for a rank. ``writes`` and ``reads``: (group, block id, hash) of what the model
-    computes and reads.
-
-    ``weights``: number of the weights in memory.
-    """
-
-    plan: Plan
-    weights: int
-    writes: list[tuple[int, int, bytes]] = field(default_factory=list)
-    reads: list[tuple[int, int, bytes]] = field(default_factory=list)
-
-    def add(self, request: FakeRequest, start: int, groups: Sequence[GroupGeometry]) -> None:
-        """Add the blocks that a request writes from token ``start`` on, and all that it reads,
-        those included."""
-        for group, table in zip(groups, request.table, strict=True):
-            for position in range(math.ceil(request.computed / group.block_tokens)):
-                if not table[position]:
-                    assert position < start // group.block_tokens, "a token is computed into the null block"
-                    continue
-                end = min((position + 1) * group.block_tokens, request.computed)
-                block = (group.group, table[position], request.hash_of(end))
-                if end > start:
-                    self.writes.append(block)
-                self.reads.append(block)
-
-
-@dataclass(slots=True)
-class StepReply:
-    """What a rank finished: a report, and by request whose load ended its failed blocks. ``wrong``:
-    wrong bytes."""
-
-    report: Report = field(default_factory=Report)
-    loads: dict[str, list[int]] = field(default_factory=dict)
-    wrong: str = ""
-
-
 def make_worker(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
     """Build a rank's wing as the connector does."""
     return assemble_worker(config, model.geometry, rank, layers)
 
 
 class LocalRank:
-    """A rank in the caller's process, its mover on a thread of its own, unless ``make`` builds
-    another. ``start`` and ``finish`` come in turn, once each in a step.
+    """``Rank`` in the caller's process, its mover on a thread of its own, unless ``make`` builds
+    another. Looks raise WrongBytesError.
 
     ``turned``: the mover has no thread, and is turned here until nothing happens any more.
     """
@@ -107,66 +65,58 @@ class LocalRank:
         self._views = [[layer.numpy() for layer in layers] for layers in self._layers]
         self._parts = make(config, model, rank, self._layers)
         self._turned = turned
-        self._loads: dict[JobId, Job] = {}
-        self._out: set[JobId] = set()
+        self._jobs: dict[JobId, Job] = {}
+        """Those that have not been reported."""
         self._weights = 0
-        self._reply = StepReply()
-
-    def start(self, work: StepWork) -> None:
-        """Do all of the step."""
-        self.before_forward(work)
-        self.forward(work)
-        self.after_forward(work)
-        if self._turned:
-            while self._parts.mover.turn():
-                pass
-        elif work.plan.idle:
-            self._parts.mover.wait_any(IDLE_WAIT_S)
-        self._collect()
+        self._idle = False
+        self._report = Report()
+        self._loaded: dict[str, list[int]] = {}
 
     def before_forward(self, work: StepWork) -> None:
-        """Hand the mover what does not wait for the model's work."""
         mover, plan = self._parts.mover, work.plan
-        self._weights = work.weights
+        self._weights, self._idle = work.weights, plan.idle
         if plan.fence or plan.urgent:
             mover.protect(plan._replace(jobs=plan.jobs_before, void=()))
-        early = plan.jobs_beside
-        self._loads |= {job.id: job for job in early if job.kind is JobKind.LOAD}
-        self._out |= {job.id for job in plan.jobs}
-        if early or plan.void:
-            mover.submit(Plan(early, void=plan.void))
+        self._jobs |= {job.id: job for job in plan.jobs}
+        if plan.jobs_beside or plan.void:
+            mover.submit(Plan(plan.jobs_beside, void=plan.void))
 
     def forward(self, work: StepWork) -> None:
-        """Run the model: write what it computes, and look at all that it reads."""
         for group, block, digest in work.writes:
             self._write(group, block, self._model.content(work.weights, digest, group, self.rank))
-        self.check_reads(work)
 
     def check_reads(self, work: StepWork) -> None:
-        """Look at all that the model reads. Raises WrongBytesError."""
         for group, block, digest in work.reads:
             self._check(group, block, digest, "reads")
 
     def after_forward(self, work: StepWork) -> None:
-        """Hand the mover the stores, which read what the model has computed."""
         stores = work.plan.jobs_after
         if stores:
             self._parts.mover.submit(Plan(stores))
 
-    def finish(self) -> StepReply:
-        """Return what the rank finished. Raises WrongBytesError."""
-        reply, self._reply = self._reply, StepReply()
-        return reply
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        self._give_time()
+        self._collect()
+        taken = self._report, self._loaded
+        self._report, self._loaded = Report(), {}
+        return taken
+
+    def _give_time(self) -> None:
+        if self._turned:
+            while self._parts.mover.turn():
+                pass
+        elif self._idle:
+            self._parts.mover.wait_any(IDLE_WAIT_S)
 
     def outlive(self) -> int:
         """Go on with the jobs at hand, as a worker does whose scheduler died; return how many have
         ended since."""
         end_s = time.monotonic() + OUTLIVING_S
-        out = len(self._out)
-        while self._out and time.monotonic() < end_s:
+        out = len(self._jobs)
+        while self._jobs and time.monotonic() < end_s:
             self._parts.mover.wait_any(0.1)
             self._collect()
-        return out - len(self._out)
+        return out - len(self._jobs)
 
     def close(self) -> None:
         self._parts.close()
@@ -175,17 +125,18 @@ class LocalRank:
         """Take the mover's results, and look at every block that a load has filled before anybody
         hears of it."""
         report = self._parts.mover.poll()
-        self._out.difference_update(report.results)
         for job_id, result in report.results.items():
-            job = self._loads.pop(job_id, None)
-            if job is None:
-                continue
-            assert job.request_id is not None
-            for position, move in enumerate(job.moves):
-                if position not in result.failed:
-                    self._check(group_of(move.key), move.block, move.key[:-2], f"was told that {job.request_id} loaded")
-            self._reply.loads[job.request_id] = [job.moves[position].block for position in result.failed]
-        self._reply.report.merge(report)
+            self._end(self._jobs.pop(job_id), result)
+        self._report.merge(report)
+
+    def _end(self, job: Job, result: JobResult) -> None:
+        if job.kind is not JobKind.LOAD:
+            return
+        assert job.request_id is not None
+        for position, move in enumerate(job.moves):
+            if position not in result.failed:
+                self._check(group_of(move.key), move.block, move.key[:-2], f"was told that {job.request_id} loaded")
+        self._loaded[job.request_id] = [job.moves[position].block for position in result.failed]
 
     def _write(self, group: int, block: int, content: bytes) -> None:
         start = 0
@@ -205,20 +156,31 @@ class LocalRank:
 
 
 class RemoteRank:
-    """A ``LocalRank`` at the other end of a pipe. ``pid``: of its process."""
+    """``Rank``: a ``LocalRank`` at the other end of a pipe, which does all of a step at once.
+    ``pid``: of its process."""
 
     def __init__(self, connection: Connection, pid: int) -> None:
         self.pid = pid
         self._connection = connection
 
-    def start(self, work: StepWork) -> None:
+    def before_forward(self, work: StepWork) -> None:
+        """Nothing: the plan goes with the step's work."""
+
+    def forward(self, work: StepWork) -> None:
         self._connection.send(work)
 
-    def finish(self) -> StepReply:
-        reply: StepReply = self._connection.recv()
-        if reply.wrong:
-            raise WrongBytesError(reply.wrong)
-        return reply
+    def check_reads(self, work: StepWork) -> None:
+        """Nothing: the rank looks."""
+
+    def after_forward(self, work: StepWork) -> None:
+        """Nothing, likewise."""
+
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        """See ``Rank``. Raises WrongBytesError."""
+        taken: tuple[Report, dict[str, list[int]]] | str = self._connection.recv()
+        if isinstance(taken, str):
+            raise WrongBytesError(taken)
+        return taken
 
     def close(self) -> None:
         self._connection.send(None)
@@ -235,13 +197,16 @@ def serve_rank(connection: Connection, config: Config, model: LiveModel, rank: i
     local = LocalRank(config, model, rank, block_count)
     try:
         while (work := connection.recv()) is not None:
-            local.start(work)
-            connection.send(local.finish())
+            local.before_forward(work)
+            local.forward(work)
+            local.check_reads(work)
+            local.after_forward(work)
+            connection.send(local.take_report())
         local.close()
         connection.send(None)
     except WrongBytesError as error:
         print(f"WRONG BYTES: {error}", file=sys.stderr, flush=True)
-        connection.send(StepReply(wrong=str(error)))
+        connection.send(str(error))
         raise
     except (EOFError, ConnectionError):
         ended = local.outlive()

@@ -11,9 +11,7 @@ when the process is killed. ``ManagerWatch`` says what must hold.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from enum import Enum
-from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,14 +20,12 @@ from kvdisk.blocks import JobId, make_block_key
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Reason
-from support.fake_engine import FakeEngine, Phase
-from support.fake_legs import ROTTEN, TORN
-from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_engine import Phase
+from support.fake_neighbours import FakeHome
 from support.fake_ranks import FakeRank
+from support.fake_slots import ROTTEN, TORN
 from support.life import LONGEST_QUARANTINE_S, Life
-from support.manager_parts import ManagerParts, Sizes
 from support.manager_sizes import RANKS
-from support.manager_watch import ManagerWatch
 
 MOST_REQUESTS = 4
 BUDGET_TOKENS = 8
@@ -60,48 +56,26 @@ class Event(Enum):
 class ManagerMachine(Life, RuleBasedStateMachine):
     """See the module. ``sizes``: of the manager."""
 
-    sizes: ClassVar[Sizes]
     budget_tokens = BUDGET_TOKENS
     quiet_rounds = 80
 
     @initialize()
     def start(self) -> None:
         """Start a first life."""
-        self.index = MemoryIndex(max_queued=6)
-        self.neighbours = FakeNeighbours([])
-        self.ranks = [FakeRank(rank, self.neighbours) for rank in range(RANKS)]
-        self.lives = 0
-        self.request_count = 0
         self.neighbour_generation = 2**40
-        self.now = 1000.0
-        self._live(self.sizes.segments)
+        self.begin(self.sizes, MemoryIndex(max_queued=6))
         for prompt in range(self.sizes.stored):
             self.serve(prompt, finishing=True, cold=False, steps=3, hanging=0)
             self._run_until_quiet()
         if self.sizes.stored:
-            self._restart(self.sizes.segments)
+            self.restart()
 
-    def _restart(self, segments: int) -> None:
-        """Let the process end well, and another one find what is on the drive."""
-        assert self.index.flush(0.0)
-        self._succeed(segments)
-
-    def _succeed(self, segments: int) -> None:
-        self.ranks = [rank.survivor() for rank in self.ranks]
-        self.index = self.index.reopened()
-        self._live(segments)
-
-    def _live(self, segments: int) -> None:
-        """Start a process, whose cap has room for so many segments of each size class."""
-        self.lives += 1
+    def live(self, segments: int | None = None) -> None:
+        super().live(segments)
         self.last_event = 0
-        sizes = self.sizes
-        self.engine = FakeEngine(sizes.geometry, sizes.block_count, self.ranks, sizes.most_running)
-        self.engine.now, self.engine.zeroes = self.now, sizes.zeroes
-        self.parts = ManagerParts.make(
-            replace(self.sizes, segments=segments), self.engine, self.index, self.lives * 10_000, self.neighbours
-        )
-        self.watch = ManagerWatch(self.sizes, self.parts, self.engine, self.ranks, self.index)
+
+    def start_ranks(self) -> list[FakeRank]:
+        return [rank.survivor() for rank in self.ranks] or [FakeRank(at, self.neighbours) for at in range(RANKS)]
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -112,37 +86,33 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         cached nothing."""
         if cold and self.engine.phase is Phase.IDLE:
             self.engine.pool.forget_all()
-        self.request_count += 1
         text = self.sizes.prompts[prompt % len(self.sizes.prompts)]
-        request = self.engine.add(f"request {self.request_count}", text, min(outputs, self.sizes.most_outputs))
-        request.finishing = finishing
+        self.come(text, min(outputs, self.sizes.most_outputs), finishing=finishing)
 
     @precondition(lambda self: len(self.engine.requests) < MOST_REQUESTS)
     @rule(prompt=_picks, finishing=st.booleans(), cold=_mostly, steps=st.integers(1, 4), hanging=st.integers(0, 31))
     def serve(self, prompt: int, finishing: bool, cold: bool, steps: int, hanging: int) -> None:
         """A request comes, and all goes well for a few steps; or in one of them devices hang
         (``hanging``)."""
-        self._finish_step()
+        self.finish_step()
         self.add_request(prompt, 0, finishing, cold)
         self.neighbours.answer()
         for step in range(steps):
-            self._step(BUDGET_TOKENS)
+            self.run_step(BUDGET_TOKENS)
             for rank in [rank for rank in self.ranks if hanging // 4 == step and hanging >> rank.rank & 1]:
                 while rank.hangable:
                     rank.hang(rank.hangable[0], 0, whole=False)
-            for rank in self.ranks:
-                rank.work_off()
-            self.index.commit()
+            self.work()
 
     @precondition(lambda self: len(self.engine.requests) <= MOST_REQUESTS - 2)
     @rule(prompts=st.tuples(_picks, _picks), steps=st.integers(0, 3))
     def crowd(self, prompts: tuple[int, int], steps: int) -> None:
         """Two requests come at once, and the GPU has cached nothing."""
-        self._finish_step()
+        self.finish_step()
         for prompt in prompts:
             self.add_request(prompt, 0, finishing=True, cold=True)
         for _ in range(steps):
-            self._step(BUDGET_TOKENS)
+            self.run_step(BUDGET_TOKENS)
             self.ranks[0].work_off()
 
     @precondition(lambda self: self.engine.queued)
@@ -160,13 +130,13 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     @rule(budget=_budgets)
     def step(self, budget: int) -> None:
         """Finish the step under way, if any, and run one."""
-        self._finish_step()
-        self._step(budget)
+        self.finish_step()
+        self.run_step(budget)
 
     @rule(budget=_budgets, ranks=st.integers(0, 2**RANKS - 1))
     def step_and_work(self, budget: int, ranks: int) -> None:
         """Run a step, in the course of which some ranks end all their work."""
-        self._finish_step()
+        self.finish_step()
         self.engine.schedule(budget)
         self.engine.forward()
         for rank in [rank for rank in self.ranks if ranks >> rank.rank & 1]:
@@ -183,15 +153,11 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         else:
             self.engine.update()
 
-    def _step(self, budget: int) -> None:
-        self.engine.schedule(budget)
-        self._finish_step()
-
     # -- ranks ---------------------------------------------------------------------------------
 
     @precondition(lambda self: any(rank.runnable for rank in self.ranks))
     @rule(pick=_picks, job=_picks, move=_picks, whole=st.booleans())
-    def work(self, pick: int, job: int, move: int, whole: bool) -> None:
+    def work_on(self, pick: int, job: int, move: int, whole: bool) -> None:
         """One rank runs one leg, or all that is left of a job."""
         rank, job_id = self._pick_job(pick, job)
         if whole:
@@ -230,8 +196,8 @@ class ManagerMachine(Life, RuleBasedStateMachine):
             if settle:
                 for rank in [rank for rank in self.ranks if job_id in rank.runnable]:
                     rank.run_job(job_id)
-                self._finish_step()
-                self._step(BUDGET_TOKENS)
+                self.finish_step()
+                self.run_step(BUDGET_TOKENS)
 
     @precondition(lambda self: any(rank.late for rank in self.ranks))
     @rule(pick=_picks, late=_picks, torn=_rarely, settle=_mostly)
@@ -240,8 +206,8 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         ranks = [rank for rank in self.ranks if rank.late]
         ranks[pick % len(ranks)].end_late(late, torn=torn)
         if settle:
-            self._finish_step()
-            self._step(BUDGET_TOKENS)
+            self.finish_step()
+            self.run_step(BUDGET_TOKENS)
 
     def _end_all_late(self) -> None:
         for rank in self.ranks:
@@ -251,7 +217,8 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     def copy_slowly(self, most: int) -> None:
         """From now on no rank copies more blocks than that before it gives up those that a step
         waits for."""
-        self.engine.most_gathers = most
+        for rank in self.ranks:
+            rank.most_gathers = most
 
     def _pick_job(self, pick: int, job: int) -> tuple[FakeRank, JobId]:
         busy = [rank for rank in self.ranks if rank.runnable]
@@ -302,7 +269,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.01, 0.06, 0.3, 1.5, 3.0, LONGEST_BACK_OFF_S)))
     def wait(self, seconds: float) -> None:
         """Time passes."""
-        self._advance(seconds)
+        self.advance(seconds)
 
     # -- catastrophes, and their opposite ------------------------------------------------------
 
@@ -310,13 +277,11 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     @rule(kind=st.sampled_from(Event), pick=_picks)
     def happen(self, kind: Event, pick: int) -> None:
         """Something happens that happens rarely."""
-        self._finish_step()
+        self.finish_step()
         if kind is Event.RESET:
-            epoch = 1000 * self.lives + self.engine.weights + 1
-            self.watch.reset(epoch, self.engine.weights + 1)
-            self.engine.reset(epoch)
+            self.change_weights()
         elif kind in {Event.KILLED, Event.RESTARTED}:
-            go_on = self._restart if kind is Event.RESTARTED else self._succeed
+            go_on = self.restart if kind is Event.RESTARTED else self.succeed
             go_on(max(1, pick % (self.sizes.segments + 1)))
         elif kind is Event.REFUSING:
             self.index.refuse_puts = not self.index.refuse_puts
@@ -338,25 +303,25 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     def _give_time(self) -> None:
         """Everything works, and requests live on: what they offered is stored in the end."""
         self._end_all_late()
-        self.engine.most_gathers = 1000
-        self._advance(LONGEST_QUARANTINE_S)
+        self.copy_slowly(1000)
+        self.advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
-            self._round()
+            self.end_round()
         if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.status.is_open):
             self.watch.check_stored()
 
     def _run_until_quiet(self) -> None:
         """Everything works, and every request ends: first with what the devices still do not end,
         for which nobody waits, and then without."""
-        self._rest()
+        self.finish()
         if any(rank.late for rank in self.ranks):
             self._end_all_late()
-            self._step(BUDGET_TOKENS)
-            self._rest()
+            self.run_step(BUDGET_TOKENS)
+            self.finish()
 
-    def _round(self) -> None:
+    def end_round(self) -> None:
         self.neighbours.answer()
-        super()._round()
+        super().end_round()
 
     @invariant()
     def holds(self) -> None:

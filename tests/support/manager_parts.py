@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
@@ -31,6 +32,13 @@ FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32
 DAY_S = 240.0
 """A day of the budget of written bytes: short, so that it is spent and comes back."""
+
+
+def two_tiers(**changes: object) -> Config:
+    """Return a configuration with both tiers, but for ``changes``; how large they are says
+    ``Sizes``."""
+    values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1}
+    return Config(**(values | changes))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,6 @@ class WatchedNvmeSpace(NvmeSpace):
     """``NvmeSpace`` that fails where the head of a chain leaves it before its tail."""
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """See ``NvmeSpace``."""
         before = ready_copies(self._catalog, Tier.NVME)
         super().make_room(now, wanted)
         check_tails_first(before, self._catalog, Tier.NVME)
@@ -122,7 +129,6 @@ class WatchedCpuSpace(CpuSpace):
     wanted: Callable[[BlockKey], bool]
 
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
-        """See ``CpuSpace``."""
         catalog = self._catalog
         only_here = [
             (row, catalog.keys[row])

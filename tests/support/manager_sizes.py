@@ -4,11 +4,9 @@ store policy."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from support.manager_parts import Sizes
+from support.manager_parts import Sizes, two_tiers
 
 RANKS = 2
 
@@ -20,14 +18,8 @@ _LONG_PROMPTS = ("aabbt", "aabbccddt", "aabbccdd", "aabbeefft", "gghht", "aabbcc
 
 
 def _config(**changes: object) -> Config:
-    values = {
-        "store_dirs": (Path("/nowhere"),),
-        "nvme_bytes": 1,
-        "cpu_bytes": 1,
-        "nvme_admission": "all",
-        "io_deadline_s": 1e9,  # it never becomes quiet because nothing was heard for long
-    }
-    return Config(**(values | changes))  # type: ignore[arg-type]
+    # It never becomes quiet because nothing was heard for long.
+    return two_tiers(**({"nvme_admission": "all", "io_deadline_s": 1e9} | changes))
 
 
 ONE_GROUP = Sizes(_ONE_GROUP, _config(), 7, (2,), (2,), 2, _PROMPTS)

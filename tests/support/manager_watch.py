@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.index.memory_index import MemoryIndex
@@ -22,8 +22,7 @@ from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
-from support.fake_ranks import FakeRank
-from support.fake_requests import FakeRequest, Status, key_of, value_of
+from support.fake_requests import FakeRequest, Status, key_of
 from support.manager_parts import DAY_S, ManagerParts, Sizes, WatchedCpuSpace, is_neighbours
 from support.pool_check import check_pool
 from support.read_watch import ReadWatch
@@ -37,20 +36,27 @@ FIRST_BACK_OFF_S = 1.0
 """Nothing is written to NVMe for so long after a write has failed."""
 
 
+class WatchedRank(Protocol):
+    def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
+        """Assert that a slot holds a block."""
+
+
 @dataclass
 class ManagerWatch(Watch):
     """``Watch`` of one manager's life; ``check`` after every event, ``check_quiet`` when nothing is
     under way.
 
-    ``weights``: those of each epoch.
+    ``weights``: those of each epoch. ``note``: takes what happens, for a trace.
     """
 
     sizes: Sizes
     parts: ManagerParts
     engine: FakeEngine
-    ranks: Sequence[FakeRank]
+    ranks: Sequence[WatchedRank]
     index: MemoryIndex
+    note: Callable[[str], object] = lambda _: None
     weights: dict[int, int] = field(default_factory=lambda: {0: 0})
+    preempted = 0
     _load_limits: dict[str, int] = field(default_factory=dict)
     _jobs: dict[JobId, tuple[Job, str | None]] = field(default_factory=dict)
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
@@ -118,6 +124,7 @@ class ManagerWatch(Watch):
 
         A victim gets what was saved of it.
         """
+        self.note(f"{request.id} has {local_tokens} tokens and is promised {answer}")
         self.reads.answered(request, answer, now)
         if answer is None:
             return
@@ -189,6 +196,12 @@ class ManagerWatch(Watch):
 
     def planned(self, plan: Plan, preempted: Sequence[str]) -> None:
         """Every queue is bounded."""
+        if preempted or plan.fence or plan.void:
+            self.note(f"preempted {list(preempted)}, fence {plan.fence}, void {plan.void}")
+        for job in plan.jobs:
+            moves = [(move.key, move.generation, move.block, dict(move.slots)) for move in job.moves]
+            self.note(f"plan {job.kind.name} {job.id}: {moves or job.segment or job.home}")
+        self.preempted += len(preempted)
         self.note_progress()
         self.reads.planned(preempted)
         for job in plan.jobs:
@@ -418,10 +431,7 @@ class ManagerWatch(Watch):
 
     def _check_slot(self, tier: Tier, slot: Slot, epoch: int, key: BlockKey, generation: int) -> None:
         for rank in self.ranks:
-            content = (rank.arena if tier is Tier.CPU else rank.drive).get(slot)
-            value = value_of(key, self.weights[epoch], rank.rank)
-            right = content is not None and content.holds(epoch, key, generation, value)
-            assert right, f"{tier.name} {slot} of rank {rank.rank} has {content}, not {key!r} {generation} {value!r}"
+            rank.check_slot(tier, slot, epoch, self.weights[epoch], key, generation)
 
     def check_stored(self) -> None:
         """Nothing is skipped for good: call when all had time, and room, and the requests still
@@ -512,3 +522,19 @@ def _segments_of(sizes: Sizes, parts: ManagerParts, tier: Tier) -> set[int]:
         return set(range(len(sizes.cpu_slots)))
     assert parts.nvme is not None
     return set(range(parts.nvme.segments._next))
+
+
+def check_pins(parts: ManagerParts) -> None:
+    """Assert that each copy has as many pins as jobs that read or write it, or may still do so
+    (invariant 4)."""
+    transfers, catalog = parts.transfers, parts.catalog
+    expected: Counter[tuple[int, Tier]] = Counter()
+    held = [(record, range(len(record.details))) for record in transfers._records.values()]
+    for record, positions in [*held, *((zombie, zombie.late) for zombie in transfers._zombies.values())]:
+        for move, detail in ((record.job.moves[at], record.details[at]) for at in positions):
+            for tier, slot in move.slots.items():
+                if detail.row >= 0 and not is_neighbours(slot):
+                    expected[detail.row, tier] += 1
+    for row in catalog.rows():
+        for tier in (Tier.CPU, Tier.NVME):
+            assert catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"

@@ -21,18 +21,23 @@ from support.manager_parts import ManagerParts, Sizes
 
 
 @dataclass
+class _Wait:
+    """A request's wait. ``first_s``: when it began; ``started_s``: when it began anew, since loads
+    that began later followed it: ``seen`` are those that had begun."""
+
+    first_s: float
+    started_s: float
+    seen: set[JobId] = field(default_factory=set)
+
+
+@dataclass
 class ReadWatch:
     """See the module."""
 
     sizes: Sizes
     parts: ManagerParts
     engine: FakeEngine
-    _wait_started_s: dict[str, float] = field(default_factory=dict)
-    _first_waited_s: dict[str, float] = field(default_factory=dict)
-    """When the first wait began, also where others, for loads that began later, have followed
-    it."""
-    _seen: dict[str, set[JobId]] = field(default_factory=dict)
-    """By waiting request: loads of its blocks that were on their way when its wait began anew."""
+    _waits: dict[str, _Wait] = field(default_factory=dict)
     _gave_up: set[str] = field(default_factory=set)
     """Requests that have waited for as long as they may."""
     _reads: dict[tuple[int, BlockKey], JobId] = field(default_factory=dict)
@@ -46,18 +51,18 @@ class ReadWatch:
     def answered(self, request: FakeRequest, answer: int | None, now: float) -> None:
         """Waits are bounded."""
         longest_s = self.sizes.config.lookup_wait_s
+        wait = self._waits.get(request.id)
         if answer is None:
-            self._first_waited_s.setdefault(request.id, now)
-            if now - self._wait_started_s.setdefault(request.id, now) > longest_s:
-                seen = self._seen.setdefault(request.id, set())
-                fresh = self._loads_of(request) - seen
+            wait = self._waits.setdefault(request.id, _Wait(now, now))
+            if now - wait.started_s > longest_s:
+                fresh = self._loads_of(request) - wait.seen
                 assert fresh, "a lookup waits for ever"
-                seen |= fresh
-                self._wait_started_s[request.id] = now
-        elif now - self._first_waited_s.get(request.id, now) >= longest_s:
+                wait.seen |= fresh
+                wait.started_s = now
+        elif now - (wait.first_s if wait is not None else now) >= longest_s:
             self._gave_up.add(request.id)
         if answer:
-            self._forget(request.id)
+            self._waits.pop(request.id, None)
 
     def _loads_of(self, request: FakeRequest) -> set[JobId]:
         """Return the loads on their way of any of a request's blocks."""
@@ -73,18 +78,13 @@ class ReadWatch:
         transfers = self.parts.transfers
         return [transfers._records[job_id] for job_id in transfers.sent_loads()]
 
-    def _forget(self, request_id: str) -> None:
-        """A request waits no more."""
-        for known in (self._wait_started_s, self._first_waited_s, self._seen):
-            known.pop(request_id, None)
-
     def planned(self, preempted: Collection[str]) -> None:
         """A plan is made, whose jobs come next: of those that wait no more nothing is read ahead.
 
         Victims may wait again.
         """
         for request_id in preempted:
-            self._forget(request_id)
+            self._waits.pop(request_id, None)
             self._gave_up.discard(request_id)
         for request_id in list(self._ahead):
             request = self.engine.requests.get(request_id)

@@ -99,7 +99,6 @@ class SimFiles:
         self._open: dict[int, int] = {}
 
     def open_home(self, spec: HomeSpec) -> None:
-        """See ``SegmentFiles``."""
         assert not self._joined, "a rank joins one home"
         self._fail("the home", self._weather.home)
         for segment in [segment for segment in self._drive.files if segment not in spec.known_segments]:
@@ -107,7 +106,6 @@ class SimFiles:
         self._joined = True
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile:
-        """See ``SegmentFiles``."""
         assert spec.segment not in self._open
         self._must_have_joined()
         self._fail(f"segment {spec.segment}", self._weather.files)
@@ -125,7 +123,6 @@ class SimFiles:
         return OpenFile(fd, spec.slot_bytes, spec.slot_count, spec.drive)
 
     def drop_segment(self, spec: SegmentSpec) -> None:
-        """See ``SegmentFiles``."""
         self._must_have_joined()
         fd = self._open.pop(spec.segment, None)
         if fd is not None:
@@ -133,7 +130,6 @@ class SimFiles:
         self._drive.files.pop(spec.segment, None)
 
     def close(self) -> None:
-        """See ``SegmentFiles``."""
         self.descriptors.clear()
         self._open.clear()
 
@@ -157,7 +153,6 @@ class _DescriptorDevice(MemoryDevice):
         self._descriptors = files.descriptors
 
     def attach_file(self, fd: int) -> None:
-        """See ``Device``."""
         self._files[fd] = self._descriptors[fd]
         super().attach_file(fd)
 
@@ -182,7 +177,6 @@ class SimDevice(FaultyDevice):
         """Of the buffers of each batch that has not moved yet."""
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """See ``Device``."""
         weather, rng = self._weather, self._rng
         self.plan.full = self._rank in weather.full
         faults = [self._break(op, at, transfer) for at, transfer in enumerate(batch, 1)]
@@ -247,7 +241,7 @@ class SimDevice(FaultyDevice):
 
 
 def _sums(batch: HeldBatch) -> list[int]:
-    return [crc32(buffer) for transfer in [*batch.passed, *batch.torn] for buffer in transfer.buffers]
+    return [crc32(buffer) for transfer in batch.passed for buffer in transfer.buffers]
 
 
 def _names(transfer: Transfer) -> Iterator[tuple[BlockKey, int]]:

@@ -13,18 +13,22 @@ from typing import NamedTuple
 import torch
 
 from kvdisk.assembly import WorkerParts
-from kvdisk.blocks import JobId, Slot, Tier
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
-from kvdisk.messages import Job, JobKind, Report
+from kvdisk.device.header import SlotIdentity, check_slot
+from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
+from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import Event, HostCopier, LayerBlocks, Passed, Slots
+from kvdisk.worker.copier import Event, HostCopier, Lane, LayerBlocks, Passed, Slots
+from kvdisk.worker.direct import Direct
+from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import PartCutter, Resources
-from support.addressed_device import AddressedDevice
+from support.addressed_device import AddressedDevice, CpuLanes
+from support.fake_engine import StepWork
 from support.live_model import LiveModel
-from support.live_rank import LocalRank, StepWork
+from support.live_rank import LocalRank
 from support.manager_parts import FINGERPRINT, Sizes
-from support.sim_direct import draw_direct
 from support.sim_drive import Note, SimDevice, SimDrive, SimFiles, Weather
 
 STAGING_SLOTS = 3
@@ -58,11 +62,9 @@ class _CopyEnd:
         self._wait = wait
 
     def query(self) -> bool:
-        """See ``Event``."""
         return self.ended
 
     def synchronize(self) -> None:
-        """See ``Event``."""
         self._wait()
 
 
@@ -141,12 +143,54 @@ class SimCopier(HostCopier):
             count -= 1
 
 
+class _SlowEvent:
+    """An event that has come when it is asked often enough."""
+
+    def __init__(self, rng: random.Random, weather: Weather) -> None:
+        self._rng = rng
+        self._weather = weather
+        self._ended = False
+
+    def query(self) -> bool:
+        self._ended = self._ended or self._rng.random() >= self._weather.slow_copies
+        return self._ended
+
+    def synchronize(self) -> None:
+        self._ended = True
+
+
+class SimLanes(CpuLanes):
+    """What they are given is done at once, and known to be done later."""
+
+    def __init__(self, rng: random.Random, weather: Weather) -> None:
+        super().__init__()
+        self._rng = rng
+        self._weather = weather
+
+    def record(self, lane: Lane | None) -> Event:
+        return _SlowEvent(self._rng, self._weather)
+
+
+def draw_direct(geometry: Geometry, slots: int, rng: random.Random, weather: Weather) -> Direct | None:
+    """Return what a start may have chosen: for one process all sizes, for another some or none, for
+    each direction.
+
+    ``slots``: of staging, for each size class. ``rng``: of nothing else, so that a run without is
+    what it was.
+    """
+    every = range(len(geometry.slot_sizes))
+    loads, stores = (frozenset(at for at in every if rng.random() < rng.choice((0.0, 0.5, 1.0))) for _ in range(2))
+    if not loads | stores:
+        return None
+    staging = GpuStaging(geometry.slot_sizes, [slots] * len(every), SimLanes(rng, weather))
+    return Direct(staging, loads, stores)
+
+
 class SimRank(LocalRank):
     """See the module. Plans come in and reports go out as for any rank; in between ``stir`` lets
     something happen.
 
-    ``drive`` outlives the rank. ``late``: moves of jobs that were reported late and are not
-    released.
+    ``drive`` outlives the rank.
     """
 
     drive: SimDrive
@@ -157,7 +201,6 @@ class SimRank(LocalRank):
         self.drive = drive
         self.sizes = sizes
         self._world = world
-        self._jobs: dict[JobId, Job] = {}
         self.seen: Counter[str] = Counter()
         """What became of moves, by kind of job."""
         super().__init__(sizes.config, model, rank, sizes.block_count, self._make)
@@ -187,31 +230,30 @@ class SimRank(LocalRank):
     # -- steps ---------------------------------------------------------------------------------
 
     def before_forward(self, work: StepWork) -> None:
-        """See ``LocalRank``."""
-        self._jobs |= {job.id: job for job in (*work.plan.jobs_before, *work.plan.jobs_beside)}
+        for block in work.new_blocks:
+            assert not self.writers_of(block), f"block {block} is given away while rank {self.rank} still writes it"
         super().before_forward(work)
 
-    def after_forward(self, work: StepWork) -> None:
-        """See ``LocalRank``."""
-        self._jobs |= {job.id: job for job in work.plan.jobs_after}
-        super().after_forward(work)
+    def forward(self, work: StepWork) -> None:
+        for _, block, _ in work.writes:
+            assert not self.reads(block), "a block is overwritten while a store reads it"
+            assert not self.writers_of(block), "a block is computed while a load writes it"
+        super().forward(work)
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
-        """Return what ended since the last call, and by request whose load ended the blocks that
-        failed."""
-        self._collect()
-        reply = self.finish()
-        for job_id, result in reply.report.results.items():
-            job = self._jobs.pop(job_id)
-            failed = {at: reason.name for at, reason in sorted(result.failed.items())}
-            self.seen.update(f"{job.kind.name} {reason}" for reason in failed.values())
-            self.seen[f"{job.kind.name} late"] += len(result.late)
-            self.seen[f"{job.kind.name} whole"] += not failed
-            self._world.note(f"rank {self.rank} ended {job.kind.name} {job_id}: {failed} late {sorted(result.late)}")
-        self.seen["released"] += len(reply.report.released)
-        for job_id in reply.report.released:
+        report, loads = super().take_report()
+        self.seen["released"] += len(report.released)
+        for job_id in report.released:
             self._world.note(f"rank {self.rank} released {job_id}")
-        return reply.report, reply.loads
+        return report, loads
+
+    def _end(self, job: Job, result: JobResult) -> None:
+        super()._end(job, result)
+        failed = {at: reason.name for at, reason in sorted(result.failed.items())}
+        self.seen.update(f"{job.kind.name} {reason}" for reason in failed.values())
+        self.seen[f"{job.kind.name} late"] += len(result.late)
+        self.seen[f"{job.kind.name} whole"] += not failed
+        self._world.note(f"rank {self.rank} ended {job.kind.name} {job.id}: {failed} late {sorted(result.late)}")
 
     def readers_of(self, block_id: int) -> list[JobId]:
         """Return the stores of a GPU block that the rank has not reported."""
@@ -235,6 +277,9 @@ class SimRank(LocalRank):
         return [job.id for job in found if any(move.block == block_id for move in job.moves)]
 
     # -- time ----------------------------------------------------------------------------------
+
+    def _give_time(self) -> None:
+        """Nothing: the simulation does."""
 
     def stir(self) -> None:
         """Let the mover turn, or end a batch or a copy."""
@@ -276,6 +321,22 @@ class SimRank(LocalRank):
             return self.drive.slot(slot.segment, slot_bytes, slot.index)
         assert self.arena is not None
         return self.arena.view(*slot)
+
+    def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
+        """Assert that a slot holds a block, byte by byte, unless it was damaged on purpose."""
+        if (key, generation) in self.drive.damaged:
+            return
+        geometry = self.sizes.geometry
+        group = geometry.groups[group_of(key)]
+        view = self.slot(tier, slot, group.slot_bytes)
+        where = f"{tier.name} {slot} of rank {self.rank}"
+        assert len(view) == group.slot_bytes, f"{where} is not there"
+        namespace = Namespace(FINGERPRINT, epoch)
+        identity = SlotIdentity(namespace, key, generation, group.payload_bytes, self.rank, geometry.rank_count)
+        wrong = check_slot(view, identity)
+        assert wrong is None, f"{where} is not sealed for {key!r}, generation {generation}: {wrong!r}"
+        found = view[HEADER_BYTES : HEADER_BYTES + group.payload_bytes]
+        assert found == self._model.content_of(weights, key, self.rank), f"{where} holds other bytes than {key!r}"
 
     def check_idle(self) -> None:
         """Assert that nothing is under way, nothing late, and all staging free."""

@@ -16,18 +16,19 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvdisk.blocks import Tier, group_of, make_block_key
+from kvdisk.config import Config
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from support.life import LONGEST_QUARANTINE_S, Life
-from support.live_model import PromptTree
-from support.manager_parts import ManagerParts
+from support.live_model import LiveModel, PromptTree
+from support.manager_parts import Sizes, two_tiers
+from support.manager_watch import check_pins
 from support.sim_drive import SimDrive, Weather
-from support.sim_engine import PICKS, SHAPES, ByteWatch, SimEngine
 from support.sim_rank import SimRank, World
 
 RANKS = 2
@@ -35,6 +36,24 @@ ACTIONS = 120
 BUDGET_TOKENS = 16
 MOST_REQUESTS = 5
 _TAIL = 40
+
+
+def _config(**changes: object) -> Config:
+    return two_tiers(io_deadline_s=5.0, store_decode=True, **changes)
+
+
+_ONE = LiveModel(payload_bytes=200)
+_TWO = LiveModel(payload_bytes=2000, windowed=True)
+SHAPES = {
+    "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, ())),
+    "a window": (_TWO, Sizes(_TWO.geometry, _config(), 18, (5, 3), (3, 2), 3, ())),
+    "reuse": (_ONE, Sizes(_ONE.geometry, _config(nvme_admission="reuse(2)"), 14, (5,), (4,), 2, ())),
+    "NVMe only": (_ONE, Sizes(_ONE.geometry, _config(cpu_bytes=0), 14, (), (4,), 3, ())),
+    "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, ())),
+}
+"""Models and sizes by name; a seed picks one."""
+PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only", "NVMe only", "memory only")
+"""The names, as often as they shall come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +73,6 @@ class Simulation(Life):
 
     budget_tokens = BUDGET_TOKENS
     quiet_rounds = 120
-    watch: ByteWatch
 
     def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
         self.seed = seed
@@ -64,23 +82,20 @@ class Simulation(Life):
         self._hash = blake2b(digest_size=16)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self.counts: Counter[str] = Counter()
-        self.now = 1000.0
         self._weather = Weather()
         chooser = random.Random(seed) if straight else None
-        self._world = World(self._rng, self._weather, self._note, lambda: self.now, chooser)
+        self._world = World(self._rng, self._weather, self.note, lambda: self.now, chooser)
         self._shape = self._rng.choice(PICKS)
-        self._model, self._sizes = SHAPES[self._shape]
+        self._model, sizes = SHAPES[self._shape]
         self._tree = PromptTree(3, 6, 26)
         self._pace = self._rng.choice((2, 4, 8, 16))
         self._faults = self._draw_faults()
         self._drives = [SimDrive() for _ in range(RANKS)]
-        self.index = MemoryIndex(max_queued=8)
-        self._lives = self._requests = 0
         self.counts[self._shape] += 1
-        self._note(f"{self._shape}, pace {self._pace}, faults {self._faults}")
-        self._live(self._sizes.segments)
+        self.note(f"{self._shape}, pace {self._pace}, faults {self._faults}")
+        self.begin(sizes, MemoryIndex(max_queued=8))
 
-    def _note(self, event: str) -> None:
+    def note(self, event: str) -> None:
         self._hash.update(event.encode() + b"\n")
         self._tail.append(event)
         if self._on_event is not None:
@@ -96,16 +111,8 @@ class Simulation(Life):
         faults["home"] = rng.choice((0.0,) * 19 + (0.5,))
         return faults
 
-    def _live(self, segments: int) -> None:
-        """Start a process, whose cap has room for so many segments of each size class."""
-        self._lives += 1
-        sizes = self._sizes
-        self.ranks = [SimRank(sizes, self._model, rank, self._drives[rank], self._world) for rank in range(RANKS)]
-        self.engine = SimEngine(sizes.geometry, sizes.block_count, self.ranks, self._drift)
-        self.engine.now = self.now
-        limited = replace(sizes, segments=segments)
-        self.parts = ManagerParts.make(limited, self.engine, self.index, self._lives * 10_000)
-        self.watch = ByteWatch(sizes, self.parts, self.engine, self.ranks, self.index, self._model, self._note)
+    def start_ranks(self) -> list[SimRank]:
+        return [SimRank(self.sizes, self._model, rank, self._drives[rank], self._world) for rank in range(RANKS)]
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -116,9 +123,10 @@ class Simulation(Life):
             for _ in range(ACTIONS):
                 name = self._rng.choices(_NAMES, _WEIGHTS)[0]
                 self.counts[name] += 1
-                self._note(f"-- {name} at {self.now:.2f}")
+                self.note(f"-- {name} at {self.now:.2f}")
                 _ACTIONS[name][1](self)
                 self.watch.check()
+                check_pins(self.parts)
             self._end()
         except BaseException as error:
             error.add_note(
@@ -132,12 +140,12 @@ class Simulation(Life):
     def _end(self) -> None:
         """Everything works, and every request ends: first while some batches still hang, then
         without."""
-        self._note("-- the end")
+        self.note("-- the end")
         self._weather.clear_up()
         self._run_until_quiet()
         for rank in self.ranks:
             rank.device.let_go()
-        self._round()
+        self.end_round()
         self._run_until_quiet()
         for rank in self.ranks:
             rank.check_idle()
@@ -150,7 +158,7 @@ class Simulation(Life):
 
     def _must_work(self) -> None:
         """What is stored now is loaded."""
-        self._advance(LONGEST_QUARANTINE_S)
+        self.advance(LONGEST_QUARANTINE_S)
         prompt = "".join(self._rng.choices("uvwxy", k=17))
         for _ in range(4):
             loaded = self._serve(prompt)
@@ -166,16 +174,15 @@ class Simulation(Life):
         for _ in range(2):
             self._serve(prompt)
         self._end_process()
-        self.index = self.index.reopened()
-        self._live(self._sizes.segments)
+        self.succeed()
         keys = {record.key for record in self.index.blocks()}
         named = all(
             make_block_key(prompt[:end].encode(), group.group) in keys
-            for group in self._sizes.geometry.groups
+            for group in self.sizes.geometry.groups
             for end in range(group.block_tokens, 17, group.block_tokens)
         )
         loaded = self._serve(prompt)
-        self._note(f"the index names all: {named}, and {loaded} blocks were loaded")
+        self.note(f"the index names all: {named}, and {loaded} blocks were loaded")
         self.counts["restarted, and loaded"] += named
         assert loaded or not named, f"nothing of {prompt} was loaded after a restart"
 
@@ -184,50 +191,44 @@ class Simulation(Life):
         loaded."""
         self.engine.pool.forget_all()
         before = self.parts.manager.stats.counts.get("loaded_blocks", 0)
-        self._begin(prompt, 0, finishing=True)
+        self.come(prompt, 0, finishing=True)
         self._run_until_quiet()
         return self.parts.manager.stats.counts.get("loaded_blocks", 0) - before
 
     def _run_until_quiet(self) -> None:
         # Movers without threads have stood still, and nothing may have been heard of them for long.
-        self._finish_step()
-        self._round()
-        self._rest()
+        self.finish_step()
+        self.end_round()
+        self.finish()
 
     # -- time ----------------------------------------------------------------------------------
 
-    def _drift(self) -> None:
+    def drift(self) -> None:
         """Let movers, devices and copies go on a little."""
         for _ in range(self._rng.randrange(self._pace + 1)):
             self._rng.choice(self.ranks).stir()
 
     def _step(self) -> None:
         """Run a step of the engine."""
-        self.engine.schedule(self._rng.choice((4, BUDGET_TOKENS, BUDGET_TOKENS)))
-        self._finish_step()
+        self.run_step(self._rng.choice((4, BUDGET_TOKENS, BUDGET_TOKENS)))
 
     def _wait(self) -> None:
-        self._advance(self._rng.choice((0.01, 0.06, 0.3, 1.0, 2.5, 6.0, 6.0, 61.0)))
+        self.advance(self._rng.choice((0.01, 0.06, 0.3, 1.0, 2.5, 6.0, 6.0, 61.0)))
 
     # -- requests ------------------------------------------------------------------------------
 
-    def _come(self) -> None:
+    def _ask(self) -> None:
         if len(self.engine.requests) < MOST_REQUESTS:
-            outputs = self._rng.randrange(self._sizes.most_outputs + 1)
-            self._begin(self._tree.draw(self._rng), outputs, finishing=self._rng.random() < 0.7)
-
-    def _begin(self, prompt: str, outputs: int, *, finishing: bool) -> None:
-        self._requests += 1
-        self._note(f"request {self._requests}: {prompt}, {outputs} outputs, finishing {finishing}")
-        self.engine.add(f"request {self._requests}", prompt, outputs).finishing = finishing
+            outputs = self._rng.randrange(self.sizes.most_outputs + 1)
+            self.come(self._tree.draw(self._rng), outputs, finishing=self._rng.random() < 0.7)
 
     def _abort(self) -> None:
         if self.engine.queued:
             request = self._rng.choice(self.engine.queued)
-            self._note(f"{request.id} is aborted, {request.status.value}")
+            self.note(f"{request.id} is aborted, {request.status.value}")
             self.engine.abort(request)
 
-    def _finish(self) -> None:
+    def _let_all_finish(self) -> None:
         for request in self.engine.queued:
             request.finishing = True
 
@@ -270,7 +271,7 @@ class Simulation(Life):
             return
         row, tier = self._rng.choice(copies)
         rank, key, slot = self._rng.choice(self.ranks), catalog.keys[row], catalog.slot(row, tier)
-        slot_bytes = self._sizes.geometry.groups[group_of(key)].slot_bytes
+        slot_bytes = self.sizes.geometry.groups[group_of(key)].slot_bytes
         byte = self._rng.choice((self._rng.randrange(HEADER_BYTES), HEADER_BYTES + self._rng.randrange(200)))
         other = self._rng.randrange(8)
         if tier is Tier.CPU:
@@ -282,12 +283,7 @@ class Simulation(Life):
         else:
             rank.drive.flip(slot.segment, slot_bytes, slot.index, byte)
         rank.drive.damaged.add((key, catalog.generations[row]))
-        self._note(f"{tier.name} {slot} of rank {rank.rank} is damaged: byte {byte}, or by slot {other}")
-
-    def _reset(self) -> None:
-        epoch = 1000 * self._lives + self.engine.weights + 1
-        self.watch.reset(epoch, self.engine.weights + 1)
-        self.engine.reset(epoch)
+        self.note(f"{tier.name} {slot} of rank {rank.rank} is damaged: byte {byte}, or by slot {other}")
 
     def _end_process(self) -> None:
         """The process ends in order: the ranks finish what the devices have begun, then the index
@@ -309,8 +305,7 @@ class Simulation(Life):
 
     def _go_on(self) -> None:
         """Another process finds what is on the drives; its cap may be smaller."""
-        self.index = self.index.reopened()
-        self._live(max(1, self._sizes.segments - self._rng.randrange(2)))
+        self.succeed(max(1, self.sizes.segments - self._rng.randrange(2)))
 
     def _count_life(self) -> None:
         self.counts.update(self.parts.manager.stats.counts)
@@ -322,17 +317,17 @@ class Simulation(Life):
 
 _ACTIONS: dict[str, tuple[float, Callable[[Simulation], None]]] = {
     "a step": (50, Simulation._step),
-    "a request comes": (18, Simulation._come),
-    "time for transfers": (10, Simulation._drift),
+    "a request comes": (18, Simulation._ask),
+    "time for transfers": (10, Simulation.drift),
     "a commit": (10, Simulation._commit),
     "a wait": (8, Simulation._wait),
-    "requests finish": (4, Simulation._finish),
+    "requests finish": (4, Simulation._let_all_finish),
     "an abort": (2, Simulation._abort),
     "the GPU forgets": (12, Simulation._forget),
     "other weather": (4, Simulation._change_weather),
     "a device lets go": (3, Simulation._let_one_go),
     "damage": (4, Simulation._damage),
-    "a reset": (0.5, Simulation._reset),
+    "a reset": (0.5, Simulation.change_weights),
     "a restart": (0.8, Simulation._restart),
     "a kill": (0.8, Simulation._kill),
 }

@@ -5,69 +5,48 @@ from __future__ import annotations
 
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.messages import Plan
-from support.fake_engine import FakeEngine
-from support.fake_neighbours import FakeNeighbours
 from support.fake_ranks import FakeRank
 from support.fake_requests import FakeRequest
-from support.manager_parts import ManagerParts, Sizes
-from support.manager_watch import ManagerWatch
+from support.life import Life
+from support.manager_parts import Sizes
 
 
-class SmallEngine:
-    """One process after another (``live``) over one rank and one index."""
+class SmallEngine(Life):
+    """A process, which is watched in each step. ``rank``: its only one."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.sizes, self.rank, self.index, self.now = sizes, FakeRank(0), MemoryIndex(), 1000.0
-        self.live(0)
+        self.begin(sizes, MemoryIndex())
 
-    def live(self, first_generation: int) -> None:
-        """Start a process that finds what is on the drive."""
-        self.engine = FakeEngine(self.sizes.geometry, self.sizes.block_count, [self.rank], self.sizes.most_running)
-        self.engine.now = self.now
-        self.parts = ManagerParts.make(self.sizes, self.engine, self.index, first_generation, FakeNeighbours([]))
+    def start_ranks(self) -> list[FakeRank]:
+        self.rank = self.ranks[0].survivor() if self.ranks else FakeRank(0, self.neighbours)
+        return [self.rank]
+
+    def live(self, segments: int | None = None) -> None:
+        super().live(segments)
         self.manager = self.parts.manager
-        self.watch = ManagerWatch(self.sizes, self.parts, self.engine, [self.rank], self.index)
-        self._added = 0
 
-    def restart(self) -> None:
-        """End the process well, and start another."""
-        assert self.index.flush(0.0)
-        self.rank, self.index = self.rank.survivor(), self.index.reopened()
-        self.live(10_000)
-
-    def add(self, prompt: str) -> FakeRequest:
+    def add(self, prompt: str, *, finishing: bool = False) -> FakeRequest:
         """Let a request come, which runs until it is told to finish."""
-        self._added += 1
-        return self.engine.add(f"request {self._added}", prompt, 0)
+        return self.come(prompt, 0, finishing=finishing)
 
-    def step(self, *, work: bool = True, seconds: float = 0.01) -> Plan:
+    def step(self, tokens: int | None = None, *, work: bool = True, seconds: float = 0.01) -> Plan:
         """Run a step, in which the rank ends all that it has, if it is to work; return its plan."""
-        self.now += seconds
-        self.engine.now = self.now
-        self.engine.schedule(16)
-        plan = self.engine._plan
+        self.advance(seconds)
+        self.engine.schedule(tokens or self.budget_tokens)
         self.engine.forward()
         if work:
             self.work()
         self.engine.update()
         self.watch.check()
-        return plan
+        return self.engine.work.plan
 
-    def work(self) -> None:
-        """Let the rank and the index end all that they have."""
-        self.rank.work_off()
-        self.index.commit()
+    def end_round(self) -> None:
+        self.step()
 
-    def serve(self, prompt: str) -> None:
+    def serve(self, prompt: str, *, cold: bool = False) -> None:
+        """Serve a prompt, and step until nothing is left to do. ``cold``: the GPU has forgotten
+        all."""
+        if cold:
+            self.engine.pool.forget_all()
         self.add(prompt)
         self.finish()
-
-    def finish(self) -> None:
-        for _ in range(100):
-            for request in self.engine.queued:
-                request.finishing = True
-            if not self.engine.requests and not self.manager.has_pending_work(self.now):
-                self.watch.check_quiet()
-                return
-            self.step()
-        raise AssertionError("it never becomes quiet")

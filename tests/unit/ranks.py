@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import torch
-from support.addressed_device import AddressedDevice
+from support.addressed_device import AddressedDevice, CpuLanes
 from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
 
@@ -17,7 +16,7 @@ from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, Segme
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaLanes, HostCopier, Lane, LayerBlocks, Passed
+from kvdisk.worker.copier import HostCopier, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -66,28 +65,6 @@ class NamedFiles:
 
     def close(self) -> None:
         self.closed = True
-
-
-class CpuLanes(CudaLanes):
-    """Whose work is done when it is given; notes which lane it was."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, Lane | None]] = []
-
-    def on(self, lane):
-        return contextlib.nullcontext()
-
-    def record(self, lane):
-        self.log.append(("record", lane))
-        return Passed()
-
-    def wait(self, lane, event) -> None:
-        self.log.append(("wait", lane))
-
-    def numbers(self, values):
-        return torch.tensor(values)
 
 
 class Rank:

@@ -38,16 +38,6 @@ class Told(TierBench):
         self.finish()  # until the home and its first segment are open
         self.telemetry.take(self.now)
 
-    @property
-    def now(self) -> float:
-        return self.engine.now
-
-    def finish(self) -> None:
-        """Step until there is nothing left to do."""
-        while self.engine.requests:
-            self.step()
-        self.idle()
-
 
 def test_under_way_it_tells_once_a_second_and_at_the_end_at_once():
     told = Told()
