@@ -8,7 +8,6 @@ record never names a slot that holds other bytes (invariant 2).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from kvdisk.blocks import Slot, Tier
 from kvdisk.device.uses import USES_RECORD, UsesRecords
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import ABSENT, DOOMED
+from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
@@ -39,18 +38,6 @@ _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 def spare_slots(total: int) -> int:
     """Return how many of a tier's slots are kept free between steps."""
     return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
-
-
-@dataclass(slots=True)
-class _Drop:
-    """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when
-    the deletion of its last record is committed its files may go; None: a job still uses it.
-    ``sent``: the ranks have been told."""
-
-    spec: SegmentSpec
-    rows: list[int]
-    ticket: int | None = None
-    sent: bool = False
 
 
 class NvmeSpace(TierSpace):
@@ -75,7 +62,8 @@ class NvmeSpace(TierSpace):
         self._transfers = parts.transfers
         self.segments = Segments(parts.geometry, layout, parts.transfers, parts.stats, drive_count)
         self.uses = Uses()
-        self._drops: dict[int, _Drop] = {}
+        self._drops: dict[int, bool] = {}
+        """Segments on their way out, and whether the ranks were told."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -120,10 +108,7 @@ class NvmeSpace(TierSpace):
         # There is room, or it is in a segment that is being made or opened, or is the first of its
         # kind.
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
-        # Stepping would not help an index that fails. A drop without a ticket waits for a job,
-        # which is pending itself, or for a zombie, which nobody waits for.
-        dropping = any(drop.ticket is not None for drop in self._drops.values())
-        uncommitted = self._index_writable and (self._ticket > self._committed or dropping)
+        uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
         has_room_soon = comes and is_open and not is_spent
         return TierStatus(is_open, is_spent, has_room_soon, uncommitted, (self._ticket, self._committed))
 
@@ -310,20 +295,21 @@ class NvmeSpace(TierSpace):
         self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
-        """Take a segment out of service; its files go once its records' deletion is committed."""
+        """Take a segment out of service. Its files go when all its slots have come free: when no
+        job uses one any more, and the deletion of its records is committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
-        served = [row for row in rows if self._state(row) != DOOMED]
-        self._forget(served)
-        for row in served:
-            self._catalog.doom(row, Tier.NVME)
-        self._drop_doomed(rows)
+        self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
-        self._drops[spec.segment] = _Drop(spec, [row for row in rows if self._is_in(row, spec.segment)])
+        self._drops[spec.segment] = False
+        self._drop_files()
 
-    def _is_in(self, row: int, segment: int) -> bool:
-        """Whether a row has a copy in a segment. In one that is being dropped none can begin."""
-        return self._state(row) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
+    def _drop_files(self) -> None:
+        for segment, is_told in self._drops.items():
+            if not is_told and self.pool.is_empty(segment):
+                self._drops[segment] = True
+                self.pool.forget_segment(segment)
+                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])
 
     # -- commits and failures ------------------------------------------------------------------
 
@@ -340,10 +326,5 @@ class NvmeSpace(TierSpace):
         self._dropped = progress.dropped_puts
         free = sum(self.pool.free)
         self.pool.settle_limbo(self._committed)
-        for drop in self._drops.values():
-            if drop.ticket is None and not any(self._is_in(row, drop.spec.segment) for row in drop.rows):
-                drop.ticket = self._ticket
-            if drop.ticket is not None and drop.ticket <= self._committed and not drop.sent:
-                drop.sent = True
-                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=drop.spec)
+        self._drop_files()
         return sum(self.pool.free) > free

@@ -234,11 +234,12 @@ class TierSpace:
         """The copies in these slots have ended."""
         self.pool.release(slots)
 
-    def discard(self, row: int) -> None:
-        """Serve a copy to nobody any more, and end it as soon as no job uses it."""
-        self._forget((row,))
-        self._catalog.doom(row, self.tier)
-        self._drop_doomed((row,))
+    def discard(self, *rows: int) -> None:
+        """Serve copies to nobody any more, and end each as soon as no job uses it."""
+        self._forget(rows)
+        for row in rows:
+            self._catalog.doom(row, self.tier)
+        self._drop_doomed(rows)
 
     def _forget(self, rows: Sequence[int]) -> None:
         for size_class, alike in self._by_class(rows):
@@ -258,9 +259,7 @@ class TierSpace:
     def reset(self) -> None:
         """The weights may have changed: the copies are of no use any more, nor what was counted."""
         self.admission.reset()
-        for row in self._catalog.rows_in(self.tier):
-            if self._state(row) != DOOMED:
-                self.discard(row)
+        self.discard(*(row for row in self._catalog.rows_in(self.tier) if self._state(row) != DOOMED))
 
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)
