@@ -32,12 +32,11 @@ from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace, WriteBudget
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
 from kvdisk.worker.direct import choose_direct

@@ -41,13 +41,7 @@ class CopyState(IntEnum):
     DOOMED = 3
 
 
-ABSENT: Final = int(CopyState.ABSENT)
-WRITING: Final = int(CopyState.WRITING)
-READY: Final = int(CopyState.READY)
-DOOMED: Final = int(CopyState.DOOMED)
-"""The same as plain integers, which is what columns hold."""
-
-
+ABSENT, WRITING, READY, DOOMED = CopyState
 BEFORE: Final = {
     WRITING: (ABSENT,),
     READY: (WRITING,),
@@ -65,9 +59,8 @@ class Presence(IntEnum):
     READY = 2
 
 
-NOWHERE: Final = int(Presence.NOWHERE)
-COMING: Final = int(Presence.COMING)
-_PRESENCE_OF = bytes((NOWHERE, COMING, int(Presence.READY), NOWHERE))
+NOWHERE, COMING, _ = Presence
+_PRESENCE_OF = bytes((NOWHERE, COMING, Presence.READY, NOWHERE))
 """By the state of a copy that its tier lets be read."""
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
@@ -154,20 +147,16 @@ class TierColumns:
         """As ``presence``, of many rows."""
         states = np.frombuffer(self.states, np.uint8)[rows]
         found = np.frombuffer(_PRESENCE_OF, np.uint8)[states]
-        hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
-        found[hidden & (states == READY)] = NOWHERE
+        if self.hidden:
+            hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
+            found[hidden & (states == READY)] = NOWHERE
         return found
 
-    def held(self) -> NDArray[np.bool_]:
-        """Return of each row whether it has a copy."""
-        found: NDArray[np.bool_] = np.frombuffer(self.states, np.uint8) != ABSENT
-        return found
-
-    def rows(self, segments: Iterable[int] | None = None) -> NDArray[np.intp]:
-        """Return the rows with a copy, or with one in some segments, ascending; fast."""
-        found = self.held()
-        if segments is not None:
-            found &= np.isin(np.frombuffer(self.segments, np.uint32), list(segments))
+    def rows(self, segment: int | None = None) -> NDArray[np.intp]:
+        """Return the rows with a copy, or with one in a segment, ascending; fast."""
+        found = np.frombuffer(self.states, np.uint8) != ABSENT
+        if segment is not None:
+            found &= np.frombuffer(self.segments, np.uint32) == segment
         return np.flatnonzero(found)
 
 
@@ -196,13 +185,11 @@ class Catalog:
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
         self._columns = {tier: TierColumns(self.parent_rows) for tier in TIERS}
-        # The last is that of row -1, which no block has.
-        self._presences = bytearray([NOWHERE])
         self.journal: Journal | None = None
         """Told of each copy that becomes READY or ends; None: nobody listens."""
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(np.logical_or.reduce([columns.held() for columns in self._columns.values()])))
+        return len(self.rows())
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -259,7 +246,6 @@ class Catalog:
         self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
             columns.grow(count)
-        self._presences += bytes([NOWHERE]) * count
         self._is_placeholder += bytes(count)
 
     def fill(
@@ -281,7 +267,6 @@ class Catalog:
         counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
         np.frombuffer(self._child_counts, np.uint32)[:] = counts
         self._columns[tier].fill(blocks.segments, blocks.indices)
-        self._presences[:count] = bytes([READY]) * count
         self.gains += 1
         for row, parent in other_parents.items():
             self._follow(row, parent)
@@ -297,12 +282,13 @@ class Catalog:
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
         """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
-        rows: list[int] = self._columns[tier].rows(None if segment is None else (segment,)).tolist()
+        rows: list[int] = self._columns[tier].rows(segment).tolist()
         return rows
 
     def rows(self) -> list[int]:
-        """Return every live row, of all epochs, ascending: for tests."""
-        return sorted({row for tier in TIERS for row in self.rows_in(tier)})
+        """Return every row with a copy, of all epochs, ascending."""
+        rows: list[int] = np.unique(np.concatenate([columns.rows() for columns in self._columns.values()])).tolist()
+        return rows
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -328,10 +314,7 @@ class Catalog:
 
     def readable_tier(self, row: int) -> Tier | None:
         """Return the fastest tier that a row (or -1) can be loaded from now."""
-        for tier, columns in self._columns.items() if self._presences[row] == READY else ():
-            if columns.presence(row) == READY:
-                return tier
-        return None
+        return next((tier for tier in TIERS if row != NONE and self.readable(row, tier)), None)
 
     def is_only_in(self, tier: Tier, row: int) -> bool:
         """Whether a row has a READY copy in a tier, and none anywhere else."""
@@ -341,11 +324,16 @@ class Catalog:
 
     def is_coming(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded now, or is being written."""
-        return self._presences[row] > NOWHERE
+        return row != NONE and any(columns.presence(row) != NOWHERE for columns in self._columns.values())
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key as a byte."""
-        return bytes(map(self._presences.__getitem__, map(self._rows.get, keys, repeat(NONE))))
+        if not self._rows:
+            return bytes(len(keys))
+        rows = np.fromiter(map(self._rows.get, keys, repeat(NONE)), np.intp, len(keys))
+        found: NDArray[np.uint8] = np.maximum.reduce([columns.presences(rows) for columns in self._columns.values()])
+        found[rows == NONE] = NOWHERE
+        return found.tobytes()
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
@@ -359,16 +347,10 @@ class Catalog:
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
         """Let nobody read copies in these segments of a tier, and all others again."""
-        columns = self._columns[tier]
-        if segments == columns.hidden:
-            return
-        changed, columns.hidden = segments ^ columns.hidden, segments
-        self.gains += 1
-        self.losses += 1
-        if self.generations:
-            rows = columns.rows(changed)
-            found = np.maximum.reduce([each.presences(rows) for each in self._columns.values()])
-            np.frombuffer(self._presences, np.uint8)[rows] = found
+        if segments != self._columns[tier].hidden:
+            self._columns[tier].hidden = segments
+            self.gains += 1
+            self.losses += 1
 
     # -- the life of copies ------------------------------------------------------------------------
 
@@ -404,12 +386,8 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
-        others = [each.states for each in self._columns.values() if each is not columns]
         for row in rows:
-            for states in others:
-                if states[row] != ABSENT:
-                    break
-            else:
+            if not any(each.states[row] for each in self._columns.values()):
                 self._vacate(row)
         return slots
 
@@ -452,19 +430,14 @@ class Catalog:
                 if states[row] == READY and self._rows.get(key) == row:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
-    def _change(self, rows: Iterable[int], tier: Tier, target: int) -> None:
-        """Bring copies to a state, and learn what that makes of their blocks' presence."""
-        columns, presences = self._columns[tier], self._presences
-        states, hidden, legal = columns.states, columns.hidden, BEFORE[target]
-        others = [other for other in self._columns.values() if other is not columns]
+    def _change(self, rows: Iterable[int], tier: Tier, target: CopyState) -> None:
+        """Bring copies to a state; count whether their blocks come nearer to being loaded."""
+        columns, legal = self._columns[tier], BEFORE[target]
+        states, others = columns.states, [other for other in self._columns.values() if other is not columns]
         for row in rows:
             assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
+            before = columns.presence(row)
             states[row] = target
-            before, now = presences[row], columns.presence(row) if hidden else _PRESENCE_OF[target]
-            for other in others:
-                if other.states[row]:
-                    now = max(now, other.presence(row))
-            if now != before:
-                presences[row] = now
-                self.gains += now > before
-                self.losses += now < before
+            now, elsewhere = columns.presence(row), max([other.presence(row) for other in others])
+            self.gains += now > before and now > elsewhere
+            self.losses += before > now and before > elsewhere

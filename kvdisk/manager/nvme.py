@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe tier: slots, eviction, limbo, and the index. Scheduler thread only.
+"""The NVMe tier: slots, eviction, limbo, the index, and how much may be written. Scheduler thread
+only.
 
 A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
 record never names a slot that holds other bytes (invariant 2).
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, Tier
-from kvdisk.device.uses import USES_RECORD, UsesRecords
+from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import DOOMED
@@ -22,8 +23,6 @@ from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
-from kvdisk.manager.uses import Uses
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 
 RUN_BYTES = 16 << 20
@@ -38,6 +37,69 @@ _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 def spare_slots(total: int) -> int:
     """Return how many of a tier's slots are kept free between steps."""
     return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
+
+
+class WriteBudget:
+    """How much may be written to the tier: a bucket of bytes, over all ranks, that fills steadily.
+
+    It holds up to ``burst_bytes``, and starts empty: a restart gives nothing away. Once it holds
+    less than one block, nothing is written until it holds enough for a run of blocks.
+    ``largest_bytes``: of a block, over all ranks. Failed writes are not given back: the drive may
+    have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
+    """
+
+    _RUN_BLOCKS = 64
+
+    def __init__(self, bytes_per_s: float, burst_bytes: int, largest_bytes: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.burst_bytes = burst_bytes
+        self._largest = largest_bytes
+        self._bytes = 0.0
+        self._refreshed_s: float | None = None
+        self.is_open = False
+        self._resumed = False
+
+    @classmethod
+    def of_day(cls, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> WriteBudget:
+        """Return a budget of which in no 24 hours more than ``bytes_per_day`` is written.
+
+        It holds an hour's share (``bytes_per_day / 24``, one block at least) and fills with the
+        rest of the day's bytes over a day. ``day_s``: length of a day.
+        """
+        burst_bytes = max(bytes_per_day // 24, largest_bytes)
+        return cls(max(0, bytes_per_day - burst_bytes) / day_s, burst_bytes, largest_bytes)
+
+    def refresh(self, now: float) -> bool:
+        """Fill the bucket; return whether blocks may be written now."""
+        if self._refreshed_s is not None:
+            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
+            self._bytes = min(float(self.burst_bytes), filled)
+        self._refreshed_s = now
+        if not self.is_open and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):
+            self.is_open = self._resumed = True
+        return self.is_open
+
+    def affords(self, block_bytes: int) -> int:
+        """Return how many blocks of so many bytes might be written at the last ``refresh``."""
+        return int(self._bytes // block_bytes) if self.is_open else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that may be written, as of the last ``refresh``."""
+        return int(self._bytes)
+
+    def spend(self, count: int, block_bytes: int) -> bool:
+        """Take out what is planned to be written; return whether that has used it up."""
+        self._bytes -= count * block_bytes
+        assert self._bytes >= 0, "more is written than the budget allows"
+        ran_dry = self.is_open and self._bytes < self._largest
+        self.is_open = self.is_open and not ran_dry
+        return ran_dry
+
+    def take_resumed(self) -> bool:
+        """Whether writes have resumed since this was last asked."""
+        resumed, self._resumed = self._resumed, False
+        return resumed
 
 
 class NvmeSpace(TierSpace):

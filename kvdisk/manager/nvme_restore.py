@@ -8,20 +8,19 @@ time: columns come from the index, and columns go to the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise, repeat
+from itertools import compress, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
-from kvdisk.device.uses import UsesRecords
+from kvdisk.device.uses import Uses, UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
-from kvdisk.manager.uses import Uses
 
 _Flags = NDArray[np.bool_]
 
@@ -119,16 +118,10 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
 def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
     """Return the parents' positions in ``columns``, or NONE; by position those not there."""
     row_of = dict(zip(columns.keys, range(len(columns.keys)), strict=True))
-    rows = np.fromiter(map(row_of.get, _each_parent(columns), repeat(NONE)), np.int32, len(columns.keys))
+    rows = np.fromiter(map(row_of.get, columns.each_parent(), repeat(NONE)), np.int32, len(columns.keys))
     lacking = (rows == NONE) & (columns.parent_bytes > 0)
-    others = dict(compress(enumerate(_each_parent(columns)), lacking))
+    others = dict(compress(enumerate(columns.each_parent()), lacking))
     return _without_circles(rows), others
-
-
-def _each_parent(columns: BlockColumns) -> Iterator[BlockKey]:
-    """Yield parents one at a time: of millions, all at once would be too many."""
-    ends = accumulate(columns.parent_bytes.tolist(), initial=0)
-    return (BlockKey(columns.parents[start:end]) for start, end in pairwise(ends))
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 
 from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
@@ -89,47 +90,13 @@ class NvmeLayout:
         )
 
 
-@dataclass(slots=True)
-class _Pause:
-    """A time in which something is not tried, twice as long after each failure. ``running``: until
-    somebody was told of its end."""
+class _Pause(Enum):
+    """What may not be done to a drive for a while; how long, in seconds, the first time and at
+    most."""
 
-    first_s: float
-    last_s: float
-    next_s: float = 0.0
-    until_s: float = 0.0
-    running: bool = False
-
-    def begin(self, now: float) -> float:
-        """Begin one; return how long it takes."""
-        length_s = max(self.next_s, self.first_s)
-        self.until_s, self.running = now + length_s, True
-        self.next_s = min(length_s * 2, self.last_s)
-        return length_s
-
-    def has_ended(self, now: float) -> bool:
-        """Whether one has ended since this was last asked."""
-        ended = self.running and now >= self.until_s
-        self.running = self.running and not ended
-        return ended
-
-    def reset(self) -> None:
-        """It worked: the next failure starts with a short one again."""
-        self.next_s = 0.0
-
-
-def _back_off() -> _Pause:
-    return _Pause(FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
-
-
-@dataclass(slots=True)
-class _Drive:
-    """While ``quarantine`` runs nothing is read or written. ``failures``: of reads in a row."""
-
-    writes: _Pause = field(default_factory=_back_off)
-    segments: _Pause = field(default_factory=_back_off)
-    quarantine: _Pause = field(default_factory=lambda: _Pause(FIRST_QUARANTINE_S, LAST_QUARANTINE_S))
-    failures: int = 0
+    WRITES = ("write", FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
+    SEGMENTS = ("make a segment", FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
+    ALL = ("read or write", FIRST_QUARANTINE_S, LAST_QUARANTINE_S)
 
 
 class Drives:
@@ -144,63 +111,61 @@ class Drives:
 
     def __init__(self, count: int, stats: Stats) -> None:
         assert count > 0
-        self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
+        self._failures = [0] * count
+        """Reads that failed in a row, by drive."""
+        self._ends_s: dict[tuple[int, _Pause], float] = {}
+        """Of the pauses that go on, as of the last ``refresh``."""
+        self._next_s: dict[tuple[int, _Pause], float] = {}
+        """How long the next pause is, where it is not the first since things went well."""
 
     def __len__(self) -> int:
-        return len(self._drives)
+        return len(self._failures)
 
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantine.running)
+        return frozenset(number for number, pause in self._ends_s if pause is _Pause.ALL)
 
     def refresh(self, now: float) -> bool:
-        """End what is over; return whether that lets writes return."""
-        returned = False
-        for number, drive in enumerate(self._drives):
-            if drive.quarantine.has_ended(now):
-                drive.failures = FAILURES_IN_A_ROW - 1
-                returned = True
+        """End the pauses that are over; return whether there were any."""
+        over = [place for place, end_s in self._ends_s.items() if now >= end_s]
+        for number, pause in over:
+            del self._ends_s[number, pause]
+            if pause is _Pause.ALL:
+                self._failures[number] = FAILURES_IN_A_ROW - 1
                 logger.warning("kvdisk tries drive %d of the store again.", number)
-            if not drive.quarantine.running and drive.writes.has_ended(now):
-                returned = True
-            if drive.segments.has_ended(now):
-                returned = True
-        return returned
+        return bool(over)
 
     def may_write(self, number: int, now: float) -> bool:
         """Whether nothing keeps a drive from being written."""
-        drive = self._drives[number]
-        return not drive.quarantine.running and now >= drive.writes.until_s
+        return number not in self.quarantined and now >= self._ends_s.get((number, _Pause.WRITES), now)
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
-        return [number for number in range(len(self._drives)) if self.may_write(number, now)]
+        return [number for number in range(len(self)) if self.may_write(number, now)]
+
+    def may_make(self, number: int, now: float) -> bool:
+        """Whether a segment may be made on a drive that may be written."""
+        return now >= self._ends_s.get((number, _Pause.SEGMENTS), now)
 
     def wrote(self, number: int, now: float, failure: str | None = None) -> None:
         """A write ended. A ``failure`` stops writes for a while, longer each time."""
-        writes = self._drives[number].writes
         if failure is None:
-            writes.reset()
-        elif now >= writes.until_s:
-            length_s = writes.begin(now)
+            self._next_s.pop((number, _Pause.WRITES), None)
+        elif now >= self._ends_s.get((number, _Pause.WRITES), now):
+            length_s = self._begin(number, _Pause.WRITES, now)
             self._stats.add("write_pauses")
             logger.warning(
                 "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
             )
 
-    def may_make(self, number: int, now: float) -> bool:
-        """Whether a segment may be made on a drive that may be written."""
-        return now >= self._drives[number].segments.until_s
-
     def made(self, number: int, now: float, *, failed: bool = False) -> None:
         """A segment was made, or could not be made on some rank: then none is for a while."""
-        segments = self._drives[number].segments
         if not failed:
-            segments.reset()
+            self._next_s.pop((number, _Pause.SEGMENTS), None)
             return
-        length_s = segments.begin(now)
+        length_s = self._begin(number, _Pause.SEGMENTS, now)
         self._stats.add("segment_failures")
         logger.warning(
             "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.", number, length_s
@@ -208,22 +173,29 @@ class Drives:
 
     def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
         """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
-        drive = self._drives[number]
         if not (failed or hangs):
-            drive.failures = 0
-            drive.quarantine.reset()
+            self._failures[number] = 0
+            self._next_s.pop((number, _Pause.ALL), None)
             return
-        drive.failures += 1
-        if drive.quarantine.running or (drive.failures < FAILURES_IN_A_ROW and not hangs):
+        self._failures[number] += 1
+        if number in self.quarantined or (self._failures[number] < FAILURES_IN_A_ROW and not hangs):
             return
-        length_s = drive.quarantine.begin(now)
+        length_s = self._begin(number, _Pause.ALL, now)
         self._stats.add("drive_quarantines")
         logger.error(
             "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
             number,
-            "does not answer" if hangs else f"failed to read {drive.failures} blocks in a row",
+            "does not answer" if hangs else f"failed to read {self._failures[number]} blocks in a row",
             length_s,
         )
+
+    def _begin(self, number: int, pause: _Pause, now: float) -> float:
+        """Begin a pause; return how long it takes: twice as long as the last, up to the most."""
+        _, first_s, most_s = pause.value
+        length_s = self._next_s.get((number, pause), first_s)
+        self._ends_s[number, pause] = now + length_s
+        self._next_s[number, pause] = min(2 * length_s, most_s)
+        return length_s
 
 
 class Segments:

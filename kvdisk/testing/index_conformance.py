@@ -51,7 +51,7 @@ def found_columns(index: Index) -> list[BlockRecord]:
     names = list(zip(columns.epochs.tolist(), columns.keys, strict=True))
     assert names == sorted(set(names))
     slots = map(Slot, columns.segments.tolist(), columns.indices.tolist())
-    parents = [BlockKey(parent) if parent else None for parent in columns.each_parent()]
+    parents = [parent or None for parent in columns.each_parent()]
     fields = (columns.generations.tolist(), parents, columns.stored_s.tolist())
     return list(starmap(BlockRecord, zip(columns.epochs.tolist(), columns.keys, slots, *fields, strict=True)))
 

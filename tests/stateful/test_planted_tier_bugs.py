@@ -19,10 +19,9 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace, WriteBudget
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.store_policy import OnPreemption, Spillover
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind
 
 BUGS: list[tuple[Callable[[Patch], None], tuple[Sizes, ...]]] = []

@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
-from kvdisk.device.uses import USES_RECORD
+from kvdisk.device.uses import USES_RECORD, Uses
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.eviction import LruPolicy, TailFirst
 from kvdisk.manager.nvme_restore import restore_blocks
-from kvdisk.manager.uses import Uses
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
 NO_USES = np.zeros(0, USES_RECORD)

@@ -18,9 +18,8 @@ from tier_bench import TierBench
 from kvdisk.assembly import SchedulerParts
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.device.control import USES_FILE
-from kvdisk.device.uses import USES_RECORD, find_uses, read_uses, write_uses
+from kvdisk.device.uses import USES_RECORD, Uses, find_uses, read_uses, write_uses
 from kvdisk.geometry import uses_bytes_for
-from kvdisk.manager.uses import Uses
 
 
 @pytest.mark.parametrize("cpu_slots", [0, 8])
