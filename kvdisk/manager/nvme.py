@@ -181,7 +181,7 @@ class NvmeSpace(TierSpace):
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
-        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
+        self._hide()
         return released or resumed
 
     def refresh_writable(self, now: float) -> bool:
@@ -189,13 +189,18 @@ class NvmeSpace(TierSpace):
         store is open, some drive is in order and not in a back-off, and the budget is not spent."""
         return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled store or demotion how the drives are."""
-        self.segments.learn_writes(record, now)
+    def learn(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job how the drives are, and what has become of the files; hide what
+        a quarantined drive holds."""
+        spec = record.job.segment
+        if record.job.kind is JobKind.OPEN_HOME:
+            self.segments.home_opened(failed=bool(record.failed))
+        elif spec is not None and spec.source is None:
+            self._settle_files(record, spec, now)
+        self.segments.learn(record, now, self._drops)
+        self._hide()
 
-    def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled load how the drives are; hide what a quarantined one holds."""
-        self.segments.learn_reads(record, now, self._drops)
+    def _hide(self) -> None:
         self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
 
     def gauges(self) -> dict[str, float]:
@@ -330,14 +335,9 @@ class NvmeSpace(TierSpace):
 
     # -- segments ------------------------------------------------------------------------------
 
-    def settle_files(self, record: JobRecord, now: float) -> None:
-        """Settle a job of files: one rank's failure undoes all."""
-        kind, spec = record.job.kind, record.job.segment
-        if kind is JobKind.OPEN_HOME:
-            self.segments.home_opened(failed=bool(record.failed))
-            return
-        assert spec is not None
-        if kind is JobKind.DROP_SEGMENT:
+    def _settle_files(self, record: JobRecord, spec: SegmentSpec, now: float) -> None:
+        """Settle a job of a segment's files: one rank's failure undoes all."""
+        if record.job.kind is JobKind.DROP_SEGMENT:
             self.segments.forget(spec)
             del self._drops[spec.segment]
             self._ticket = self._index.delete_segment(spec.segment)

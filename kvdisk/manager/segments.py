@@ -31,6 +31,8 @@ FAILURES_IN_A_ROW = 8
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 """Failures of a write after which writes stop for a while, as after one that is late."""
+_READ_TELLS = frozenset({None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM})
+"""Ends of a read, None is success, in which the drive has answered."""
 
 
 @dataclass(frozen=True)
@@ -333,23 +335,20 @@ class Segments:
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled store or demotion how the drives are."""
-        bad_of: dict[int, bool] = {}
-        for at, move in enumerate(record.job.moves):
-            reason, drive = record.failed.get(at), self.specs[move.slots[Tier.NVME].segment].drive
-            bad = reason in _WRITE_IS_BAD or at in record.late
-            if bad or reason is None:
-                bad_of[drive] = bad or bad_of.get(drive, False)
-        for drive, bad in bad_of.items():
-            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)
-
-    def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Learn from a settled load how the drives are, but for segments that are dropped."""
+    def learn(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
+        """Learn from a settled job how the drives are that it wrote to, or read from: not by reads
+        of segments that are dropped, whose files may not have been opened."""
+        wrote: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
-            if spec is None or spec.segment in dropping:
-                continue  # a neighbour's, or its files could not be opened
+            if spec is None:
+                continue  # nothing of it was on these drives, or it was a neighbour's
             reason, hangs = record.failed.get(at), at in record.late
-            if hangs or reason in {None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM}:
+            if record.details[at].target is Tier.NVME:
+                bad = hangs or reason in _WRITE_IS_BAD
+                if bad or reason is None:
+                    wrote[spec.drive] = bad or wrote.get(spec.drive, False)
+            elif spec.segment not in dropping and (hangs or reason in _READ_TELLS):
                 self.drives.read(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
+        for drive, bad in wrote.items():
+            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)

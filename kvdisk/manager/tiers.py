@@ -93,14 +93,8 @@ class TierSpace:
         """Learn whether copies may be written now, and return it."""
         return True
 
-    def settle_files(self, record: JobRecord, now: float) -> None:
-        """Learn how a job of files has ended, which is another tier's where this one has none."""
-
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job that wrote copies how the tier is."""
-
-    def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job that read copies how the tier is."""
+    def learn(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job, of any tier's, how this tier is."""
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""

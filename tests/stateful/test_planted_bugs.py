@@ -85,12 +85,11 @@ BUGS = {
     "failed store left ready": Bug(
         settlement,
         """
-        written = self._end_targets(record, now_s)
-        self._stats.add("stored_blocks",""",
+        is_store = record.job.kind is JobKind.STORE""",
         """
-        record.failed = {at: why for at, why in record.failed.items() if why is Reason.CANCELLED}
-        written = self._end_targets(record, now_s)
-        self._stats.add("stored_blocks",""",
+        is_store = record.job.kind is JobKind.STORE
+        if is_store:
+            record.failed = {at: why for at, why in record.failed.items() if why is Reason.CANCELLED}""",
     ),
     "failed position promised again": Bug(
         settlement,
