@@ -8,6 +8,7 @@ record never names a slot that holds other bytes (invariant 2).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,6 +25,8 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
 from kvdisk.messages import JobKind, SegmentSpec
+
+logger = logging.getLogger("kvdisk.manager")
 
 RUN_BYTES = 16 << 20
 """Of one rank's file: what goes to one drive before the next one's turn."""
@@ -192,11 +195,17 @@ class NvmeSpace(TierSpace):
     def learn(self, record: JobRecord, now: float) -> None:
         """Learn from a settled job how the drives are, and what has become of the files; hide what
         a quarantined drive holds."""
+        if record.job.kind is JobKind.OPEN_HOME and record.failed:
+            self.segments.home_open = False
+            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
         spec = record.job.segment
-        if record.job.kind is JobKind.OPEN_HOME:
-            self.segments.home_opened(failed=bool(record.failed))
-        elif spec is not None and spec.source is None:
-            self._settle_files(record, spec, now)
+        if spec is not None and spec.source is None:
+            if record.job.kind is JobKind.DROP_SEGMENT:
+                self.segments.forget(spec)
+                del self._drops[spec.segment]
+                self._ticket = self._index.delete_segment(spec.segment)
+            else:
+                self._opened(spec, now, failed=bool(record.failed))
         self.segments.learn(record, now, self._drops)
         self._hide()
 
@@ -335,21 +344,24 @@ class NvmeSpace(TierSpace):
 
     # -- segments ------------------------------------------------------------------------------
 
-    def _settle_files(self, record: JobRecord, spec: SegmentSpec, now: float) -> None:
-        """Settle a job of a segment's files: one rank's failure undoes all."""
-        if record.job.kind is JobKind.DROP_SEGMENT:
-            self.segments.forget(spec)
-            del self._drops[spec.segment]
-            self._ticket = self._index.delete_segment(spec.segment)
+    def _opened(self, spec: SegmentSpec, now: float, *, failed: bool) -> None:
+        """Every rank has answered the job that makes or opens a segment. Where one rank fails, it
+        is dropped on all."""
+        self.segments.opening.discard(spec.segment)
+        if spec.segment in self._drops:
             return
-        dropped = spec.segment in self._drops
-        usable = self.segments.opened(spec, now, failed=bool(record.failed), dropped=dropped)
-        if record.failed and not dropped:
+        if spec.create:
+            self.segments.drives.made(spec.drive, now, failed=failed)
+        elif failed:
+            logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
+        if failed:
             self._drop_segment(spec)
-        elif spec.create and not dropped:
-            known = SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
-            self._ticket = self._index.put_segment(known)
-        if usable and not self.pool.has_segment(spec.segment):
+            return
+        if spec.create:
+            self._ticket = self._index.put_segment(SegmentRecord(*spec[:4]))
+        if spec.create and self._geometry.replicated:
+            self.segments.open(spec._replace(create=False))  # one rank has made it for all
+        elif not self.pool.has_segment(spec.segment):
             self._enter(spec)
 
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:

@@ -205,7 +205,8 @@ class Segments:
     files.
 
     ``writable``: drives that might be written at the last ``refresh_writable``. ``home_open``:
-    False once a rank could not open the engine store.
+    False once a rank could not open the engine store. ``opening``: segments of which a job that
+    makes or opens them is under way.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Segments:
         self.home_open = True
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
-        self._attaching: set[int] = set()
+        self.opening: set[int] = set()
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -229,12 +230,12 @@ class Segments:
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
         """Take over what the index knows; plan the jobs that open the store and its segments."""
         for record in records:
-            self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
+            self._note(SegmentSpec(*record, create=False))
         self._next = max(self.specs, default=-1) + 1
         home = HomeSpec(home_id, fingerprint, tuple(self.specs))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
         for spec in self.specs.values():
-            self._attach(spec)
+            self.open(spec)
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec
@@ -245,14 +246,15 @@ class Segments:
         del self.specs[spec.segment]
         self._held[spec.slot_bytes, spec.drive] -= self._bytes_of(spec)
 
-    def _attach(self, spec: SegmentSpec) -> None:
-        self._attaching.add(spec.segment)
+    def open(self, spec: SegmentSpec) -> None:
+        """Plan the job that makes or opens a segment."""
+        self.opening.add(spec.segment)
         self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
 
     @property
     def is_opening(self) -> bool:
         """Whether none may be planned yet: opening the store removes what the index lacks."""
-        return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
+        return bool(self.opening) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
         """Whether nothing should leave, because a segment is being made or opened."""
@@ -276,32 +278,8 @@ class Segments:
         self._next += 1
         self._opened_s = now
         self._note(spec)
-        self._attach(spec)
+        self.open(spec)
         return True
-
-    def home_opened(self, *, failed: bool) -> None:
-        """Every rank has answered the job that opens the engine store."""
-        if failed:
-            self.home_open = False
-            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
-
-    def opened(self, spec: SegmentSpec, now: float, *, failed: bool, dropped: bool) -> bool:
-        """Every rank has answered the job that makes or opens a segment. Return whether its slots
-        can be used.
-
-        Where one rank makes it for all, they open it now. ``dropped``: it is given up already.
-        """
-        self._attaching.discard(spec.segment)
-        if dropped:
-            return False
-        if spec.create:
-            self.drives.made(spec.drive, now, failed=failed)
-            if self._geometry.replicated and not failed:
-                self._attach(spec._replace(create=False))
-                return False
-        elif failed:
-            logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
-        return not failed
 
     def surplus(self) -> list[SegmentSpec]:
         """Return what to drop, the newest first, where the cap has become smaller."""

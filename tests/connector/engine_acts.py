@@ -120,7 +120,7 @@ def _audit_connector(connector: Any) -> dict[str, Any]:
     audit_manager(manager)
     assert not getattr(manager._stores._store_policy, "_watermarks", None)
     catalog, nvme = manager._catalog, manager._tiers.get(Tier.NVME)
-    assert nvme is None or not (nvme._drops or nvme.segments._attaching or any(nvme.pool.limbo))
+    assert nvme is None or not (nvme._drops or nvme.segments.opening or any(nvme.pool.limbo))
     on_nvme = [] if nvme is None else list(catalog.ready_keys(Tier.NVME))
     return {
         "counters": dict(manager.stats.counts),

@@ -210,12 +210,12 @@ BUGS = {
     "neighbour's block served after the weights changed": Bug(neighbours, "self._neighbours = None", "return"),
     "neighbour's segment closed under a load": Bug(
         neighbours,
-        "self._open[number].users += 1",
-        """self._open[number].users += 1
-        if self._open[number].users == 1:
-            self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self._open[number].spec)""",
+        "self._users[number] += 1",
+        """self._users[number] += 1
+        if self._users[number] == 1:
+            self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self._open[number])""",
     ),
-    "neighbour's segment never closed": Bug(neighbours, "if segment.users == 0:", "if False:"),
+    "neighbour's segment never closed": Bug(neighbours, "if self._users[slot.segment] == 0:", "if False:"),
 }
 
 
