@@ -63,9 +63,6 @@ def test_counts_are_those_of_the_copy_whatever_was_in_its_row_before():
     assert max(count for _, count in expected.values()) > 2
 
 
-# -- the file ----------------------------------------------------------------------------------
-
-
 def records(*rows: tuple[int, int, int]) -> Any:
     return np.array(list(rows), USES_RECORD)
 
@@ -81,12 +78,11 @@ def test_every_byte_is_where_it_is_said_to_be(tmp_path):
 
 @pytest.mark.parametrize("how", ["directory", "link", "gone", "version", "cut", "bit", "empty"])
 def test_a_damaged_file_is_ignored_and_replaced(tmp_path, how):
-    home = tmp_path / "home"
+    home, elsewhere, written = tmp_path / "home", tmp_path / "elsewhere", records((7, 3, 100), (5, 1, 90))
     home.mkdir()
-    path, elsewhere = home / USES_FILE, tmp_path / "elsewhere"
-    written = records((7, 3, 100), (5, 1, 90))
     write_uses(home, written)
     assert read_uses(home).tolist() == written.tolist()
+    path = home / USES_FILE
     data = path.read_bytes()
     path.unlink()
     if how == "directory":
@@ -97,13 +93,11 @@ def test_a_damaged_file_is_ignored_and_replaced(tmp_path, how):
         path.symlink_to(elsewhere)
     elif how != "gone":
         changed = {"version": data[:8] + b"\1" + data[9:], "bit": data[:40] + bytes([data[40] ^ 1]) + data[41:]}
-        changed |= {"cut": data[:-16], "empty": b""}
-        path.write_bytes(changed[how])
+        path.write_bytes((changed | {"cut": data[:-16], "empty": b""})[how])
     assert read_uses(home) is None
     (home / (USES_FILE + ".tmp")).write_text("left by one that was killed")
     write_uses(home, written[:1])
-    assert read_uses(home).tolist() == [(7, 3, 100)]
-    assert sorted(item.name for item in home.iterdir()) == [USES_FILE]
+    assert read_uses(home).tolist() == [(7, 3, 100)] and [item.name for item in home.iterdir()] == [USES_FILE]
     assert not elsewhere.exists() or elsewhere.read_bytes() == data, "no symlink is followed"
 
 
@@ -114,16 +108,6 @@ def test_a_full_drive_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         write_uses(tmp_path, records((7, 4, 200)))
     assert read_uses(tmp_path).tolist() == [(7, 3, 100)]
     assert [item.name for item in tmp_path.iterdir()] == [USES_FILE]
-
-
-def test_blocks_are_found_by_their_generations():
-    found, known = find_uses(records((9, 1, 10), (2, 5, 50)), np.array([1, 2, 3, 9, 10], np.uint64))
-    assert known.tolist() == [False, True, False, True, False]
-    assert found["uses"].tolist() == [0, 5, 0, 1, 0]
-    assert not find_uses(records(), np.array([1], np.uint64))[1].any()
-
-
-# -- from one engine to the next ---------------------------------------------------------------
 
 
 def counts(parts: SchedulerParts) -> dict[int, tuple[int, int]]:

@@ -33,6 +33,7 @@ class TierBench:
         *,
         geometry: Geometry = GEOMETRY,
         segments: int = 1,
+        drives: int = 1,
         gpu_blocks: int = 40,
         most_running: int | None = None,
         **how: Any,
@@ -49,6 +50,7 @@ class TierBench:
             tuple(nvme_slots),
             segments * bool(nvme_slots),
             (),
+            drives=drives,
             **running,
         )
         self.rank, self.index, self.neighbours, self.added = FakeRank(0), MemoryIndex(), FakeNeighbours([]), 0
