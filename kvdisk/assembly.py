@@ -80,11 +80,6 @@ class SchedulerParts:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
         already."""
         committed = True
-        if self.nvme is not None:
-            try:
-                self.nvme.uses.count(int(time.time()))
-            except Exception:  # after an error of ours anything may be left behind; the home is closed all the same
-                logger.exception("kvdisk could not count the last uses of its blocks")
         for background in self.backgrounds:
             background.close()
         if self.neighbours is not None:
@@ -195,7 +190,7 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     largest = max(geometry.slot_sizes) * geometry.part_count
     if bytes_per_day < 2 * largest:
         raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
-    return WriteBudget.of_day(bytes_per_day, largest)
+    return WriteBudget(bytes_per_day, largest)
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import struct
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -98,13 +97,13 @@ class Uses:
     """The uses of each NVMe copy since it was stored, by row of the catalog. The scheduler thread
     changes it; another may call ``records``.
 
-    ``is_changed``: whether ``records`` has changed since it was set back.
+    ``now_s``: seconds since the Unix epoch, as far as a step knows. ``is_changed``: whether
+    ``records`` has changed since it was set back.
     """
 
     def __init__(self) -> None:
         self.table: UsesRecords = np.zeros(0, USES_RECORD)
-        self._now_s = 0
-        self._reached = array("i")
+        self.now_s = 0
         self.is_changed = False
 
     def fill(self, generations: NDArray[np.uint64], known: UsesRecords) -> None:
@@ -114,7 +113,6 @@ class Uses:
 
     def begin(self, rows: Sequence[int], generations: Sequence[int]) -> None:
         """Copies became READY."""
-        self.count(self._now_s)
         places = self._places_of(rows)
         self.table["generation"][places] = 0  # whoever reads meanwhile shall not see another block's uses
         self.table["uses"][places] = 0
@@ -129,17 +127,10 @@ class Uses:
 
     def reached(self, rows: Sequence[int]) -> None:
         """A request came to these blocks; those without an NVMe copy count for nothing."""
-        self._reached.extend(rows)
-
-    def count(self, now_s: int) -> None:
-        """Count the blocks reached since the last call. ``now_s``: seconds since the Unix epoch."""
-        self._now_s = now_s
-        if self._reached:
-            places = self._places_of(self._reached)
-            np.add.at(self.table["uses"], places, 1)
-            self.table["last_use_s"][places] = now_s
-            self._reached = array("i")
-            self.is_changed = True
+        places = self._places_of(rows)
+        np.add.at(self.table["uses"], places, 1)
+        self.table["last_use_s"][places] = self.now_s
+        self.is_changed = True
 
     def records(self) -> UsesRecords:
         """Return what is known of all NVMe copies."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Final
 
 import numpy as np
@@ -49,19 +49,8 @@ BEFORE: Final = {
     ABSENT: (WRITING, READY, DOOMED),
 }
 """The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
-
-
-class Presence(IntEnum):
-    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written."""
-
-    NOWHERE = 0
-    COMING = 1
-    READY = 2
-
-
-NOWHERE, COMING, _ = Presence
-_PRESENCE_OF = bytes((NOWHERE, COMING, Presence.READY, NOWHERE))
-"""By the state of a copy that its tier lets be read."""
+_PRESENCE_OF = bytes((ABSENT, WRITING, READY, ABSENT))
+"""The presence of a block by the state of its only copy, which its tier lets be read."""
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 
@@ -96,14 +85,7 @@ class TierColumns:
         self.states[:] = bytes([READY]) * len(segments)
         np.frombuffer(self.segments, np.uint32)[:] = segments
         np.frombuffer(self.indices, np.uint32)[:] = indices
-        parent_rows = np.array(self._parent_rows, np.int32)
-        children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
-        children = children[np.argsort(parent_rows[children], kind="stable")]
-        parents = parent_rows[children]
-        np.frombuffer(self.first_child, np.int32)[parents] = children  # the last of each parent's
-        alike = parents[1:] == parents[:-1]
-        np.frombuffer(self.next_child, np.int32)[children[1:][alike]] = children[:-1][alike]
-        np.frombuffer(self._previous_child, np.int32)[children[:-1][alike]] = children[1:][alike]
+        self.link(range(len(segments)))
 
     def link(self, rows: Iterable[int]) -> None:
         """Hang copies that have begun on their parents."""
@@ -137,10 +119,10 @@ class TierColumns:
         return Slot(self.segments[row], self.indices[row])
 
     def presence(self, row: int) -> int:
-        """Return the ``Presence`` that a row has by this copy alone."""
+        """Return the presence of a row's block by this copy alone."""
         state = self.states[row]
         if state == READY and self.hidden and self.segments[row] in self.hidden:
-            return NOWHERE
+            return ABSENT
         return _PRESENCE_OF[state]
 
     def presences(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
@@ -149,7 +131,7 @@ class TierColumns:
         found = np.frombuffer(_PRESENCE_OF, np.uint8)[states]
         if self.hidden:
             hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
-            found[hidden & (states == READY)] = NOWHERE
+            found[hidden & (states == READY)] = ABSENT
         return found
 
     def rows(self, segment: int | None = None) -> NDArray[np.intp]:
@@ -168,8 +150,8 @@ class Catalog:
     nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
     object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
     that of the block before it in its chain; NONE of the first. ``gains`` rises whenever some block
-    comes nearer to being loaded, in the order of ``Presence``, and ``losses`` whenever some block
-    comes to be farther from it: what was found holds until then.
+    comes nearer to being loaded (see ``presences``), and ``losses`` whenever some block comes to be
+    farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
@@ -248,13 +230,8 @@ class Catalog:
             columns.grow(count)
         self._is_placeholder += bytes(count)
 
-    def fill(
-        self, tier: Tier, blocks: BlockColumns, parent_rows: NDArray[np.int32], other_parents: dict[int, BlockKey]
-    ) -> None:
-        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet.
-
-        ``parent_rows``: by row, or NONE. ``other_parents``: by row those that are not among them.
-        """
+    def fill(self, tier: Tier, blocks: BlockColumns) -> None:
+        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet."""
         assert not self.generations
         count = len(blocks.keys)
         self._grow(count)
@@ -263,14 +240,17 @@ class Catalog:
         assert len(self._rows) == count, "a key twice"
         np.frombuffer(self.generations, np.uint64)[:] = blocks.generations
         np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
+        parent_rows = np.fromiter(map(self._rows.get, blocks.each_parent(), repeat(NONE)), np.int32, count)
+        lacking = (parent_rows == NONE) & (blocks.parent_bytes > 0)
+        parent_rows = _without_circles(parent_rows)
         np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows
         counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
         np.frombuffer(self._child_counts, np.uint32)[:] = counts
         self._columns[tier].fill(blocks.segments, blocks.indices)
-        self.gains += 1
-        for row, parent in other_parents.items():
+        for row, parent in compress(enumerate(blocks.each_parent()), lacking):
             self._follow(row, parent)
             self._columns[tier].link((row,))
+        self.gains += 1
 
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay until their copies end."""
@@ -324,15 +304,16 @@ class Catalog:
 
     def is_coming(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded now, or is being written."""
-        return row != NONE and any(columns.presence(row) != NOWHERE for columns in self._columns.values())
+        return row != NONE and any(columns.presence(row) != ABSENT for columns in self._columns.values())
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the ``Presence`` of each key as a byte."""
+        """Return of each key how near its block is to be loaded, as a byte: READY, it can be;
+        WRITING, it is on its way to a tier; ABSENT."""
         if not self._rows:
             return bytes(len(keys))
         rows = np.fromiter(map(self._rows.get, keys, repeat(NONE)), np.intp, len(keys))
         found: NDArray[np.uint8] = np.maximum.reduce([columns.presences(rows) for columns in self._columns.values()])
-        found[rows == NONE] = NOWHERE
+        found[rows == NONE] = ABSENT
         return found.tobytes()
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
@@ -441,3 +422,16 @@ class Catalog:
             now, elsewhere = columns.presence(row), max([other.presence(row) for other in others])
             self.gains += now > before and now > elsewhere
             self.losses += before > now and before > elsewhere
+
+
+def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged
+    record says so."""
+    ahead = parent_rows.copy()
+    for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
+        on_way = np.flatnonzero(ahead != NONE)
+        if not len(on_way):
+            return parent_rows
+        ahead[on_way] = ahead[ahead[on_way]]
+    parent_rows[ahead != NONE] = NONE
+    return parent_rows

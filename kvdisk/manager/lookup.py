@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import COMING, NOWHERE, Catalog, Presence
+from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
-_READY = bytes([Presence.READY])
-_WITHOUT_COMING = bytes(NOWHERE if presence == COMING else presence for presence in range(256))
+_READY = bytes([READY])
+_WITHOUT_COMING = bytes(ABSENT if presence == WRITING else presence for presence in range(256))
 
 
 class Presences(Protocol):
@@ -22,7 +22,7 @@ class Presences(Protocol):
     ``GpuLoads``."""
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the ``Presence`` of each key of a chain as a byte."""
+        """Return the presence of each key of a chain, as ``Catalog.presences``."""
 
 
 class Hits(NamedTuple):
@@ -56,7 +56,7 @@ class Reachable:
         self._hints = hints
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return each key's ``Presence``; what is hinted at is READY."""
+        """Return each key's presence; what is hinted at is READY."""
         found = self._catalog.presences(keys)
         if self._hints and found.strip(_READY):
             hinted = bytes(map(self._hints.__contains__, keys)).replace(b"\1", _READY)
@@ -157,7 +157,7 @@ class Lookups:
                 count = len(span) - len(span.lstrip(_READY))
                 ready += count
                 is_ready = count == len(span)
-            hole = span.find(NOWHERE)
+            hole = span.find(ABSENT)
             if hole >= 0:
                 position += hole
                 break
@@ -175,7 +175,7 @@ def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int)
     needs there."""
     while end > local_tokens:
         for group, presences in windows:
-            hole = presences.rfind(NOWHERE, first_needed(group, local_tokens, end), end // group.block_tokens)
+            hole = presences.rfind(ABSENT, first_needed(group, local_tokens, end), end // group.block_tokens)
             if hole >= 0:
                 # Any end between needs that block too.
                 end = hole * group.block_tokens // step * step

@@ -17,7 +17,7 @@ from typing import Final
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import ForeignCopy, Neighbours
-from kvdisk.manager.catalog import Presence
+from kvdisk.manager.catalog import READY
 from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
@@ -37,7 +37,7 @@ MOST_FORGOTTEN = 256
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked asks again, and goes on with what is known."""
 
-_NOT_READY = bytes(presence != Presence.READY for presence in range(256))
+_NOT_READY = bytes(presence != READY for presence in range(256))
 
 
 class NeighbourCopies(Room):

@@ -45,32 +45,27 @@ def spare_slots(total: int) -> int:
 class WriteBudget:
     """How much may be written to the tier: a bucket of bytes, over all ranks, that fills steadily.
 
-    It holds up to ``burst_bytes``, and starts empty: a restart gives nothing away. Once it holds
-    less than one block, nothing is written until it holds enough for a run of blocks.
-    ``largest_bytes``: of a block, over all ranks. Failed writes are not given back: the drive may
-    have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
+    It starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
+    written until it holds enough for a run of blocks.
+    Failed writes are not given back: the drive may have written them. ``is_open``: whether blocks
+    might be written as of the last ``refresh``.
     """
 
     _RUN_BLOCKS = 64
 
-    def __init__(self, bytes_per_s: float, burst_bytes: int, largest_bytes: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self.burst_bytes = burst_bytes
+    def __init__(self, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> None:
+        """Allow no 24 hours in which more than ``bytes_per_day`` is written.
+
+        The bucket holds an hour's share (one block at least) and fills with the rest of the day's
+        bytes over a day. ``largest_bytes``: of a block, over all ranks. ``day_s``: length of a day.
+        """
+        self.burst_bytes = max(bytes_per_day // 24, largest_bytes)
+        self._bytes_per_s = max(0, bytes_per_day - self.burst_bytes) / day_s
         self._largest = largest_bytes
         self._bytes = 0.0
         self._refreshed_s: float | None = None
         self.is_open = False
         self._resumed = False
-
-    @classmethod
-    def of_day(cls, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> WriteBudget:
-        """Return a budget of which in no 24 hours more than ``bytes_per_day`` is written.
-
-        It holds an hour's share (``bytes_per_day / 24``, one block at least) and fills with the
-        rest of the day's bytes over a day. ``day_s``: length of a day.
-        """
-        burst_bytes = max(bytes_per_day // 24, largest_bytes)
-        return cls(max(0, bytes_per_day - burst_bytes) / day_s, burst_bytes, largest_bytes)
 
     def refresh(self, now: float) -> bool:
         """Fill the bucket; return whether blocks may be written now."""
@@ -180,7 +175,7 @@ class NvmeSpace(TierSpace):
     def refresh(self, now: float, now_s: int) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""
         released = self.commit()
-        self.uses.count(now_s)
+        self.uses.now_s = now_s or self.uses.now_s
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()

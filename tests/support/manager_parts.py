@@ -189,7 +189,7 @@ class ManagerParts:
         if sizes.has_nvme:
             layout = _layout(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
-            budget = None if bytes_per_day is None else WriteBudget.of_day(bytes_per_day, sizes.largest_bytes, DAY_S)
+            budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
             admission = make_admission(sizes.config.nvme_admission, layout.most_slots(sizes.geometry))
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)

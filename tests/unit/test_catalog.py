@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the catalog. What can be loaded of its copies is shown in ``test_lookup``, their chains in
-``test_nvme_restore`` and ``test_tail_first``."""
+"""Rows of the catalog. ``test_lookup`` shows what can be loaded of its copies, ``test_tail_first``
+and ``test_nvme_restore`` their chains."""
 
 from __future__ import annotations
 

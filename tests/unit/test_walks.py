@@ -13,7 +13,6 @@ from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.index.base import BlockColumns
-from kvdisk.manager.catalog import NONE
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.messages import JobKind
 
@@ -85,5 +84,5 @@ def test_a_reset_does_not_look_at_each_copy():
         parent_bytes=nothing.astype(np.int64),
         stored_s=nothing,
     )
-    bench.catalog.fill(Tier.NVME, blocks, np.full(MANY, NONE, np.int32), {})
+    bench.catalog.fill(Tier.NVME, blocks)
     assert calls_of(lambda: bench.manager.reset(7)) < MANY // 10
