@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe tier: slots, eviction, limbo, the index, and how much may be written. Scheduler thread
-only.
+"""The NVMe tier: slots, limbo, the index, and how much may be written. Scheduler thread only.
 
 A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
 record never names a slot that holds other bytes (invariant 2).
@@ -46,9 +45,8 @@ class WriteBudget:
     """How much may be written to the tier: a bucket of bytes, over all ranks, that fills steadily.
 
     It starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
-    written until it holds enough for a run of blocks.
-    Failed writes are not given back: the drive may have written them. ``is_open``: whether blocks
-    might be written as of the last ``refresh``.
+    written until it holds enough for a run of blocks. Failed writes are not given back: the drive
+    may have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
     """
 
     _RUN_BLOCKS = 64

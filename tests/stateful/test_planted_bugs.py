@@ -12,7 +12,21 @@ from machines import must_catch_a_bug, plant, tolerate_missing_pins
 from support import manager_sizes as on
 from support.manager_parts import Sizes
 
-from kvdisk.manager import jobs, loads, lookup, manager, neighbours, prefetch, settlement, store_policy, stores
+from kvdisk.manager import (
+    catalog,
+    demotions,
+    jobs,
+    loads,
+    lookup,
+    manager,
+    neighbours,
+    nvme,
+    pool,
+    prefetch,
+    settlement,
+    store_policy,
+    stores,
+)
 
 
 class Bug(NamedTuple):
@@ -203,6 +217,27 @@ BUGS = {
         manager, "self._urgent.append(job_id)", "pass", on.ON_PREEMPTION_SIZES
     ),
     "reset that keeps the epoch": Bug(manager, "self._state.epoch = epoch", "return"),
+    # -- tiers --
+    "slot reused before its deletion is committed": Bug(
+        pool, "self._limbo.append((ticket, ranges))", "self._change(ranges, LIMBO, FREE)", (on.QUEUE, on.ONE_GROUP)
+    ),
+    "demotion without a pin": Bug(demotions, "catalog.pin(rows, source)", "pass", pins=True),
+    "index written when planned": Bug(
+        demotions,
+        "        self._jobs.append(record.job.id)",
+        """        self._jobs.append(record.job.id)
+        self._lower._record(rows, 0)""",
+    ),
+    "refused block not asked before it leaves": Bug(
+        demotions, "if self.offer((row,)):", "if False:", on.ADMISSION_SIZES
+    ),
+    "pinned copy evicted": Bug(catalog, "states[row] == READY and pins[row] == 0", "states[row] == READY"),
+    "budget overdrawn": Bug(
+        nvme, "self._bytes -= count * block_bytes", "self._bytes -= count // 2 * block_bytes", (on.NVME_BUDGET,)
+    ),
+    "budget that a restart fills": Bug(
+        nvme, "self._bytes = 0.0", "self._bytes = float(self.burst_bytes)", (on.NVME_BUDGET,)
+    ),
     # -- neighbours --
     "neighbour's copy that failed asked for again": Bug(
         neighbours, """self._stats.add("foreign_failures")""", "return", (on.NVME_BUDGET, on.BUDGET, on.NVME_ONLY)
