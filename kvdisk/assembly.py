@@ -242,6 +242,7 @@ def _take_home(
         try:
             nvme = make_space(layout, index, home.drive_count)
             nvme.restore(home.id, fingerprint, read_uses(home.path))
+            nvme.uses.now_s = int(time.time())
         except BaseException:
             index.close()
             raise

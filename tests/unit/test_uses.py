@@ -123,6 +123,7 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
         keys = keys or [catalog.keys[row] for row in catalog.rows_in(Tier.NVME)[:2]]
         assert counts(parts) == expected
         rows = [catalog.find(keys[at]) for at in used]
+        assert uses.now_s > 1_700_000_000, "a use in the first step has its time"
         uses.now_s = now_s
         uses.reached(rows)
         for row in rows:
