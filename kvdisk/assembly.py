@@ -32,12 +32,11 @@ from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace, WriteBudget
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
 from kvdisk.worker.direct import choose_direct
@@ -81,11 +80,6 @@ class SchedulerParts:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
         already."""
         committed = True
-        if self.nvme is not None:
-            try:
-                self.nvme.uses.count(int(time.time()))
-            except Exception:  # after an error of ours anything may be left behind; the home is closed all the same
-                logger.exception("kvdisk could not count the last uses of its blocks")
         for background in self.backgrounds:
             background.close()
         if self.neighbours is not None:
@@ -196,7 +190,7 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     largest = max(geometry.slot_sizes) * geometry.part_count
     if bytes_per_day < 2 * largest:
         raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
-    return WriteBudget.of_day(bytes_per_day, largest)
+    return WriteBudget(bytes_per_day, largest)
 
 
 def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
@@ -248,6 +242,7 @@ def _take_home(
         try:
             nvme = make_space(layout, index, home.drive_count)
             nvme.restore(home.id, fingerprint, read_uses(home.path))
+            nvme.uses.now_s = int(time.time())
         except BaseException:
             index.close()
             raise

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The USES file of an engine store: how often its blocks were used, and when last.
+r"""How often the blocks of an engine store were used, and when last: counted in memory, and kept in
+its USES file.
 
-Advisory: no engine needs it, and none trusts it.
-
-Layout, little-endian::
+A use is a request that came to a block and found it, wherever. After a restart the eviction goes on
+with it, and it is shown to people (``kvdisk inspect``). The file is advisory: no engine needs it,
+and none trusts it. Layout, little-endian::
 
     0        magic "KVDUSES\0", version u16, bytes of a record u16, 4 zeros, record count u64
     24       records, of a block each: generation u64, uses u32, last use u32
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,18 +83,65 @@ def _encode(records: UsesRecords) -> Iterator[bytes]:
 def find_uses(records: UsesRecords, generations: NDArray[np.uint64]) -> tuple[UsesRecords, NDArray[np.bool_]]:
     """Return the records of blocks by their generations, zeros where there is none, and which have
     one."""
-    found = np.zeros(len(generations), USES_RECORD)
-    by_generation = records[np.argsort(records["generation"])]
-    order = np.argsort(generations)  # neighbours are looked for after each other, which is quicker by far
-    at = np.searchsorted(by_generation["generation"], generations[order])
-    at[at == len(records)] = 0
-    known = np.zeros(len(generations), np.bool_)
-    if len(records):
-        known[order] = by_generation["generation"][at] == generations[order]
-        found[order] = by_generation[at]
-        found[~known] = 0
+    found, known = np.zeros(len(generations), USES_RECORD), np.zeros(len(generations), np.bool_)
+    _, places, rows = np.intersect1d(records["generation"], generations, return_indices=True)
+    found[rows], known[rows] = records[places], True
     return found, known
 
 
 def _head(count: int) -> bytes:
     return _HEAD.pack(_MAGIC, _VERSION, USES_RECORD.itemsize, count)
+
+
+class Uses:
+    """The uses of each NVMe copy since it was stored, by row of the catalog. The scheduler thread
+    changes it; another may call ``records``.
+
+    ``now_s``: seconds since the Unix epoch, as far as a step knows. ``is_changed``: whether
+    ``records`` has changed since it was set back.
+    """
+
+    def __init__(self) -> None:
+        self.table: UsesRecords = np.zeros(0, USES_RECORD)
+        self.now_s = 0
+        self.is_changed = False
+
+    def fill(self, generations: NDArray[np.uint64], known: UsesRecords) -> None:
+        """Begin with rows 0, 1, ... of these generations, and what was known of them before."""
+        self.table, _ = find_uses(known, generations)
+        self.table["generation"] = generations
+
+    def begin(self, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """Copies became READY."""
+        places = self._places_of(rows)
+        self.table["generation"][places] = 0  # whoever reads meanwhile shall not see another block's uses
+        self.table["uses"][places] = 0
+        self.table["last_use_s"][places] = 0
+        self.table["generation"][places] = generations
+        self.is_changed = True
+
+    def end(self, rows: Sequence[int]) -> None:
+        """Copies have left."""
+        places = self._places_of(rows)
+        self.table["generation"][places] = 0
+
+    def reached(self, rows: Sequence[int]) -> None:
+        """A request came to these blocks; those without an NVMe copy count for nothing."""
+        places = self._places_of(rows)
+        np.add.at(self.table["uses"], places, 1)
+        self.table["last_use_s"][places] = self.now_s
+        self.is_changed = True
+
+    def records(self) -> UsesRecords:
+        """Return what is known of all NVMe copies."""
+        table = self.table
+        found: UsesRecords = table[table["generation"] != 0]
+        return found
+
+    def _places_of(self, rows: Sequence[int]) -> NDArray[np.intp]:
+        places = np.array(rows, np.intp)
+        lacking = int(places.max(initial=-1)) + 1 - len(self.table)
+        if lacking > 0:
+            more = np.zeros(lacking + len(self.table) // 8, USES_RECORD)
+            self.table = np.concatenate((self.table, more))
+        return places

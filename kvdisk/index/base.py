@@ -49,10 +49,10 @@ class BlockColumns(NamedTuple):
     parent_bytes: NDArray[np.int64]
     stored_s: NDArray[np.uint32]
 
-    def each_parent(self) -> list[bytes]:
-        """Return the parents as an object each, empty where there is none."""
-        ends = list(accumulate(self.parent_bytes.tolist(), initial=0))
-        return [self.parents[start:end] for start, end in pairwise(ends)]
+    def each_parent(self) -> Iterator[BlockKey]:
+        """Yield the parents, empty where there is none: of millions, all at once would be many."""
+        ends = accumulate(self.parent_bytes.tolist(), initial=0)
+        return (BlockKey(self.parents[start:end]) for start, end in pairwise(ends))
 
     def records(self) -> Iterator[BlockRecord]:
         """Yield the blocks one by one."""
@@ -61,7 +61,7 @@ class BlockColumns(NamedTuple):
             self.keys,
             map(Slot, self.segments.tolist(), self.indices.tolist()),
             self.generations.tolist(),
-            (BlockKey(parent) if parent else None for parent in self.each_parent()),
+            (parent or None for parent in self.each_parent()),
             self.stored_s.tolist(),
             strict=True,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Final
 
 import numpy as np
@@ -41,13 +41,7 @@ class CopyState(IntEnum):
     DOOMED = 3
 
 
-ABSENT: Final = int(CopyState.ABSENT)
-WRITING: Final = int(CopyState.WRITING)
-READY: Final = int(CopyState.READY)
-DOOMED: Final = int(CopyState.DOOMED)
-"""The same as plain integers, which is what columns hold."""
-
-
+ABSENT, WRITING, READY, DOOMED = CopyState
 BEFORE: Final = {
     WRITING: (ABSENT,),
     READY: (WRITING,),
@@ -55,20 +49,8 @@ BEFORE: Final = {
     ABSENT: (WRITING, READY, DOOMED),
 }
 """The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
-
-
-class Presence(IntEnum):
-    """Whether a block can be loaded: NOWHERE, from no tier; COMING: it is being written."""
-
-    NOWHERE = 0
-    COMING = 1
-    READY = 2
-
-
-NOWHERE: Final = int(Presence.NOWHERE)
-COMING: Final = int(Presence.COMING)
-_PRESENCE_OF = bytes((NOWHERE, COMING, int(Presence.READY), NOWHERE))
-"""By the state of a copy that its tier lets be read."""
+_PRESENCE_OF = bytes((ABSENT, WRITING, READY, ABSENT))
+"""The presence of a block by the state of its only copy, which its tier lets be read."""
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 
@@ -103,14 +85,7 @@ class TierColumns:
         self.states[:] = bytes([READY]) * len(segments)
         np.frombuffer(self.segments, np.uint32)[:] = segments
         np.frombuffer(self.indices, np.uint32)[:] = indices
-        parent_rows = np.array(self._parent_rows, np.int32)
-        children = np.flatnonzero(parent_rows != NONE).astype(np.int32)
-        children = children[np.argsort(parent_rows[children], kind="stable")]
-        parents = parent_rows[children]
-        np.frombuffer(self.first_child, np.int32)[parents] = children  # the last of each parent's
-        alike = parents[1:] == parents[:-1]
-        np.frombuffer(self.next_child, np.int32)[children[1:][alike]] = children[:-1][alike]
-        np.frombuffer(self._previous_child, np.int32)[children[:-1][alike]] = children[1:][alike]
+        self.link(range(len(segments)))
 
     def link(self, rows: Iterable[int]) -> None:
         """Hang copies that have begun on their parents."""
@@ -144,30 +119,26 @@ class TierColumns:
         return Slot(self.segments[row], self.indices[row])
 
     def presence(self, row: int) -> int:
-        """Return the ``Presence`` that a row has by this copy alone."""
+        """Return the presence of a row's block by this copy alone."""
         state = self.states[row]
         if state == READY and self.hidden and self.segments[row] in self.hidden:
-            return NOWHERE
+            return ABSENT
         return _PRESENCE_OF[state]
 
     def presences(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
         """As ``presence``, of many rows."""
         states = np.frombuffer(self.states, np.uint8)[rows]
         found = np.frombuffer(_PRESENCE_OF, np.uint8)[states]
-        hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
-        found[hidden & (states == READY)] = NOWHERE
+        if self.hidden:
+            hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
+            found[hidden & (states == READY)] = ABSENT
         return found
 
-    def held(self) -> NDArray[np.bool_]:
-        """Return of each row whether it has a copy."""
-        found: NDArray[np.bool_] = np.frombuffer(self.states, np.uint8) != ABSENT
-        return found
-
-    def rows(self, segments: Iterable[int] | None = None) -> NDArray[np.intp]:
-        """Return the rows with a copy, or with one in some segments, ascending; fast."""
-        found = self.held()
-        if segments is not None:
-            found &= np.isin(np.frombuffer(self.segments, np.uint32), list(segments))
+    def rows(self, segment: int | None = None) -> NDArray[np.intp]:
+        """Return the rows with a copy, or with one in a segment, ascending; fast."""
+        found = np.frombuffer(self.states, np.uint8) != ABSENT
+        if segment is not None:
+            found &= np.frombuffer(self.segments, np.uint32) == segment
         return np.flatnonzero(found)
 
 
@@ -179,8 +150,8 @@ class Catalog:
     nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
     object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
     that of the block before it in its chain; NONE of the first. ``gains`` rises whenever some block
-    comes nearer to being loaded, in the order of ``Presence``, and ``losses`` whenever some block
-    comes to be farther from it: what was found holds until then.
+    comes nearer to being loaded (see ``presences``), and ``losses`` whenever some block comes to be
+    farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
@@ -196,13 +167,11 @@ class Catalog:
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
         self._columns = {tier: TierColumns(self.parent_rows) for tier in TIERS}
-        # The last is that of row -1, which no block has.
-        self._presences = bytearray([NOWHERE])
         self.journal: Journal | None = None
         """Told of each copy that becomes READY or ends; None: nobody listens."""
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(np.logical_or.reduce([columns.held() for columns in self._columns.values()])))
+        return len(self.rows())
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -259,16 +228,10 @@ class Catalog:
         self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
             columns.grow(count)
-        self._presences += bytes([NOWHERE]) * count
         self._is_placeholder += bytes(count)
 
-    def fill(
-        self, tier: Tier, blocks: BlockColumns, parent_rows: NDArray[np.int32], other_parents: dict[int, BlockKey]
-    ) -> None:
-        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet.
-
-        ``parent_rows``: by row, or NONE. ``other_parents``: by row those that are not among them.
-        """
+    def fill(self, tier: Tier, blocks: BlockColumns) -> None:
+        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet."""
         assert not self.generations
         count = len(blocks.keys)
         self._grow(count)
@@ -277,15 +240,17 @@ class Catalog:
         assert len(self._rows) == count, "a key twice"
         np.frombuffer(self.generations, np.uint64)[:] = blocks.generations
         np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
+        parent_rows = np.fromiter(map(self._rows.get, blocks.each_parent(), repeat(NONE)), np.int32, count)
+        lacking = (parent_rows == NONE) & (blocks.parent_bytes > 0)
+        parent_rows = _without_circles(parent_rows)
         np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows
         counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
         np.frombuffer(self._child_counts, np.uint32)[:] = counts
         self._columns[tier].fill(blocks.segments, blocks.indices)
-        self._presences[:count] = bytes([READY]) * count
-        self.gains += 1
-        for row, parent in other_parents.items():
+        for row, parent in compress(enumerate(blocks.each_parent()), lacking):
             self._follow(row, parent)
             self._columns[tier].link((row,))
+        self.gains += 1
 
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay until their copies end."""
@@ -297,12 +262,13 @@ class Catalog:
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
         """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
-        rows: list[int] = self._columns[tier].rows(None if segment is None else (segment,)).tolist()
+        rows: list[int] = self._columns[tier].rows(segment).tolist()
         return rows
 
     def rows(self) -> list[int]:
-        """Return every live row, of all epochs, ascending: for tests."""
-        return sorted({row for tier in TIERS for row in self.rows_in(tier)})
+        """Return every row with a copy, of all epochs, ascending."""
+        rows: list[int] = np.unique(np.concatenate([columns.rows() for columns in self._columns.values()])).tolist()
+        return rows
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -328,10 +294,7 @@ class Catalog:
 
     def readable_tier(self, row: int) -> Tier | None:
         """Return the fastest tier that a row (or -1) can be loaded from now."""
-        for tier, columns in self._columns.items() if self._presences[row] == READY else ():
-            if columns.presence(row) == READY:
-                return tier
-        return None
+        return next((tier for tier in TIERS if row != NONE and self.readable(row, tier)), None)
 
     def is_only_in(self, tier: Tier, row: int) -> bool:
         """Whether a row has a READY copy in a tier, and none anywhere else."""
@@ -341,11 +304,17 @@ class Catalog:
 
     def is_coming(self, row: int) -> bool:
         """Whether a row (or -1) can be loaded now, or is being written."""
-        return self._presences[row] > NOWHERE
+        return row != NONE and any(columns.presence(row) != ABSENT for columns in self._columns.values())
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the ``Presence`` of each key as a byte."""
-        return bytes(map(self._presences.__getitem__, map(self._rows.get, keys, repeat(NONE))))
+        """Return of each key how near its block is to be loaded, as a byte: READY, it can be;
+        WRITING, it is on its way to a tier; ABSENT."""
+        if not self._rows:
+            return bytes(len(keys))
+        rows = np.fromiter(map(self._rows.get, keys, repeat(NONE)), np.intp, len(keys))
+        found: NDArray[np.uint8] = np.maximum.reduce([columns.presences(rows) for columns in self._columns.values()])
+        found[rows == NONE] = ABSENT
+        return found.tobytes()
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
@@ -359,16 +328,10 @@ class Catalog:
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
         """Let nobody read copies in these segments of a tier, and all others again."""
-        columns = self._columns[tier]
-        if segments == columns.hidden:
-            return
-        changed, columns.hidden = segments ^ columns.hidden, segments
-        self.gains += 1
-        self.losses += 1
-        if self.generations:
-            rows = columns.rows(changed)
-            found = np.maximum.reduce([each.presences(rows) for each in self._columns.values()])
-            np.frombuffer(self._presences, np.uint8)[rows] = found
+        if segments != self._columns[tier].hidden:
+            self._columns[tier].hidden = segments
+            self.gains += 1
+            self.losses += 1
 
     # -- the life of copies ------------------------------------------------------------------------
 
@@ -404,12 +367,8 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
-        others = [each.states for each in self._columns.values() if each is not columns]
         for row in rows:
-            for states in others:
-                if states[row] != ABSENT:
-                    break
-            else:
+            if not any(each.states[row] for each in self._columns.values()):
                 self._vacate(row)
         return slots
 
@@ -452,19 +411,27 @@ class Catalog:
                 if states[row] == READY and self._rows.get(key) == row:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
-    def _change(self, rows: Iterable[int], tier: Tier, target: int) -> None:
-        """Bring copies to a state, and learn what that makes of their blocks' presence."""
-        columns, presences = self._columns[tier], self._presences
-        states, hidden, legal = columns.states, columns.hidden, BEFORE[target]
-        others = [other for other in self._columns.values() if other is not columns]
+    def _change(self, rows: Iterable[int], tier: Tier, target: CopyState) -> None:
+        """Bring copies to a state; count whether their blocks come nearer to being loaded."""
+        columns, legal = self._columns[tier], BEFORE[target]
+        states, others = columns.states, [other for other in self._columns.values() if other is not columns]
         for row in rows:
             assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
+            before = columns.presence(row)
             states[row] = target
-            before, now = presences[row], columns.presence(row) if hidden else _PRESENCE_OF[target]
-            for other in others:
-                if other.states[row]:
-                    now = max(now, other.presence(row))
-            if now != before:
-                presences[row] = now
-                self.gains += now > before
-                self.losses += now < before
+            now, elsewhere = columns.presence(row), max([other.presence(row) for other in others])
+            self.gains += now > before and now > elsewhere
+            self.losses += before > now and before > elsewhere
+
+
+def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged
+    record says so."""
+    ahead = parent_rows.copy()
+    for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
+        on_way = np.flatnonzero(ahead != NONE)
+        if not len(on_way):
+            return parent_rows
+        ahead[on_way] = ahead[ahead[on_way]]
+    parent_rows[ahead != NONE] = NONE
+    return parent_rows

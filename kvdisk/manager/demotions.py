@@ -66,12 +66,8 @@ class Demotions:
             wanted = [row for row in wanted if not self._is_with_neighbour(row)]
         if not self._lower.admission.is_open:
             wanted = list(compress(wanted, self._lower.admission.admits([keys[row] for row in wanted])))
-        return self.enqueue(wanted)
-
-    def enqueue(self, rows: Sequence[int]) -> int:
-        """Queue READY copies that are not queued yet, while there is place; return how many."""
         taken = 0
-        for row in rows:
+        for row in wanted:
             size_class = self._upper.class_of(row)
             if row not in self._queued and self.count(size_class) < self.limit(size_class):
                 self._queued.append((row,), (size_class,))

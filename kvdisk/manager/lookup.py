@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import COMING, NOWHERE, Catalog, Presence
+from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
-_READY = bytes([Presence.READY])
-_WITHOUT_COMING = bytes(NOWHERE if presence == COMING else presence for presence in range(256))
+_READY = bytes([READY])
+_WITHOUT_COMING = bytes(ABSENT if presence == WRITING else presence for presence in range(256))
 
 
 Presences = Callable[[Sequence[BlockKey]], bytes]
-"""Returns the ``Presence`` of each key of a chain as a byte: can it be loaded, or is it on its
-way?"""
+"""Returns the ``CopyState`` of each key of a chain as a byte, as ``Catalog.presences``: can it be
+loaded, or is it on its way?"""
 
 
 class Hits(NamedTuple):
@@ -153,7 +153,7 @@ class Lookups:
                 count = len(span) - len(span.lstrip(_READY))
                 ready += count
                 is_ready = count == len(span)
-            hole = span.find(NOWHERE)
+            hole = span.find(ABSENT)
             if hole >= 0:
                 position += hole
                 break
@@ -171,7 +171,7 @@ def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int)
     needs there."""
     while end > local_tokens:
         for group, presences in windows:
-            hole = presences.rfind(NOWHERE, first_needed(group, local_tokens, end), end // group.block_tokens)
+            hole = presences.rfind(ABSENT, first_needed(group, local_tokens, end), end // group.block_tokens)
             if hole >= 0:
                 # Any end between needs that block too.
                 end = hole * group.block_tokens // step * step

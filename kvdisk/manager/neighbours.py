@@ -9,16 +9,15 @@ space on the drive. Scheduler thread only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import compress
 from typing import Final
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import ForeignCopy, Neighbours
-from kvdisk.manager.catalog import Presence
+from kvdisk.manager.catalog import READY
 from kvdisk.manager.parts import Parts, Room
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
@@ -38,16 +37,7 @@ MOST_FORGOTTEN = 256
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked asks again, and goes on with what is known."""
 
-_NOT_READY = bytes(presence != Presence.READY for presence in range(256))
-
-
-@dataclass(slots=True)
-class _OpenSegment:
-    """``users``: moves on their way that read it."""
-
-    name: ForeignSegment
-    spec: SegmentSpec
-    users: int = 0
+_NOT_READY = bytes(presence != READY for presence in range(256))
 
 
 class NeighbourCopies(Room):
@@ -69,7 +59,9 @@ class NeighbourCopies(Room):
         self._last_ticket = 0
         self._next_segment = FOREIGN_SEGMENTS
         self._numbers: dict[ForeignSegment, int] = {}
-        self._open: dict[int, _OpenSegment] = {}
+        self._open: dict[int, SegmentSpec] = {}
+        self._users: Counter[int] = Counter()
+        """By number of an open segment: moves on their way that read it."""
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -170,11 +162,9 @@ class NeighbourCopies(Room):
         if number is None:
             number = self._numbers[name] = self._next_segment
             self._next_segment += 1
-            _, slot_bytes, slot_count, drive = copy.segment
-            spec = SegmentSpec(number, slot_bytes, slot_count, drive, create=False, source=name)
-            self._open[number] = _OpenSegment(name, spec)
+            spec = self._open[number] = SegmentSpec(number, *copy.segment[1:], create=False, source=name)
             self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
-        self._open[number].users += 1
+        self._users[number] += 1
         return self.tier, Slot(number, copy.slot_index), copy.generation
 
     def slot_of(self, move: Move) -> Slot | None:
@@ -184,15 +174,18 @@ class NeighbourCopies(Room):
 
     def unpin(self, slot: Slot) -> None:
         """Note that a move is settled; the last one's segment is closed."""
-        segment = self._open[slot.segment]
-        segment.users -= 1
-        if segment.users == 0:
-            del self._open[slot.segment], self._numbers[segment.name]
-            self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=segment.spec)
+        self._users[slot.segment] -= 1
+        if self._users[slot.segment] == 0:
+            spec = self._open.pop(slot.segment)
+            assert spec.source is not None
+            del self._users[slot.segment], self._numbers[spec.source]
+            self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=spec)
 
     def reject(self, key: BlockKey, slot: Slot, generation: int) -> None:
         """Never ask for the copy in this pinned slot again: it did not hold what its index said."""
-        home_id = self._open[slot.segment].name.home_id
+        name = self._open[slot.segment].source
+        assert name is not None
+        home_id = name.home_id
         self._stats.add("foreign_failures")
         self._rejected[home_id, key, generation] = None
         if len(self._rejected) > MOST_REJECTED:

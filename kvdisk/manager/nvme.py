@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe tier: slots, eviction, limbo, and the index. Scheduler thread only.
+"""The NVMe tier: slots, limbo, the index, and how much may be written. Scheduler thread only.
 
 A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
 record never names a slot that holds other bytes (invariant 2).
@@ -7,25 +7,25 @@ record never names a slot that holds other bytes (invariant 2).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, Tier
-from kvdisk.device.uses import USES_RECORD, UsesRecords
+from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import ABSENT, DOOMED
+from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
-from kvdisk.manager.uses import Uses
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
+
+logger = logging.getLogger("kvdisk.manager")
 
 RUN_BYTES = 16 << 20
 """Of one rank's file: what goes to one drive before the next one's turn."""
@@ -41,16 +41,61 @@ def spare_slots(total: int) -> int:
     return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
 
 
-@dataclass(slots=True)
-class _Drop:
-    """A segment on its way out. ``rows``: those that jobs still used at the start. ``ticket``: when
-    the deletion of its last record is committed its files may go; None: a job still uses it.
-    ``sent``: the ranks have been told."""
+class WriteBudget:
+    """How much may be written to the tier: a bucket of bytes, over all ranks, that fills steadily.
 
-    spec: SegmentSpec
-    rows: list[int]
-    ticket: int | None = None
-    sent: bool = False
+    It starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
+    written until it holds enough for a run of blocks. Failed writes are not given back: the drive
+    may have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
+    """
+
+    _RUN_BLOCKS = 64
+
+    def __init__(self, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> None:
+        """Allow no 24 hours in which more than ``bytes_per_day`` is written.
+
+        The bucket holds an hour's share (one block at least) and fills with the rest of the day's
+        bytes over a day. ``largest_bytes``: of a block, over all ranks. ``day_s``: length of a day.
+        """
+        self.burst_bytes = max(bytes_per_day // 24, largest_bytes)
+        self._bytes_per_s = max(0, bytes_per_day - self.burst_bytes) / day_s
+        self._largest = largest_bytes
+        self._bytes = 0.0
+        self._refreshed_s: float | None = None
+        self.is_open = False
+        self._resumed = False
+
+    def refresh(self, now: float) -> bool:
+        """Fill the bucket; return whether blocks may be written now."""
+        if self._refreshed_s is not None:
+            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
+            self._bytes = min(float(self.burst_bytes), filled)
+        self._refreshed_s = now
+        if not self.is_open and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):
+            self.is_open = self._resumed = True
+        return self.is_open
+
+    def affords(self, block_bytes: int) -> int:
+        """Return how many blocks of so many bytes might be written at the last ``refresh``."""
+        return int(self._bytes // block_bytes) if self.is_open else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that may be written, as of the last ``refresh``."""
+        return int(self._bytes)
+
+    def spend(self, count: int, block_bytes: int) -> bool:
+        """Take out what is planned to be written; return whether that has used it up."""
+        self._bytes -= count * block_bytes
+        assert self._bytes >= 0, "more is written than the budget allows"
+        ran_dry = self.is_open and self._bytes < self._largest
+        self.is_open = self.is_open and not ran_dry
+        return ran_dry
+
+    def take_resumed(self) -> bool:
+        """Whether writes have resumed since this was last asked."""
+        resumed, self._resumed = self._resumed, False
+        return resumed
 
 
 class NvmeSpace(TierSpace):
@@ -75,7 +120,8 @@ class NvmeSpace(TierSpace):
         self._transfers = parts.transfers
         self.segments = Segments(parts.geometry, layout, parts.transfers, parts.stats, drive_count)
         self.uses = Uses()
-        self._drops: dict[int, _Drop] = {}
+        self._drops: dict[int, bool] = {}
+        """Segments on their way out, and whether the ranks were told."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -117,20 +163,17 @@ class NvmeSpace(TierSpace):
     def status(self) -> TierStatus:
         """How the tier stands now."""
         is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.is_open
-        # Stepping would not help an index that fails. A drop without a ticket waits for a job,
-        # which is pending itself, or for a zombie, which nobody waits for.
-        dropping = any(drop.ticket is not None for drop in self._drops.values())
-        uncommitted = self._index_writable and (self._ticket > self._committed or dropping)
+        uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
         return TierStatus(is_open, is_spent, uncommitted, (self._ticket, self._committed))
 
     def refresh(self, now: float, now_s: int) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""
         released = self.commit()
-        self.uses.count(now_s)
+        self.uses.now_s = now_s or self.uses.now_s
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
-        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
+        self._hide()
         return released or resumed
 
     def refresh_writable(self, now: float) -> bool:
@@ -138,13 +181,24 @@ class NvmeSpace(TierSpace):
         store is open, some drive is in order and not in a back-off, and the budget is not spent."""
         return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled store or demotion how the drives are."""
-        self.segments.learn_writes(record, now)
+    def learn(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job how the drives are, and what has become of the files; hide what
+        a quarantined drive holds."""
+        if record.job.kind is JobKind.OPEN_HOME and record.failed:
+            self.segments.home_open = False
+            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
+        spec = record.job.segment
+        if spec is not None and spec.source is None:
+            if record.job.kind is JobKind.DROP_SEGMENT:
+                self.segments.forget(spec)
+                del self._drops[spec.segment]
+                self._ticket = self._index.delete_segment(spec.segment)
+            else:
+                self._opened(spec, now, failed=bool(record.failed))
+        self.segments.learn(record, now, self._drops)
+        self._hide()
 
-    def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled load how the drives are; hide what a quarantined one holds."""
-        self.segments.learn_reads(record, now, self._drops)
+    def _hide(self) -> None:
         self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
 
     def gauges(self) -> dict[str, float]:
@@ -279,26 +333,24 @@ class NvmeSpace(TierSpace):
 
     # -- segments ------------------------------------------------------------------------------
 
-    def settle_files(self, record: JobRecord, now: float) -> None:
-        """Settle a job of files: one rank's failure undoes all."""
-        kind, spec = record.job.kind, record.job.segment
-        if kind is JobKind.OPEN_HOME:
-            self.segments.home_opened(failed=bool(record.failed))
+    def _opened(self, spec: SegmentSpec, now: float, *, failed: bool) -> None:
+        """Every rank has answered the job that makes or opens a segment. Where one rank fails, it
+        is dropped on all."""
+        self.segments.opening.discard(spec.segment)
+        if spec.segment in self._drops:
             return
-        assert spec is not None
-        if kind is JobKind.DROP_SEGMENT:
-            self.segments.forget(spec)
-            del self._drops[spec.segment]
-            self._ticket = self._index.delete_segment(spec.segment)
-            return
-        dropped = spec.segment in self._drops
-        usable = self.segments.opened(spec, now, failed=bool(record.failed), dropped=dropped)
-        if record.failed and not dropped:
+        if spec.create:
+            self.segments.drives.made(spec.drive, now, failed=failed)
+        elif failed:
+            logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
+        if failed:
             self._drop_segment(spec)
-        elif spec.create and not dropped:
-            known = SegmentRecord(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
-            self._ticket = self._index.put_segment(known)
-        if usable and not self.pool.has_segment(spec.segment):
+            return
+        if spec.create:
+            self._ticket = self._index.put_segment(SegmentRecord(*spec[:4]))
+        if spec.create and self._geometry.replicated:
+            self.segments.open(spec._replace(create=False))  # one rank has made it for all
+        elif not self.pool.has_segment(spec.segment):
             self._enter(spec)
 
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
@@ -306,20 +358,21 @@ class NvmeSpace(TierSpace):
         self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
-        """Take a segment out of service; its files go once its records' deletion is committed."""
+        """Take a segment out of service. Its files go when all its slots have come free: when no
+        job uses one any more, and the deletion of its records is committed."""
         rows = self._catalog.rows_in(Tier.NVME, spec.segment)
-        served = [row for row in rows if self._state(row) != DOOMED]
-        self._forget(served)
-        for row in served:
-            self._catalog.doom(row, Tier.NVME)
-        self._drop_doomed(rows)
+        self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
-        self._drops[spec.segment] = _Drop(spec, [row for row in rows if self._is_in(row, spec.segment)])
+        self._drops[spec.segment] = False
+        self._drop_files()
 
-    def _is_in(self, row: int, segment: int) -> bool:
-        """Whether a row has a copy in a segment. In one that is being dropped none can begin."""
-        return self._state(row) != ABSENT and self._catalog.slot(row, Tier.NVME).segment == segment
+    def _drop_files(self) -> None:
+        for segment, is_told in self._drops.items():
+            if not is_told and self.pool.is_empty(segment):
+                self._drops[segment] = True
+                self.pool.forget_segment(segment)
+                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])
 
     # -- commits and failures ------------------------------------------------------------------
 
@@ -336,10 +389,5 @@ class NvmeSpace(TierSpace):
         self._dropped = progress.dropped_puts
         free = sum(self.pool.free)
         self.pool.settle_limbo(self._committed)
-        for drop in self._drops.values():
-            if drop.ticket is None and not any(self._is_in(row, drop.spec.segment) for row in drop.rows):
-                drop.ticket = self._ticket
-            if drop.ticket is not None and drop.ticket <= self._committed and not drop.sent:
-                drop.sent = True
-                self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=drop.spec)
+        self._drop_files()
         return sum(self.pool.free) > free

@@ -8,20 +8,19 @@ time: columns come from the index, and columns go to the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise, repeat
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
-from kvdisk.device.uses import UsesRecords
+from kvdisk.device.uses import Uses, UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
-from kvdisk.manager.catalog import NONE, Catalog
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import TailFirst
-from kvdisk.manager.uses import Uses
 
 _Flags = NDArray[np.bool_]
 
@@ -62,7 +61,7 @@ def restore_blocks(
     )
     if len(stale):
         columns, groups = _only(columns, kept), groups[kept]
-    catalog.fill(Tier.NVME, columns, *_find_parents(columns))
+    catalog.fill(Tier.NVME, columns)
     uses.fill(columns.generations, known_uses)
     # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
     # leaves first.
@@ -114,31 +113,3 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
         columns.parent_bytes[kept],
         columns.stored_s[kept],
     )
-
-
-def _find_parents(columns: BlockColumns) -> tuple[NDArray[np.int32], dict[int, BlockKey]]:
-    """Return the parents' positions in ``columns``, or NONE; by position those not there."""
-    row_of = dict(zip(columns.keys, range(len(columns.keys)), strict=True))
-    rows = np.fromiter(map(row_of.get, _each_parent(columns), repeat(NONE)), np.int32, len(columns.keys))
-    lacking = (rows == NONE) & (columns.parent_bytes > 0)
-    others = dict(compress(enumerate(_each_parent(columns)), lacking))
-    return _without_circles(rows), others
-
-
-def _each_parent(columns: BlockColumns) -> Iterator[BlockKey]:
-    """Yield parents one at a time: of millions, all at once would be too many."""
-    ends = accumulate(columns.parent_bytes.tolist(), initial=0)
-    return (BlockKey(columns.parents[start:end]) for start, end in pairwise(ends))
-
-
-def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged
-    record says so."""
-    ahead = parent_rows.copy()
-    for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
-        on_way = np.flatnonzero(ahead != NONE)
-        if not len(on_way):
-            return parent_rows
-        ahead[on_way] = ahead[ahead[on_way]]
-    parent_rows[ahead != NONE] = NONE
-    return parent_rows

@@ -7,7 +7,7 @@ transfer may still touch, is held by a doomed copy that keeps its pin. Scheduler
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 
@@ -18,7 +18,6 @@ from kvdisk.blocks import Slot
 
 FREE, USED, LIMBO = 1, 2, 3
 _SHIFT = 32
-_INDEX = (1 << _SHIFT) - 1
 """A slot's position: its segment, shifted, and its index. Those of two segments never touch."""
 
 
@@ -27,78 +26,46 @@ _Range = tuple[int, int, int]
 
 
 class FreeRuns:
-    """The free slots of one size class on one drive as runs of neighbours, found by length.
-
-    Positions are plain integers; neighbours differ by one. ``free``: how many there are.
-    """
+    """The runs of free slots of one size class on one drive, by length. A run is named by the
+    position of its first slot. A run of no slots is none."""
 
     def __init__(self) -> None:
-        self.free = 0
-        self._lengths: dict[int, int] = {}
-        """Length of each run, by its first position."""
-        self._starts: dict[int, int] = {}
-        """First position of each run, by the position behind its last."""
-        self._by_length: dict[int, dict[int, None]] = {}
-        self._sorted: list[int] = []
-        """The lengths that there are, ascending."""
+        self.starts: dict[int, dict[int, None]] = {}
+        """By length. The latest of a length is used first."""
 
     def add(self, start: int, length: int) -> None:
-        """Free a range, none of which was free."""
-        self.free += length
-        end = start + length
-        if end in self._lengths:
-            end += self._remove(end)
-        if start in self._starts:
-            start = self._starts[start]
-            self._remove(start)
-        self._insert(start, end - start)
+        """Add a run."""
+        if length:
+            self.starts.setdefault(length, {})[start] = None
 
-    def count_shorter(self, length: int) -> int:
-        """Return how many positions lie in runs shorter than ``length``."""
-        return sum(short * len(self._by_length.get(short, ())) for short in range(1, length))
+    def remove(self, start: int, length: int) -> None:
+        """Remove a run."""
+        if length:
+            alike = self.starts[length]
+            del alike[start]
+            if not alike:
+                del self.starts[length]
 
     def take(self, count: int) -> tuple[int, int]:
-        """Take up to ``count`` neighbours of the shortest run that has so many, else of the
-        longest: (first position, how many). Some are free."""
-        at = min(bisect_left(self._sorted, count), len(self._sorted) - 1)
-        start = next(reversed(self._by_length[self._sorted[at]]))
-        length = self._remove(start)
-        if length > count:
-            self._insert(start + count, length - count)
-            length = count
-        self.free -= length
-        return start, length
+        """Take up to ``count`` slots of the shortest run that has so many, else of the longest:
+        (first position, how many). There is a run."""
+        length = min((length for length in self.starts if length >= count), default=max(self.starts))
+        start = next(reversed(self.starts[length]))
+        taken = min(count, length)
+        self.remove(start, length)
+        self.add(start + taken, length - taken)
+        return start, taken
 
-    def drop(self, first: int, end: int) -> None:
-        """Forget all runs within a range."""
-        for start in [start for start in self._lengths if first <= start < end]:
-            self.free -= self._remove(start)
-
-    def _insert(self, start: int, length: int) -> None:
-        self._lengths[start] = length
-        self._starts[start + length] = start
-        if length not in self._by_length:
-            self._by_length[length] = {}
-            insort(self._sorted, length)
-        self._by_length[length][start] = None
-
-    def _remove(self, start: int) -> int:
-        """Take a run out of the tables; return its length."""
-        length = self._lengths.pop(start)
-        del self._starts[start + length]
-        alike = self._by_length[length]
-        del alike[start]
-        if not alike:
-            del self._by_length[length]
-            del self._sorted[bisect_left(self._sorted, length)]
-        return length
+    def slots(self, shorter_than: float = math.inf) -> int:
+        """Return how many slots there are, or how many in shorter runs."""
+        return sum(length * len(starts) for length, starts in self.starts.items() if length < shorter_than)
 
 
 class SlotPool:
     """The slots of a tier's segments, handed out in runs of neighbours where there are any.
 
     Each segment belongs to one size class and lies on one drive. ``free``, ``limbo`` and ``total``
-    count slots by size class.
+    count slots by size class, of the segments in service.
     """
 
     def __init__(self, size_class_count: int) -> None:
@@ -108,7 +75,7 @@ class SlotPool:
         self.states: dict[int, bytearray] = {}
         """Of each slot, by segment: FREE, USED or LIMBO."""
         self._place_of: dict[int, tuple[int, int]] = {}
-        """Size class and drive, by segment."""
+        """Size class and drive, by segment in service."""
         self._runs: defaultdict[tuple[int, int], FreeRuns] = defaultdict(FreeRuns)
         """By size class and drive."""
         self._limbo: deque[tuple[int, list[_Range]]] = deque()
@@ -132,21 +99,33 @@ class SlotPool:
         self.total[size_class] += slot_count
 
     def retire_segment(self, segment: int) -> None:
-        """Take a segment out of service; its used slots leave as they are released."""
-        states, place = self.states.pop(segment), self._place_of.pop(segment)
-        self._runs[place].drop(segment << _SHIFT, segment + 1 << _SHIFT)
+        """Take a segment out of service: no slot of it is handed out any more."""
+        states, place = self.states[segment], self._place_of.pop(segment)
+        for length, starts in list(self._runs[place].starts.items()):
+            for start in [start for start in starts if start >> _SHIFT == segment]:
+                self._runs[place].remove(start, length)
         size_class, _ = place
         self.free[size_class] -= states.count(FREE)
         self.limbo[size_class] -= states.count(LIMBO)
         self.total[size_class] -= len(states)
 
+    def forget_segment(self, segment: int) -> None:
+        """Forget a segment that was retired, if it ever was in service."""
+        assert segment not in self._place_of
+        self.states.pop(segment, None)
+
+    def is_empty(self, segment: int) -> bool:
+        """Whether no slot of a segment is used or in limbo."""
+        states = self.states.get(segment, b"")
+        return states.count(FREE) == len(states)
+
     def free_in_short_runs(self, length: int) -> int:
         """Return how many free slots lie in runs shorter than ``length``."""
-        return sum(runs.count_shorter(length) for runs in self._runs.values())
+        return sum(runs.slots(shorter_than=length) for runs in self._runs.values())
 
     def free_on(self, size_class: int, drives: Collection[int]) -> int:
         """Return how many slots of a size class are free on some drives."""
-        return sum(self._runs[size_class, drive].free for drive in drives)
+        return sum(self._runs[size_class, drive].slots() for drive in drives)
 
     def allocate(self, size_class: int, count: int, drive: int = 0) -> list[Slot]:
         """Take up to ``count`` slots of a drive, all there are where there are fewer, in as few
@@ -156,9 +135,9 @@ class SlotPool:
         """
         slots: list[Slot] = []
         runs = self._runs[size_class, drive]
-        while len(slots) < count and runs.free:
+        while len(slots) < count and runs.starts:
             position, length = runs.take(count - len(slots))
-            segment, start = position >> _SHIFT, position & _INDEX
+            segment, start = divmod(position, 1 << _SHIFT)
             self.states[segment][start : start + length] = bytes([USED]) * length
             slots += [Slot(segment, index) for index in range(start, start + length)]
         self.free[size_class] -= len(slots)
@@ -183,21 +162,35 @@ class SlotPool:
 
     def _change(self, ranges: Sequence[_Range], source: int, target: int) -> None:
         for segment, start, length in ranges:
-            states = self.states.get(segment)
-            if states is None:
-                continue  # its segment was retired
-            found = states[start : start + length]
+            states, end = self.states[segment], start + length
+            found = states[start:end]
             assert found == bytes([source]) * length, f"slots {segment}/{start} and on are {list(found)}"
-            states[start : start + length] = bytes([target]) * length
+            states[start:end] = bytes([target]) * length
+            if segment not in self._place_of:
+                continue  # it was retired
             place = size_class, _ = self._place_of[segment]
             self.limbo[size_class] += length * ((target == LIMBO) - (source == LIMBO))
             if target == FREE:
                 self.free[size_class] += length
-                self._runs[place].add((segment << _SHIFT) + start, length)
+                runs, first = self._runs[place], segment << _SHIFT
+                low, high = _free_around(states, start, end)
+                runs.remove(first + low, start - low)
+                runs.remove(first + end, high - end)
+                runs.add(first + low, high - low)
 
     def has_segment(self, segment: int) -> bool:
         """Whether the segment is in service."""
-        return segment in self.states
+        return segment in self._place_of
+
+
+def _free_around(states: bytearray, start: int, end: int) -> tuple[int, int]:
+    """Return the bounds of the free run around slots that have come free."""
+    low, high = 0, len(states)
+    for taken in (USED, LIMBO):
+        low = max(low, states.rfind(taken, low, start) + 1)
+        behind = states.find(taken, end, high)
+        high = high if behind < 0 else behind
+    return low, high
 
 
 def _neighbours(slots: Sequence[Slot]) -> list[_Range]:

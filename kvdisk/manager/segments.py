@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 
 from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
@@ -30,6 +31,8 @@ FAILURES_IN_A_ROW = 8
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 """Failures of a write after which writes stop for a while, as after one that is late."""
+_READ_TELLS = frozenset({None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM})
+"""Ends of a read, None is success, in which the drive has answered."""
 
 
 @dataclass(frozen=True)
@@ -89,47 +92,13 @@ class NvmeLayout:
         )
 
 
-@dataclass(slots=True)
-class _Pause:
-    """A time in which something is not tried, twice as long after each failure. ``running``: until
-    somebody was told of its end."""
+class _Pause(Enum):
+    """What may not be done to a drive for a while; how long, in seconds, the first time and at
+    most."""
 
-    first_s: float
-    last_s: float
-    next_s: float = 0.0
-    until_s: float = 0.0
-    running: bool = False
-
-    def begin(self, now: float) -> float:
-        """Begin one; return how long it takes."""
-        length_s = max(self.next_s, self.first_s)
-        self.until_s, self.running = now + length_s, True
-        self.next_s = min(length_s * 2, self.last_s)
-        return length_s
-
-    def has_ended(self, now: float) -> bool:
-        """Whether one has ended since this was last asked."""
-        ended = self.running and now >= self.until_s
-        self.running = self.running and not ended
-        return ended
-
-    def reset(self) -> None:
-        """It worked: the next failure starts with a short one again."""
-        self.next_s = 0.0
-
-
-def _back_off() -> _Pause:
-    return _Pause(FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
-
-
-@dataclass(slots=True)
-class _Drive:
-    """While ``quarantine`` runs nothing is read or written. ``failures``: of reads in a row."""
-
-    writes: _Pause = field(default_factory=_back_off)
-    segments: _Pause = field(default_factory=_back_off)
-    quarantine: _Pause = field(default_factory=lambda: _Pause(FIRST_QUARANTINE_S, LAST_QUARANTINE_S))
-    failures: int = 0
+    WRITES = ("write", FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
+    SEGMENTS = ("make a segment", FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
+    ALL = ("read or write", FIRST_QUARANTINE_S, LAST_QUARANTINE_S)
 
 
 class Drives:
@@ -144,63 +113,61 @@ class Drives:
 
     def __init__(self, count: int, stats: Stats) -> None:
         assert count > 0
-        self._drives = [_Drive() for _ in range(count)]
         self._stats = stats
+        self._failures = [0] * count
+        """Reads that failed in a row, by drive."""
+        self._ends_s: dict[tuple[int, _Pause], float] = {}
+        """Of the pauses that go on, as of the last ``refresh``."""
+        self._next_s: dict[tuple[int, _Pause], float] = {}
+        """How long the next pause is, where it is not the first since things went well."""
 
     def __len__(self) -> int:
-        return len(self._drives)
+        return len(self._failures)
 
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return frozenset(number for number, drive in enumerate(self._drives) if drive.quarantine.running)
+        return frozenset(number for number, pause in self._ends_s if pause is _Pause.ALL)
 
     def refresh(self, now: float) -> bool:
-        """End what is over; return whether that lets writes return."""
-        returned = False
-        for number, drive in enumerate(self._drives):
-            if drive.quarantine.has_ended(now):
-                drive.failures = FAILURES_IN_A_ROW - 1
-                returned = True
+        """End the pauses that are over; return whether there were any."""
+        over = [place for place, end_s in self._ends_s.items() if now >= end_s]
+        for number, pause in over:
+            del self._ends_s[number, pause]
+            if pause is _Pause.ALL:
+                self._failures[number] = FAILURES_IN_A_ROW - 1
                 logger.warning("kvdisk tries drive %d of the store again.", number)
-            if not drive.quarantine.running and drive.writes.has_ended(now):
-                returned = True
-            if drive.segments.has_ended(now):
-                returned = True
-        return returned
+        return bool(over)
 
     def may_write(self, number: int, now: float) -> bool:
         """Whether nothing keeps a drive from being written."""
-        drive = self._drives[number]
-        return not drive.quarantine.running and now >= drive.writes.until_s
+        return number not in self.quarantined and now >= self._ends_s.get((number, _Pause.WRITES), now)
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
-        return [number for number in range(len(self._drives)) if self.may_write(number, now)]
+        return [number for number in range(len(self)) if self.may_write(number, now)]
+
+    def may_make(self, number: int, now: float) -> bool:
+        """Whether a segment may be made on a drive that may be written."""
+        return now >= self._ends_s.get((number, _Pause.SEGMENTS), now)
 
     def wrote(self, number: int, now: float, failure: str | None = None) -> None:
         """A write ended. A ``failure`` stops writes for a while, longer each time."""
-        writes = self._drives[number].writes
         if failure is None:
-            writes.reset()
-        elif now >= writes.until_s:
-            length_s = writes.begin(now)
+            self._next_s.pop((number, _Pause.WRITES), None)
+        elif now >= self._ends_s.get((number, _Pause.WRITES), now):
+            length_s = self._begin(number, _Pause.WRITES, now)
             self._stats.add("write_pauses")
             logger.warning(
                 "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
             )
 
-    def may_make(self, number: int, now: float) -> bool:
-        """Whether a segment may be made on a drive that may be written."""
-        return now >= self._drives[number].segments.until_s
-
     def made(self, number: int, now: float, *, failed: bool = False) -> None:
         """A segment was made, or could not be made on some rank: then none is for a while."""
-        segments = self._drives[number].segments
         if not failed:
-            segments.reset()
+            self._next_s.pop((number, _Pause.SEGMENTS), None)
             return
-        length_s = segments.begin(now)
+        length_s = self._begin(number, _Pause.SEGMENTS, now)
         self._stats.add("segment_failures")
         logger.warning(
             "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.", number, length_s
@@ -208,22 +175,29 @@ class Drives:
 
     def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
         """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
-        drive = self._drives[number]
         if not (failed or hangs):
-            drive.failures = 0
-            drive.quarantine.reset()
+            self._failures[number] = 0
+            self._next_s.pop((number, _Pause.ALL), None)
             return
-        drive.failures += 1
-        if drive.quarantine.running or (drive.failures < FAILURES_IN_A_ROW and not hangs):
+        self._failures[number] += 1
+        if number in self.quarantined or (self._failures[number] < FAILURES_IN_A_ROW and not hangs):
             return
-        length_s = drive.quarantine.begin(now)
+        length_s = self._begin(number, _Pause.ALL, now)
         self._stats.add("drive_quarantines")
         logger.error(
             "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
             number,
-            "does not answer" if hangs else f"failed to read {drive.failures} blocks in a row",
+            "does not answer" if hangs else f"failed to read {self._failures[number]} blocks in a row",
             length_s,
         )
+
+    def _begin(self, number: int, pause: _Pause, now: float) -> float:
+        """Begin a pause; return how long it takes: twice as long as the last, up to the most."""
+        _, first_s, most_s = pause.value
+        length_s = self._next_s.get((number, pause), first_s)
+        self._ends_s[number, pause] = now + length_s
+        self._next_s[number, pause] = min(2 * length_s, most_s)
+        return length_s
 
 
 class Segments:
@@ -231,7 +205,8 @@ class Segments:
     files.
 
     ``writable``: drives that might be written at the last ``refresh_writable``. ``home_open``:
-    False once a rank could not open the engine store.
+    False once a rank could not open the engine store. ``opening``: segments of which a job that
+    makes or opens them is under way.
     """
 
     def __init__(
@@ -246,7 +221,7 @@ class Segments:
         self.home_open = True
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
-        self._attaching: set[int] = set()
+        self.opening: set[int] = set()
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -255,12 +230,12 @@ class Segments:
     def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
         """Take over what the index knows; plan the jobs that open the store and its segments."""
         for record in records:
-            self._note(SegmentSpec(record.segment, record.slot_bytes, record.slot_count, record.drive, create=False))
+            self._note(SegmentSpec(*record, create=False))
         self._next = max(self.specs, default=-1) + 1
         home = HomeSpec(home_id, fingerprint, tuple(self.specs))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
         for spec in self.specs.values():
-            self._attach(spec)
+            self.open(spec)
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec
@@ -271,14 +246,15 @@ class Segments:
         del self.specs[spec.segment]
         self._held[spec.slot_bytes, spec.drive] -= self._bytes_of(spec)
 
-    def _attach(self, spec: SegmentSpec) -> None:
-        self._attaching.add(spec.segment)
+    def open(self, spec: SegmentSpec) -> None:
+        """Plan the job that makes or opens a segment."""
+        self.opening.add(spec.segment)
         self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
 
     @property
     def is_opening(self) -> bool:
         """Whether none may be planned yet: opening the store removes what the index lacks."""
-        return bool(self._attaching) or self._transfers.count(JobKind.OPEN_HOME) > 0
+        return bool(self.opening) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
     def hold_up(self, now: float) -> bool:
         """Whether nothing should leave, because a segment is being made or opened."""
@@ -302,32 +278,8 @@ class Segments:
         self._next += 1
         self._opened_s = now
         self._note(spec)
-        self._attach(spec)
+        self.open(spec)
         return True
-
-    def home_opened(self, *, failed: bool) -> None:
-        """Every rank has answered the job that opens the engine store."""
-        if failed:
-            self.home_open = False
-            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
-
-    def opened(self, spec: SegmentSpec, now: float, *, failed: bool, dropped: bool) -> bool:
-        """Every rank has answered the job that makes or opens a segment. Return whether its slots
-        can be used.
-
-        Where one rank makes it for all, they open it now. ``dropped``: it is given up already.
-        """
-        self._attaching.discard(spec.segment)
-        if dropped:
-            return False
-        if spec.create:
-            self.drives.made(spec.drive, now, failed=failed)
-            if self._geometry.replicated and not failed:
-                self._attach(spec._replace(create=False))
-                return False
-        elif failed:
-            logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
-        return not failed
 
     def surplus(self) -> list[SegmentSpec]:
         """Return what to drop, the newest first, where the cap has become smaller."""
@@ -361,23 +313,20 @@ class Segments:
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled store or demotion how the drives are."""
-        bad_of: dict[int, bool] = {}
-        for at, move in enumerate(record.job.moves):
-            reason, drive = record.failed.get(at), self.specs[move.slots[Tier.NVME].segment].drive
-            bad = reason in _WRITE_IS_BAD or at in record.late
-            if bad or reason is None:
-                bad_of[drive] = bad or bad_of.get(drive, False)
-        for drive, bad in bad_of.items():
-            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)
-
-    def learn_reads(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Learn from a settled load how the drives are, but for segments that are dropped."""
+    def learn(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
+        """Learn from a settled job how the drives are that it wrote to, or read from: not by reads
+        of segments that are dropped, whose files may not have been opened."""
+        wrote: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
-            if spec is None or spec.segment in dropping:
-                continue  # a neighbour's, or its files could not be opened
+            if spec is None:
+                continue  # nothing of it was on these drives, or it was a neighbour's
             reason, hangs = record.failed.get(at), at in record.late
-            if hangs or reason in {None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM}:
+            if record.details[at].target is Tier.NVME:
+                bad = hangs or reason in _WRITE_IS_BAD
+                if bad or reason is None:
+                    wrote[spec.drive] = bad or wrote.get(spec.drive, False)
+            elif spec.segment not in dropping and (hangs or reason in _READ_TELLS):
                 self.drives.read(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
+        for drive, bad in wrote.items():
+            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)

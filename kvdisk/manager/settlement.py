@@ -21,6 +21,8 @@ from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
 
+_WRITES = frozenset({JobKind.STORE, JobKind.DEMOTE})
+_READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
 _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a load after which its source copy is dropped. A deadline says nothing about the
 copy."""
@@ -60,16 +62,12 @@ class Settlement(Room):
         self._end(record, 0.0, 0)
 
     def _end(self, record: JobRecord, now: float, now_s: int) -> None:
-        kind = record.job.kind
-        if kind is JobKind.STORE:
-            self._end_store(record, now, now_s)
-        elif kind is JobKind.DEMOTE:
-            self._end_demotion(record, now, now_s)
-        elif kind in {JobKind.LOAD, JobKind.PROMOTE}:
-            self._end_read(record, now, now_s)
-        elif record.job.segment is None or record.job.segment.source is None:
-            for space in self._tiers:
-                space.settle_files(record, now)
+        for space in self._tiers:
+            space.learn(record, now)
+        if record.job.kind in _WRITES:
+            self._end_write(record, now, now_s)
+        elif record.job.kind in _READS:
+            self._end_read(record, now_s)
 
     def release(self, record: JobRecord) -> None:
         """Give back the pins of a settled job's late moves: nothing touches their slots any
@@ -87,29 +85,23 @@ class Settlement(Room):
 
     # -- what was written ------------------------------------------------------------------------
 
-    def _end_store(self, record: JobRecord, now: float, now_s: int) -> None:
-        written = self._end_targets(record, now_s)
-        self._stats.add("stored_blocks", len(record.details) - len(record.failed))
-        for tier, rows in written.items():
-            self._tiers[tier].learn_writes(record, now)
+    def _end_write(self, record: JobRecord, now: float, now_s: int) -> None:
+        """End a store or a demotion: the copies that it wrote, which the next tier is offered, and
+        its sources."""
+        is_store = record.job.kind is JobKind.STORE
+        for tier, rows in self._end_targets(record, now_s).items():
+            self._stats.add("stored_blocks" if is_store else "demoted_blocks", len(rows))
             self._offer_lower(rows[::-1], tier)
+        for at, detail in enumerate(record.details):
+            if detail.source is not None and at not in record.late:
+                self._tiers[detail.source].unpin((detail.row,))
         for reason in record.failed.values():
             if reason is Reason.OVERWRITTEN:
                 self._stats.add("overwritten_blocks")
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
-        if record.failed:
+        if is_store and record.failed:
             self._stores.offer_again(record, self._requests.get(record.request_id or ""), now)
-
-    def _end_demotion(self, record: JobRecord, now: float, now_s: int) -> None:
-        written = self._end_targets(record, now_s)
-        self._stats.add("demoted_blocks", sum(map(len, written.values())))
-        self._stats.add("failed_stores", sum(reason is not Reason.CANCELLED for reason in record.failed.values()))
-        for at, detail in enumerate(record.details):
-            if detail.source is not None and at not in record.late:
-                self._tiers[detail.source].unpin((detail.row,))
-        for tier in written:
-            self._tiers[tier].learn_writes(record, now)
 
     def _end_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
         """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail
@@ -133,13 +125,11 @@ class Settlement(Room):
 
     # -- what was read -----------------------------------------------------------------------------
 
-    def _end_read(self, record: JobRecord, now: float, now_s: int) -> None:
+    def _end_read(self, record: JobRecord, now_s: int) -> None:
         """End a load or a promotion: its sources, which were used or are bad, and the copies in
         memory it wrote."""
         if record.job.kind is JobKind.LOAD:
             self._end_load_of_request(record)
-        for space in self._tiers:
-            space.learn_reads(record, now)
         self._end_sources(record)
         landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
         self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))

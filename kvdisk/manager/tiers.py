@@ -92,14 +92,8 @@ class TierSpace:
         """Learn whether copies may be written now, and return it."""
         return True
 
-    def settle_files(self, record: JobRecord, now: float) -> None:
-        """Learn how a job of files has ended, which is another tier's where this one has none."""
-
-    def learn_writes(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job that wrote copies how the tier is."""
-
-    def learn_reads(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job that read copies how the tier is."""
+    def learn(self, record: JobRecord, now: float) -> None:
+        """Learn from a settled job, of any tier's, how this tier is."""
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
@@ -233,11 +227,12 @@ class TierSpace:
         """The copies in these slots have ended."""
         self.pool.release(slots)
 
-    def discard(self, row: int) -> None:
-        """Serve a copy to nobody any more, and end it as soon as no job uses it."""
-        self._forget((row,))
-        self._catalog.doom(row, self.tier)
-        self._drop_doomed((row,))
+    def discard(self, *rows: int) -> None:
+        """Serve copies to nobody any more, and end each as soon as no job uses it."""
+        self._forget(rows)
+        for row in rows:
+            self._catalog.doom(row, self.tier)
+        self._drop_doomed(rows)
 
     def _forget(self, rows: Sequence[int]) -> None:
         for size_class, alike in self._by_class(rows):
@@ -257,9 +252,7 @@ class TierSpace:
     def reset(self) -> None:
         """The weights may have changed: the copies are of no use any more, nor what was counted."""
         self.admission.reset()
-        for row in self._catalog.rows_in(self.tier):
-            if self._state(row) != DOOMED:
-                self.discard(row)
+        self.discard(*(row for row in self._catalog.rows_in(self.tier) if self._state(row) != DOOMED))
 
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)

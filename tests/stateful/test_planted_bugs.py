@@ -12,7 +12,21 @@ from machines import must_catch_a_bug, plant, tolerate_missing_pins
 from support import manager_sizes as on
 from support.manager_parts import Sizes
 
-from kvdisk.manager import jobs, loads, lookup, manager, neighbours, prefetch, requests, settlement, stores
+from kvdisk.manager import (
+    catalog,
+    demotions,
+    jobs,
+    loads,
+    lookup,
+    manager,
+    neighbours,
+    nvme,
+    pool,
+    prefetch,
+    requests,
+    settlement,
+    stores,
+)
 
 
 class Bug(NamedTuple):
@@ -85,12 +99,11 @@ BUGS = {
     "failed store left ready": Bug(
         settlement,
         """
-        written = self._end_targets(record, now_s)
-        self._stats.add("stored_blocks",""",
+        is_store = record.job.kind is JobKind.STORE""",
         """
-        record.failed = {at: why for at, why in record.failed.items() if why is Reason.CANCELLED}
-        written = self._end_targets(record, now_s)
-        self._stats.add("stored_blocks",""",
+        is_store = record.job.kind is JobKind.STORE
+        if is_store:
+            record.failed = {at: why for at, why in record.failed.items() if why is Reason.CANCELLED}""",
     ),
     "failed position promised again": Bug(
         settlement,
@@ -204,6 +217,27 @@ BUGS = {
         manager, "self._urgent.append(job_id)", "pass", on.ON_PREEMPTION_SIZES
     ),
     "reset that keeps the epoch": Bug(manager, "self._state.epoch = epoch", "return"),
+    # -- tiers --
+    "slot reused before its deletion is committed": Bug(
+        pool, "self._limbo.append((ticket, ranges))", "self._change(ranges, LIMBO, FREE)", (on.QUEUE, on.ONE_GROUP)
+    ),
+    "demotion without a pin": Bug(demotions, "catalog.pin(rows, source)", "pass", pins=True),
+    "index written when planned": Bug(
+        demotions,
+        "        self._jobs.append(record.job.id)",
+        """        self._jobs.append(record.job.id)
+        self._lower._record(rows, 0)""",
+    ),
+    "refused block not asked before it leaves": Bug(
+        demotions, "if self.offer((row,)):", "if False:", on.ADMISSION_SIZES
+    ),
+    "pinned copy evicted": Bug(catalog, "states[row] == READY and pins[row] == 0", "states[row] == READY"),
+    "budget overdrawn": Bug(
+        nvme, "self._bytes -= count * block_bytes", "self._bytes -= count // 2 * block_bytes", (on.NVME_BUDGET,)
+    ),
+    "budget that a restart fills": Bug(
+        nvme, "self._bytes = 0.0", "self._bytes = float(self.burst_bytes)", (on.NVME_BUDGET,)
+    ),
     # -- neighbours --
     "neighbour's copy that failed asked for again": Bug(
         neighbours, """self._stats.add("foreign_failures")""", "return", (on.NVME_BUDGET, on.BUDGET, on.NVME_ONLY)
@@ -211,12 +245,12 @@ BUGS = {
     "neighbour's block served after the weights changed": Bug(neighbours, "self._neighbours = None", "return"),
     "neighbour's segment closed under a load": Bug(
         neighbours,
-        "self._open[number].users += 1",
-        """self._open[number].users += 1
-        if self._open[number].users == 1:
-            self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self._open[number].spec)""",
+        "self._users[number] += 1",
+        """self._users[number] += 1
+        if self._users[number] == 1:
+            self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self._open[number])""",
     ),
-    "neighbour's segment never closed": Bug(neighbours, "if segment.users == 0:", "if False:"),
+    "neighbour's segment never closed": Bug(neighbours, "if self._users[slot.segment] == 0:", "if False:"),
 }
 
 

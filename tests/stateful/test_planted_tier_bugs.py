@@ -9,20 +9,16 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
-from machines import Patch, forget_late, must_catch_a_bug, tolerate_missing_pins, wrap
+from machines import Patch, forget_late, must_catch_a_bug, wrap
 from support import manager_sizes as on
 from support.manager_parts import Sizes
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey
 from kvdisk.manager.admission import AdmitReused, ReuseTable
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
-from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace
-from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.store_policy import OnPreemption, Spillover
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind
 
 BUGS: list[tuple[Callable[[Patch], None], tuple[Sizes, ...]]] = []
@@ -38,36 +34,6 @@ def shows_in(*sizes: Sizes) -> Callable[[Callable[[Patch], None]], Callable[[Pat
     return add
 
 
-@shows_in(on.QUEUE, on.ONE_GROUP)
-def slot_reused_before_its_deletion_is_committed(patch: Patch) -> None:
-    patch.setattr(SlotPool, "retain", lambda self, slots, ticket: self.release(slots))
-
-
-def after_a_demotion_is_planned(patch: Patch, act: Callable[[Demotions, list[int]], None]) -> None:
-    """Have something done with the rows of each planned demotion."""
-
-    def plan(original: Any, self: Demotions, now: float) -> None:
-        before = set(self._transfers._records)
-        original(self, now)
-        for job_id in set(self._transfers._records) - before:
-            record = self._transfers._records[job_id]
-            if record.job.kind is JobKind.DEMOTE:
-                act(self, [detail.row for detail in record.details])
-
-    wrap(patch, Demotions, "plan", plan)
-
-
-@shows_in(*on.ON_COMPUTE_SIZES)
-def demotion_without_a_pin(patch: Patch) -> None:
-    after_a_demotion_is_planned(patch, lambda self, rows: self._catalog.unpin(rows, Tier.CPU))
-    tolerate_missing_pins(patch)
-
-
-@shows_in(*on.ON_COMPUTE_SIZES)
-def index_written_when_planned(patch: Patch) -> None:
-    after_a_demotion_is_planned(patch, lambda self, rows: self._lower._record(rows, 0))
-
-
 @shows_in(*on.ON_COMPUTE_SIZES)
 def nvme_refusal_never_asked_again(patch: Patch) -> None:
     def offer(original: Any, self: Demotions, rows: Sequence[int]) -> int:
@@ -78,16 +44,6 @@ def nvme_refusal_never_asked_again(patch: Patch) -> None:
         return original(self, new)
 
     wrap(patch, Demotions, "offer", offer)
-
-
-@shows_in(*on.ADMISSION_SIZES)
-def refused_block_not_asked_before_it_leaves(patch: Patch) -> None:
-    patch.setattr(Demotions, "keeps", lambda self, row: False)
-
-
-@shows_in(*on.ON_COMPUTE_SIZES)
-def pinned_copy_evicted(patch: Patch) -> None:
-    patch.setattr(Catalog, "evictable_in", lambda self, tier: lambda row: self.state(row, tier) == CopyState.READY)
 
 
 @shows_in(*on.ON_COMPUTE_SIZES)
@@ -135,31 +91,6 @@ def one_request_counted_twice(patch: Patch) -> None:
 @shows_in(on.REUSE_CPU)
 def counts_that_survive_a_reset(patch: Patch) -> None:
     patch.setattr(AdmitReused, "reset", lambda self: None)
-
-
-@shows_in(on.NVME_BUDGET)
-def budget_overdrawn(patch: Patch) -> None:
-    wrap(patch, WriteBudget, "spend", lambda original, self, blocks, size: original(self, blocks // 2, size))
-
-
-@shows_in(on.NVME_BUDGET)
-def budget_that_a_restart_fills(patch: Patch) -> None:
-    def refresh(original: Any, self: WriteBudget, now: float) -> bool:
-        if self._refreshed_s is None:
-            self._bytes = float(self.burst_bytes)
-        return bool(original(self, now))
-
-    wrap(patch, WriteBudget, "refresh", refresh)
-
-
-@shows_in(on.BUDGET)
-def idle_engine_that_waits_for_the_budget(patch: Patch) -> None:
-    def has_pending_work(original: Any, self: TierManager, now: float) -> bool:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(NvmeSpace, "refresh_writable", lambda space, now: space.segments.refresh_writable(now))
-            return bool(original(self, now))
-
-    wrap(patch, TierManager, "has_pending_work", has_pending_work)
 
 
 @shows_in(*on.ON_PREEMPTION_SIZES)

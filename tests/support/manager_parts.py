@@ -17,12 +17,11 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.nvme import NvmeSpace, WriteBudget
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import FOREIGN_SEGMENTS
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
@@ -195,7 +194,7 @@ class ManagerParts:
         if sizes.has_nvme:
             layout = _layout(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
-            budget = None if bytes_per_day is None else WriteBudget.of_day(bytes_per_day, sizes.largest_bytes, DAY_S)
+            budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
             admission = make_admission(sizes.config.nvme_admission, layout.most_slots(sizes.geometry))
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)

@@ -14,7 +14,8 @@ def check_pool(pool: SlotPool) -> None:
         assert pool.free[size_class] == sum(states.count(FREE) for states in maps)
         assert pool.limbo[size_class] == sum(states.count(LIMBO) for states in maps)
     for place, runs in pool._runs.items():
-        in_runs = [at for start, length in runs._lengths.items() for at in range(start, start + length)]
+        ends = {start: start + length for length, starts in runs.starts.items() for start in starts}
+        in_runs = [at for start, end in ends.items() for at in range(start, end)]
         segments = [segment for segment, other in pool._place_of.items() if other == place]
         free = {
             (segment << 32) + at
@@ -22,5 +23,5 @@ def check_pool(pool: SlotPool) -> None:
             for at, state in enumerate(pool.states[segment])
             if state == FREE
         }
-        assert len(in_runs) == len(free) == runs.free and set(in_runs) == free
-        assert not any(start + length in runs._lengths for start, length in runs._lengths.items()), "two that touch"
+        assert len(in_runs) == len(free) == runs.slots() and set(in_runs) == free
+        assert not ends.keys() & set(ends.values()), "two that touch"

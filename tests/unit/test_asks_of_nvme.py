@@ -64,3 +64,18 @@ def test_a_spent_budget_plans_no_demotion_and_keeps_no_engine_awake():
     served.engine.now += DAY_S
     served.idle()
     assert served.held(OTHERS[0]) == [True, True]
+
+
+def test_queued_copies_leave_only_while_nothing_is_written_and_nothing_else_can():
+    served = Served("all", 48 * BLOCK_BYTES)
+    served.serve(FIRST)
+    served.serve(OTHERS[0])
+    cpu, demotions = served.parts.cpu, served.parts.demotions
+    assert demotions.stalls and demotions.count(0) == demotions.limit(0) == 2
+    assert len(cpu.allocate(0, 3, keep_queued=True)) == 2
+    assert not cpu.allocate(0, 1, keep_queued=True)
+    assert served.held(FIRST, Tier.CPU) == [True, True], "those that are queued have stayed"
+    demotions.stalls = False
+    assert not cpu.allocate(0, 1)
+    demotions.stalls = True
+    assert len(cpu.allocate(0, 1)) == 1

@@ -29,8 +29,8 @@ def path(tmp_path: Path) -> Path:
     parts = start(path)
     assert parts.nvme is not None
     row = parts.manager._catalog.find(key_of(2))
+    parts.nvme.uses.now_s = 1_700_000_500
     parts.nvme.uses.reached([row] * 3)
-    parts.nvme.uses.count(1_700_000_500)
     parts.close()
     return path
 

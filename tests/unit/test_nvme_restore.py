@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What is taken over from an index, whatever its records say."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
-from kvdisk.device.uses import USES_RECORD
+from kvdisk.device.uses import USES_RECORD, Uses
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import LruPolicy, TailFirst
-from kvdisk.manager.nvme_restore import restore_blocks
-from kvdisk.manager.uses import Uses
+from kvdisk.manager.nvme_restore import Restored, restore_blocks
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
-NO_USES = np.zeros(0, USES_RECORD)
 SMALL, LARGE = GEOMETRY.slot_sizes
 SEGMENTS = {
     2: SegmentRecord(2, SMALL, 4),
@@ -32,19 +34,25 @@ keys = st.builds(make_block_key, hashes, st.integers(0, 3))
 long_keys = st.builds(make_block_key, hashes.filter(bool), st.integers(0, 3))
 
 
-def records_of(some_keys):
-    return st.lists(
-        st.builds(
-            BlockRecord,
-            st.sampled_from([FILE_EPOCH, FILE_EPOCH, FILE_EPOCH, 7]),
-            some_keys,
-            st.builds(Slot, st.sampled_from([1, 2, 3, 3, 9, 11, 12]), st.integers(0, 5)),
-            st.integers(0, 2**64 - 1),
-            st.none() | some_keys,
-            st.integers(0, 2),
-        ),
-        max_size=14,
+def records_of(some_keys: Any) -> Any:
+    """A parent's key comes before its child's: so no way to a head goes in a circle."""
+    records = st.builds(
+        BlockRecord,
+        st.sampled_from([FILE_EPOCH, FILE_EPOCH, FILE_EPOCH, 7]),
+        some_keys,
+        st.builds(Slot, st.sampled_from([1, 2, 3, 3, 9, 11, 12]), st.integers(0, 5)),
+        st.integers(0, 2**64 - 1),
+        st.none() | some_keys,
+        st.integers(0, 2),
     )
+    return st.lists(records.filter(lambda record: record.parent is None or record.parent < record.key), max_size=14)
+
+
+def restore(index: MemoryIndex, geometry: Geometry, segments: Any) -> tuple[Catalog, list[TailFirst], Restored]:
+    catalog = Catalog()
+    orders = [TailFirst(LruPolicy(()), catalog, Tier.NVME) for _ in geometry.slot_sizes]
+    no_uses = np.zeros(0, USES_RECORD)
+    return catalog, orders, restore_blocks(index, geometry, catalog, orders, segments, Uses(), no_uses)
 
 
 def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, BlockKey]], set[Slot], set[Slot]]:
@@ -67,6 +75,28 @@ def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, Bloc
     return kept, stale, used, stale_slots
 
 
+def store(catalog: Catalog, record: BlockRecord) -> None:
+    row = catalog.add(record.key, record.generation, record.epoch, record.parent)
+    catalog.begin((row,), Tier.NVME, (record.slot,))
+    catalog.finish((row,), Tier.NVME)
+
+
+def content(catalog: Catalog) -> dict[BlockKey, Any]:
+    """Return all that a catalog says of each block, and of those that follow it."""
+    found, columns = {}, catalog.columns(Tier.NVME)
+    for row in {*catalog.rows(), *catalog._rows.values()}:
+        children, child = set(), columns.first_child[row]
+        while child >= 0:
+            assert child not in children
+            children.add(catalog.keys[child])
+            child = columns.next_child[child]
+        copy = (columns.states[row], columns.segments[row], columns.indices[row], columns.pins[row])
+        of_block = (catalog.generations[row], catalog.epochs[row], catalog.parent(row), columns.first_child[row] >= 0)
+        has_copy = catalog.find(catalog.keys[row]) == row
+        found[catalog.keys[row]] = (children, (*copy, *of_block) if has_copy else None)
+    return found
+
+
 @settings(max_examples=400)
 @given(records_of(keys) | records_of(long_keys))
 def test_what_is_restored_is_what_the_records_say_one_by_one(records):
@@ -74,80 +104,33 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     index.put(records)
     index.commit()
     kept, stale, used, stale_slots = by_hand(index)
-    catalog = Catalog()
-    policies = [TailFirst(LruPolicy(()), catalog, Tier.NVME) for _ in GEOMETRY.slot_sizes]
-    restored = restore_blocks(index, GEOMETRY, catalog, policies, SEGMENTS, Uses(), NO_USES)
+    catalog, orders, restored = restore(index, GEOMETRY, SEGMENTS)
     assert restored.stale == stale
-    assert set(restored.stale_slots) == stale_slots
-    assert len(restored.stale_slots) == len(stale_slots)
+    assert (set(restored.stale_slots), len(restored.stale_slots)) == (stale_slots, len(stale_slots))
     assert {Slot(segment, number) for segment, found in restored.used.items() for number in found.tolist()} == used
-    assert len(catalog) == len(kept)
+    for size_class, order in enumerate(orders):
+        left = [catalog.keys[row] for row in order._policy.proposals()]
+        assert left == [record.key for record in kept if GEOMETRY.size_classes[group_of(record.key)] == size_class]
+    stored = Catalog()
     for record in kept:
-        row = catalog.find(record.key)
-        assert catalog.slot(row, Tier.NVME) == record.slot
-        assert [catalog.state(row, tier) for tier in (Tier.CPU, Tier.NVME)] == [CopyState.ABSENT, CopyState.READY]
-        assert (catalog.generations[row], catalog.epochs[row]) == (record.generation, FILE_EPOCH)
-        assert catalog.parent(row) == record.parent or (catalog.parent(row) is None and in_circles(kept))
-        assert catalog.pins(row, Tier.NVME) == catalog.pins(row, Tier.CPU) == 0
-    keys_by_row = catalog.keys.tolist()
+        store(stored, record)
     for _ in range(2):  # whatever leaves, and comes back, the trees stay the same
-        if not in_circles(kept):
-            assert trees(catalog) == trees_of(kept)
+        assert content(catalog) == content(stored)
         for record in kept[::2]:
             catalog.drop((catalog.find(record.key),), Tier.NVME)
-            row = catalog.add(record.key, record.generation, record.epoch, record.parent)
-            catalog.begin((row,), Tier.NVME, (record.slot,))
-            catalog.finish((row,), Tier.NVME)
-    for size_class, policy in enumerate(policies):
-        order = [keys_by_row[row] for row in policy._policy.proposals()]
-        assert order == [record.key for record in kept if GEOMETRY.size_classes[group_of(record.key)] == size_class]
-
-
-def in_circles(records: list[BlockRecord]) -> bool:
-    """Whether some block's way to its head has no end."""
-    parents = {record.key: record.parent for record in records}
-    for ahead in parents.values():
-        for _ in parents:
-            ahead = parents.get(ahead)  # noqa: PLW2901
-        if ahead in parents:
-            return True
-    return False
-
-
-def trees_of(records: list[BlockRecord]) -> dict[BlockKey, set[BlockKey]]:
-    found: dict[BlockKey, set[BlockKey]] = {}
-    for record in records:
-        if record.parent is not None:
-            found.setdefault(record.parent, set()).add(record.key)
-    return found
-
-
-def trees(catalog: Catalog) -> dict[BlockKey, set[BlockKey]]:
-    """Return who follows whom by key; children that name each other end in an assertion."""
-    following: dict[BlockKey, set[BlockKey]] = {}
-    for row in {*catalog.rows(), *catalog._rows.values()}:
-        child = catalog.columns(Tier.NVME).first_child[row]
-        while child >= 0:
-            assert catalog.parent_rows[child] == row
-            mine = following.setdefault(catalog.keys[row], set())
-            assert catalog.keys[child] not in mine
-            mine.add(catalog.keys[child])
-            child = catalog.columns(Tier.NVME).next_child[child]
-    return following
+            store(catalog, record)
 
 
 @pytest.mark.parametrize("length", [2, 3, 5000])
 def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) -> None:
     geometry = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
-    index, catalog = MemoryIndex(), Catalog()
+    index, segment = MemoryIndex(), SegmentRecord(0, geometry.slot_sizes[0], length + 2)
     names = [make_block_key(number.to_bytes(32, "big"), 0) for number in range(length + 2)]
     parents = [*(names[(number + 1) % length] for number in range(length)), names[0], names[length]]
-    index.put_segment(segment := SegmentRecord(0, geometry.slot_sizes[0], length + 2))
     for at, (name, parent) in enumerate(zip(names, parents, strict=True)):
         index.put([BlockRecord(FILE_EPOCH, name, Slot(0, at), at + 1, parent, at)])
     index.flush(1.0)
-    order = TailFirst(LruPolicy(()), catalog, Tier.NVME)
-    restore_blocks(index, geometry, catalog, [order], {0: segment}, Uses(), NO_USES)
+    catalog, (order,), _ = restore(index, geometry, {0: segment})
     for _ in range(length + 2):
         (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
         order.remove((row,))

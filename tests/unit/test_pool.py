@@ -92,8 +92,8 @@ def test_size_classes_are_apart_and_segments_go():
     (slot,) = pool.allocate(1, 1)
     assert slot.segment == 1
     pool.retire_segment(1)
-    assert (pool.total, pool.free) == ([2, 0], [2, 0])
-    pool.release([slot])  # comes too late, and changes nothing
-    assert pool.allocate(1, 1) == []
+    assert (pool.total, pool.free, pool.is_empty(1)) == ([2, 0], [2, 0], False)
+    pool.release([slot])
+    assert pool.allocate(1, 1) == [] and pool.free == [2, 0] and pool.is_empty(1)
     with pytest.raises(AssertionError):
         pool.release([Slot(0, 0)])  # it is free already

@@ -18,9 +18,8 @@ from tier_bench import TierBench
 from kvdisk.assembly import SchedulerParts
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.device.control import USES_FILE
-from kvdisk.device.uses import USES_RECORD, find_uses, read_uses, write_uses
+from kvdisk.device.uses import USES_RECORD, Uses, find_uses, read_uses, write_uses
 from kvdisk.geometry import uses_bytes_for
-from kvdisk.manager.uses import Uses
 
 
 @pytest.mark.parametrize("cpu_slots", [0, 8])
@@ -55,16 +54,10 @@ def test_counts_are_those_of_the_copy_whatever_was_in_its_row_before():
             expected.pop(row, None)
         else:
             uses.reached([row])
-            if rng.random() < 0.5:
-                uses.count(generation)
             if row in expected:
                 expected[row] = (expected[row][0], expected[row][1] + 1)
-    uses.count(0)
     assert {(each["generation"], each["uses"]) for each in uses.records()} == set(expected.values())
     assert max(count for _, count in expected.values()) > 2
-
-
-# -- the file ----------------------------------------------------------------------------------
 
 
 def records(*rows: tuple[int, int, int]) -> Any:
@@ -82,12 +75,11 @@ def test_every_byte_is_where_it_is_said_to_be(tmp_path):
 
 @pytest.mark.parametrize("how", ["directory", "link", "gone", "version", "cut", "bit", "empty"])
 def test_a_damaged_file_is_ignored_and_replaced(tmp_path, how):
-    home = tmp_path / "home"
+    home, elsewhere, written = tmp_path / "home", tmp_path / "elsewhere", records((7, 3, 100), (5, 1, 90))
     home.mkdir()
-    path, elsewhere = home / USES_FILE, tmp_path / "elsewhere"
-    written = records((7, 3, 100), (5, 1, 90))
     write_uses(home, written)
     assert read_uses(home).tolist() == written.tolist()
+    path = home / USES_FILE
     data = path.read_bytes()
     path.unlink()
     if how == "directory":
@@ -98,13 +90,11 @@ def test_a_damaged_file_is_ignored_and_replaced(tmp_path, how):
         path.symlink_to(elsewhere)
     elif how != "gone":
         changed = {"version": data[:8] + b"\1" + data[9:], "bit": data[:40] + bytes([data[40] ^ 1]) + data[41:]}
-        changed |= {"cut": data[:-16], "empty": b""}
-        path.write_bytes(changed[how])
+        path.write_bytes((changed | {"cut": data[:-16], "empty": b""})[how])
     assert read_uses(home) is None
     (home / (USES_FILE + ".tmp")).write_text("left by one that was killed")
     write_uses(home, written[:1])
-    assert read_uses(home).tolist() == [(7, 3, 100)]
-    assert sorted(item.name for item in home.iterdir()) == [USES_FILE]
+    assert read_uses(home).tolist() == [(7, 3, 100)] and [item.name for item in home.iterdir()] == [USES_FILE]
     assert not elsewhere.exists() or elsewhere.read_bytes() == data, "no symlink is followed"
 
 
@@ -115,16 +105,6 @@ def test_a_full_drive_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         write_uses(tmp_path, records((7, 4, 200)))
     assert read_uses(tmp_path).tolist() == [(7, 3, 100)]
     assert [item.name for item in tmp_path.iterdir()] == [USES_FILE]
-
-
-def test_blocks_are_found_by_their_generations():
-    found, known = find_uses(records((9, 1, 10), (2, 5, 50)), np.array([1, 2, 3, 9, 10], np.uint64))
-    assert known.tolist() == [False, True, False, True, False]
-    assert found["uses"].tolist() == [0, 5, 0, 1, 0]
-    assert not find_uses(records(), np.array([1], np.uint64))[1].any()
-
-
-# -- from one engine to the next ---------------------------------------------------------------
 
 
 def counts(parts: SchedulerParts) -> dict[int, tuple[int, int]]:
@@ -143,8 +123,9 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
         keys = keys or [catalog.keys[row] for row in catalog.rows_in(Tier.NVME)[:2]]
         assert counts(parts) == expected
         rows = [catalog.find(keys[at]) for at in used]
+        assert uses.now_s > 1_700_000_000, "a use in the first step has its time"
+        uses.now_s = now_s
         uses.reached(rows)
-        uses.count(now_s)
         for row in rows:
             before = expected.get(catalog.generations[row], (0, 0))
             expected[catalog.generations[row]] = (before[0] + 1, now_s)
