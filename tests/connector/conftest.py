@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from byte_bench import ByteBench
-from schedulers import Bench, Engines
+from schedulers import Engines
 from torture_rounds import answers_alone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,15 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
     """Makes schedulers with real workers. All that they began has ended when the test has."""
-    made = Engines(tmp_path, ByteBench)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[Engines]:
-    """Makes schedulers whose workers only answer, likewise."""
-    made = Engines(tmp_path, Bench)
+    made = Engines(tmp_path)
     yield made
     made.end()
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from byte_bench import SLOT_BYTES, ByteBench
-from schedulers import BLOCK_TOKENS, OTHER, PROMPT, Engines, prompt_of
+from schedulers import BLOCK_TOKENS, OTHER, PROMPT, SLOT_BYTES, Bench, Engines, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.connector.connector import KVDiskWorkerMetadata
@@ -48,7 +47,7 @@ class Plant(NamedTuple):
     def __repr__(self) -> str:
         return f"{'after' if self.after else 'before'} {self.owner}.{self.name}"
 
-    def put(self, bench: ByteBench, patch: pytest.MonkeyPatch) -> list[int]:
+    def put(self, bench: Bench, patch: pytest.MonkeyPatch) -> list[int]:
         """Plant it; return a list that is empty until it was raised."""
         owner, raised = self._owner(bench), []
         original = getattr(owner, self.name)
@@ -64,10 +63,10 @@ class Plant(NamedTuple):
         patch.setattr(owner, self.name, planted)
         return raised
 
-    def _owner(self, bench: ByteBench) -> Any:
+    def _owner(self, bench: Bench) -> Any:
         if self.owner in {"scheduler", "manager"}:
             return bench.connector.scheduler if self.owner == "scheduler" else bench.manager
-        worker: Any = bench.workers[0].worker
+        worker: Any = bench.ranks[0].ours.worker
         return {"worker": worker, "mover": worker.mover, "runner": worker.mover._runner, "report": Report}[self.owner]
 
 
@@ -81,9 +80,7 @@ def before_and_after(owner: str, *names: str, only_before: str) -> list[Plant]:
 def is_of(kind: JobKind) -> dict[str, Callable[..., bool]]:
     return {
         "add": lambda _, job, *more: job.kind is kind,
-        "turn": lambda bench, *_: any(
-            work.job.kind is kind for work in bench.workers[0].worker.mover._runner._works.values()
-        ),
+        "turn": lambda bench, *_: any(work.job.kind is kind for work in bench.ranks[0].mover._runner._works.values()),
     }
 
 
@@ -108,7 +105,7 @@ IN_A_WORKER = [
 ]
 
 
-def make(engines: Engines, **more: Any) -> ByteBench:
+def make(engines: Engines, **more: Any) -> Bench:
     """``told``: the events of kvdisk's own."""
     bench: Any = engines.make(threaded=True, events=True, **more)
     take, bench.told = bench.connector.take_events, []
@@ -122,14 +119,14 @@ def make(engines: Engines, **more: Any) -> ByteBench:
     return bench
 
 
-def warm(bench: ByteBench) -> None:
+def warm(bench: Bench) -> None:
     """Store a prompt, and let the GPU forget it."""
     bench.serve("first", PROMPT, 2)
     assert bench.counters()["stored_blocks"] >= 4
     assert bench.scheduler.reset_prefix_cache()
 
 
-def serve_mixed(bench: ByteBench) -> None:
+def serve_mixed(bench: Bench) -> None:
     """Two hits, one of them aborted, and a miss; then a victim, and a reset."""
     for name, prompt in (("hit", PROMPT), ("gone", PROMPT), ("miss", OTHER)):
         bench.add(name, prompt, max_tokens=4)
@@ -144,7 +141,7 @@ def serve_mixed(bench: ByteBench) -> None:
     bench.finish("hit", "miss", "victim", count=4)
 
 
-def assert_off(bench: ByteBench, caplog: pytest.LogCaptureFixture) -> None:
+def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is held, nothing is served, everything else works, and somebody has said why,
     once."""
     assert not bench.references()
@@ -154,7 +151,7 @@ def assert_off(bench: ByteBench, caplog: pytest.LogCaptureFixture) -> None:
     bench.serve("after", PROMPT, 4)
     assert len(bench.sampled("after")) == 4
     assert len(bench.jobs) == jobs
-    assert type(bench.connector.scheduler) is SchedulerOff and type(bench.workers[0].worker) is WorkerOff
+    assert type(bench.connector.scheduler) is SchedulerOff and type(bench.ranks[0].ours.worker) is WorkerOff
     assert not bench.connector.has_pending_push_work() and not bench.connector.has_pending_block_frees()
     assert bench.connector.reset_cache()
     assert bench.counters()["switched_off"] == 1
@@ -191,7 +188,7 @@ def test_a_load_that_was_promised_and_never_sent_ends_as_failed(engines, groups,
         bench.add(name, prompt)
     output = bench.step()
     assert not output.num_scheduled_tokens
-    plan = bench.plans[-1]
+    plan = output.kv_connector_metadata.plan
     assert plan.off and [job.request_id for job in plan.jobs] == ["b", "c"]
     assert all(job.kind is JobKind.LOAD and job.moves for job in plan.jobs)
     assert bench.step().num_scheduled_tokens["b"] == len(PROMPT)
@@ -200,11 +197,11 @@ def test_a_load_that_was_promised_and_never_sent_ends_as_failed(engines, groups,
 
 
 def hold_copies(
-    bench: ByteBench, patch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
+    bench: Bench, patch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
 ) -> tuple[threading.Event, threading.Event]:
     """Stop the mover's thread in its next copies until the second event is set; the first says that
     it is there."""
-    copier = bench.workers[0].worker.mover._copier
+    copier = bench.ranks[0].mover._copier
     original, entered, gate = getattr(copier, name), threading.Event(), threading.Event()
 
     def held(*arguments: Any, **more: Any) -> Any:
@@ -251,7 +248,7 @@ def test_a_store_whose_source_may_be_overwritten_is_not_written(engines, tmp_pat
     bench.step()
     assert entered.wait(WAIT_S)
     Plant("scheduler", "plan").put(bench, monkeypatch)
-    mover = bench.workers[0].worker.mover
+    mover = bench.ranks[0].mover
     letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._runner.given_up), gate.set()))
     letting_go.start()
     bench.step()
@@ -259,7 +256,7 @@ def test_a_store_whose_source_may_be_overwritten_is_not_written(engines, tmp_pat
     letting_go.join()
     bench.abort("torn")
     assert bench.scheduler.reset_prefix_cache()
-    for view in bench._views[0]:
+    for _, view in bench.ranks[0].views:
         view.fill(0xEE)  # as a request that was given the blocks would
     bench.run()
     assert bench.counters().get("drive_written_bytes.0", 0) == 4 * SLOT_BYTES
@@ -330,7 +327,7 @@ def test_a_worker_is_told_by_the_plan(engines, caplog):
     warm(bench)
     metadata = bench.step().kv_connector_metadata
     metadata.plan = Plan(off=True)
-    (worker,) = bench.workers
+    worker = bench.ranks[0].ours
     worker.handle_preemptions(metadata)
     assert type(worker.worker) is WorkerOff
     worker.bind_connector_metadata(metadata)
@@ -341,8 +338,8 @@ def test_a_worker_is_told_by_the_plan(engines, caplog):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_to_end_the_engine_does(plain, error, monkeypatch):
-    bench = plain.make()
+def test_what_is_to_end_the_engine_does(engines, error, monkeypatch):
+    bench = engines.make()
 
     def interrupt(*arguments: Any) -> None:
         raise error
@@ -353,6 +350,6 @@ def test_what_is_to_end_the_engine_does(plain, error, monkeypatch):
         bench.step()
 
 
-def test_a_wrong_configuration_still_ends_the_start(plain):
+def test_a_wrong_configuration_still_ends_the_start(engines):
     with pytest.raises(ConfigError, match="cpu_bytes"):
-        plain.make(extra={"cpu_bytes": 1})
+        engines.make(extra={"cpu_bytes": 1})
