@@ -40,13 +40,6 @@ tiny_gemma4 = _tiny("tiny-gemma4")
 """One whose layers' KV differs in bytes, in one KV-cache group without the hybrid manager."""
 
 
-@pytest.fixture(scope="session")
-def baselines() -> dict[Path, list[list[int]]]:
-    """By model. A fixture that depended on the parameter would be made anew for each of its pairs
-    with another."""
-    return {}
-
-
 @pytest.fixture(params=["llama", "gemma3"])
 def model(request: pytest.FixtureRequest) -> Path:
     """Each of them in turn, in tests that do not choose."""
@@ -54,11 +47,6 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def expected(
-    model: Path, baselines: dict[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
-    """What vLLM alone answers to each prompt, one after the other; and, preempted and batched
-    anyhow, all the same."""
-    if model not in baselines:
-        baselines[model] = answers_alone(model, tmp_path_factory.mktemp("expected") / "log")
-    return baselines[model]
+def expected(model: Path) -> list[list[int]]:
+    """What vLLM alone answers to each prompt, see ``answers_alone``."""
+    return answers_alone(model)

@@ -80,19 +80,19 @@ def tell_all(bench: Bench) -> list[int]:
 
 
 def test_a_stored_block_is_told_with_its_tokens_and_its_parent(engines):
-    bench = engines.make(nvme=True, events=True)
-    request = bench.serve("a", PROMPT)
+    bench = engines.make(nvme=True, events=True, extra={"store_decode": True})
+    request = bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS + 1)
     for medium in MEDIA:
         stored = {event.block_hashes[0]: event for event in told(bench, medium)}
-        assert list(stored) == [*reversed(request.block_hashes[:BLOCKS])], "the tail is ready first"
-        for at, block_hash in enumerate(request.block_hashes[:BLOCKS]):
-            event = stored[block_hash]
-            assert event.token_ids == PROMPT[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
+        assert list(stored)[:BLOCKS] == [*reversed(request.block_hashes[:BLOCKS])], "the tail is ready first"
+        assert list(stored)[BLOCKS:] == request.block_hashes[BLOCKS : BLOCKS + 1], "decoded"
+        for at, event in enumerate(map(stored.__getitem__, request.block_hashes[: BLOCKS + 1])):
+            assert event.token_ids == request.all_token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
             assert event.parent_block_hash == (request.block_hashes[at - 1] if at else None)
             assert (event.block_size, event.group_idx, event.kv_cache_spec_kind) == (BLOCK_TOKENS, 0, "full_attention")
             assert (event.lora_id, event.lora_name, event.locality) == (None, None, "LOCAL")
     # The engine's own events of the same blocks say the same.
-    (own,) = [event for event in bench.published if event.medium == "GPU"]
+    own = next(event for event in bench.published if event.medium == "GPU")
     assert own.token_ids == PROMPT[: BLOCKS * BLOCK_TOKENS]
     assert own.block_hashes == request.block_hashes[:BLOCKS] and own.parent_block_hash is None
 
@@ -116,14 +116,6 @@ def test_blocks_of_a_salted_prompt_are_told_by_hash_alone(engines, monkeypatch):
     assert [(event.token_ids, event.block_size) for event in told(bench)] == [([], 0)] * BLOCKS
     (own,) = [event for event in bench.published if event.medium == "GPU"]
     assert {event.block_hashes[0] for event in told(bench)} == set(own.block_hashes), "numbers, as the engine's own"
-
-
-def test_decoded_blocks_are_told_with_their_tokens(engines):
-    bench = engines.make(events=True, extra={"store_decode": True})
-    request = bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS + 1)
-    last = told(bench)[-1]
-    assert last.token_ids == list(request.all_token_ids)[BLOCKS * BLOCK_TOKENS : (BLOCKS + 1) * BLOCK_TOKENS]
-    assert last.parent_block_hash == request.block_hashes[BLOCKS - 1]
 
 
 def test_tokens_are_remembered_of_the_last_blocks_only(engines):

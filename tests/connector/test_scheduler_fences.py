@@ -64,23 +64,18 @@ def serve_the_next(bench: Bench) -> None:
     assert request.is_finished()
 
 
+@pytest.mark.parametrize("then", ["computes", "loads", "computes after a reset"])
 @pytest.mark.parametrize("place", PLACES)
-def test_blocks_of_one_that_is_over_are_free_at_once(engines, place):
-    bench = ended_with_stores_out(engines, place, 64)
+def test_blocks_of_one_that_is_over_are_free_and_copied_before_the_next_one_writes_to_them(engines, place, then):
+    bench = ended_with_stores_out(engines, place, SMALL, *[2] * (then == "loads"))
     assert not bench.references()
-    assert bench.pool.get_num_free_blocks() == 63
+    assert bench.pool.get_num_free_blocks() == SMALL - 1
     assert bench.connector.has_pending_push_work()
     assert not bench.connector.has_pending_block_frees(), "nothing comes free when it ends"
-    assert bench.scheduler.reset_prefix_cache()
-    assert_right_copies(bench, PROMPT)
-
-
-@pytest.mark.parametrize("loads", [False, True], ids=["computes", "loads"])
-@pytest.mark.parametrize("place", PLACES)
-def test_they_are_copied_before_the_next_one_writes_to_them(engines, place, loads):
-    bench = ended_with_stores_out(engines, place, SMALL, *[2] * loads)
+    if "reset" in then:
+        assert bench.scheduler.reset_prefix_cache()
     serve_the_next(bench)
-    assert bool(bench.jobs_of(JobKind.LOAD, "next")) == loads
+    assert bool(bench.jobs_of(JobKind.LOAD, "next")) == (then == "loads")
     assert_right_copies(bench, PROMPT, OTHER)
 
 

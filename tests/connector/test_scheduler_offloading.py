@@ -156,7 +156,7 @@ PLACES: list[dict[str, Any]] = [
     {"ranks": 2, "nvme": True, "num_blocks": 14},
     {"nvme": True, "extra": {"cpu_bytes": 0}, "pipelined": True},
     {"extra": {"store_policy": "on_preemption"}, "pipelined": True, "num_blocks": 14},
-    {"extra": {"store_policy": "on_preemption", "cpu_bytes": 0}, "nvme": True, "num_blocks": 14},
+    {"extra": {"store_policy": "on_preemption", "cpu_bytes": 0}, "nvme": True, "num_blocks": 14, "ranks": 2},
     {"extra": {"store_policy": "spillover"}, "drafter": True},
     {"extra": {"store_policy": "spillover"}, "window_tokens": 2 * BLOCK_TOKENS, "ranks": 2},
     {"extra": {"cpu_bytes": 6 * SLOT_BYTES}, "window_tokens": BLOCK_TOKENS + 1, "num_blocks": 20},

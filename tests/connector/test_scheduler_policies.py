@@ -166,33 +166,7 @@ def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy):
     assert [block.block_id for block in context.iter_free_blocks()] == queue
 
 
-# -- on_compute: blocks that are refused
-# ---------------------------------------------------------------
-
-
-def test_without_room_a_block_is_offered_when_room_came_free_and_not_every_step(engines, monkeypatch):
-    bench = engines.make(max_batched_tokens=2 * BLOCK_TOKENS)
-    clock = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: 0.0, now=100.0)
-    monkeypatch.setattr("kvdisk.connector.scheduler_side.time", clock)
-    planner = bench.manager._stores
-    bench.add("a", prompt_of(1, 4 * BLOCK_TOKENS + 1), max_tokens=12)
-    offers: list[list[int]] = []
-    store = planner._store
-    monkeypatch.setattr(
-        planner,
-        "_store",
-        lambda found, *more, **how: (offers.append([at.position for at in found]), store(found, *more, **how))[1],
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(planner, "_take_slots", lambda *_, **__: [])
-        for _ in range(6):
-            clock.now += 0.03
-            bench.step()
-    planner._state.released += 1
-    clock.now += 0.03
-    bench.step()
-    assert offers == [[0, 1], [0, 1, 2, 3]], "the head first"
-    assert set(bench.stored()) == set(bench.keys("a")[:4])
+# -- on_compute ------------------------------------------------------------------------------------
 
 
 def test_what_one_request_is_not_admitted_with_the_next_one_stores(engines):

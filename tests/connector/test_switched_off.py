@@ -21,10 +21,9 @@ from kvdisk.connector.connector import KVDiskWorkerMetadata
 from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
-from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import OnCompute
-from kvdisk.messages import JobKind, Plan, Report
+from kvdisk.messages import JobKind, Report
 
 WAIT_S = 600.0
 TWO_GROUPS = {"window_tokens": 2 * BLOCK_TOKENS}
@@ -70,11 +69,13 @@ class Plant(NamedTuple):
         return {"worker": worker, "mover": worker.mover, "runner": worker.mover._runner, "report": Report}[self.owner]
 
 
-def before_and_after(owner: str, *names: str, only_before: str) -> list[Plant]:
-    """``only_before`` ends with the note of what was told."""
-    return [
-        Plant(owner, name, after) for name in names for after in (False, True) if not (after and name == only_before)
-    ]
+def before_and_after(owner: str, stand_in: type, only_before: str) -> list[Plant]:
+    """An error in each hook that a half's stand-in answers; ``only_before`` ends with the note of
+    what was told."""
+    names = [name for name in vars(stand_in) if name[0] != "_" and name not in {"counters", "switched_off", "shutdown"}]
+    found = [Plant(owner, name, after) for name in names for after in (False, True)]
+    found.remove(Plant(owner, only_before, after=True))
+    return found
 
 
 def is_of(kind: JobKind) -> dict[str, Callable[..., bool]]:
@@ -84,16 +85,9 @@ def is_of(kind: JobKind) -> dict[str, Callable[..., bool]]:
     }
 
 
-IN_THE_SCHEDULER = [
-    *before_and_after("scheduler", "new_request", "matched_tokens", "allocated", "hit_sources", only_before=""),
-    *before_and_after("scheduler", "finished", "plan", "settle", "has_pending_work", only_before="plan"),
-    *before_and_after("scheduler", "take_events", "take_stats", only_before=""),
-    Plant("manager", "reset", after=True),
-    Plant("manager", "preempt"),
-]
+IN_THE_SCHEDULER = [*before_and_after("scheduler", SchedulerOff, only_before="plan"), Plant("manager", "preempt")]
 IN_A_WORKER = [
-    *before_and_after("worker", "before_step", "before_forward", "after_forward", only_before=""),
-    *before_and_after("worker", "collect", "take_report", only_before="collect"),
+    *before_and_after("worker", WorkerOff, only_before="collect"),
     Plant("mover", "submit", after=True),
     Plant("mover", "poll", after=True),
     Plant("report", "merge", when=lambda _, mine, other: bool(other.results)),
@@ -322,21 +316,6 @@ def test_a_report_that_is_off_or_cannot_be_added_up_puts_all_ranks_off():
         assert merged.report.off
 
 
-def test_a_worker_is_told_by_the_plan(engines, caplog):
-    bench = make(engines)
-    warm(bench)
-    metadata = bench.step().kv_connector_metadata
-    metadata.plan = Plan(off=True)
-    worker = bench.ranks[0].ours
-    worker.handle_preemptions(metadata)
-    assert type(worker.worker) is WorkerOff
-    worker.bind_connector_metadata(metadata)
-    worker.wait_for_save()
-    assert worker.build_connector_worker_meta() is None, "the scheduler knows"
-    worker.clear_connector_metadata()
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_is_to_end_the_engine_does(engines, error, monkeypatch):
     bench = engines.make()
@@ -348,8 +327,3 @@ def test_what_is_to_end_the_engine_does(engines, error, monkeypatch):
     bench.add("a", PROMPT)
     with pytest.raises(error):
         bench.step()
-
-
-def test_a_wrong_configuration_still_ends_the_start(engines):
-    with pytest.raises(ConfigError, match="cpu_bytes"):
-        engines.make(extra={"cpu_bytes": 1})
