@@ -168,8 +168,8 @@ def reset_all(llm: Any) -> bool:
 
 
 def _reset(llm: Any) -> bool:
-    """Reset everything; False where vLLM refuses, which it may do for a load on its way and for
-    nothing else."""
+    """Reset everything; False where vLLM refuses, which it may do for a load on its way, be its
+    request aborted or not, and for nothing else."""
     from vllm.v1.request import RequestStatus
 
     try:
@@ -180,7 +180,7 @@ def _reset(llm: Any) -> bool:
         loading = {
             block
             for request in scheduler.requests.values()
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
             for group in caches.get_block_ids(request.request_id)
             for block in group
         }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines on the CPU: the tokens with kvdisk are those without it, wherever the KV came
-from.
+"""Real vLLM engines on the CPU: the tokens are those that vLLM computes, wherever the KV came from.
 
-One engine start serves many cases, because it costs 5-25 s. The cases of a start run in the order
-of its script; each assertion names what it shows.
+``test_torture.py`` compares with vLLM without kvdisk; here the same engine computes first, or once
+more with a salt. One engine start serves many cases, because it costs 5-25 s. The cases of a start
+run in the order of its script; each assertion names what it shows.
 """
 
 from __future__ import annotations
