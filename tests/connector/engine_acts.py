@@ -168,10 +168,8 @@ def reset_all(llm: Any) -> bool:
 
 
 def _reset(llm: Any) -> bool:
-    """Reset everything; False where vLLM refuses, which it may do for a load on its way, be its
-    request aborted or not, and for nothing else."""
-    from vllm.v1.request import RequestStatus
-
+    """Reset everything; False where vLLM refuses, which it may do for requests whose blocks were or
+    are being loaded, aborted ones too, and for nothing else."""
     try:
         assert reset_all(llm)
     except RuntimeError:
@@ -180,7 +178,7 @@ def _reset(llm: Any) -> bool:
         loading = {
             block
             for request in scheduler.requests.values()
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
+            if request in scheduler.kv_holding_waiting or request.is_finished()
             for group in caches.get_block_ids(request.request_id)
             for block in group
         }
