@@ -104,7 +104,8 @@ def test_resets_and_new_weights_under_load(cpu_bytes, model, expected, tmp_path)
     """Each reset succeeds, whatever stores are out, and nothing from before one is served after
     it."""
     extra = STORE | {"cpu_bytes": cpu_bytes, "store_dirs": str(tmp_path / "store"), "store_decode": True}
-    too_few = {"num_gpu_blocks_override": 40}  # for the prefix cache to keep what is asked for again
+    # Too few for the prefix cache to keep what is asked for again.
+    too_few = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 512}
     with EngineChild(model, tmp_path / "log", extra_config=extra, env=HERE, **GPU | too_few) as engine:
         engine.call("engine_acts:use_weights", 1)
         others = [answer.tokens for answer in engine.generate(PROMPTS, MOST_TOKENS, together=False)]
@@ -113,7 +114,7 @@ def test_resets_and_new_weights_under_load(cpu_bytes, model, expected, tmp_path)
         engine.drain()
         engine.call("engine_acts:use_weights", 0)
         assert engine.call("engine_acts:reset_all")
-        counts = run_round(engine, SEED, expected, others, count=500, steps_between=25)
+        counts = run_round(engine, SEED, expected, others, count=900, steps_between=44)
         assert counts["resets"] >= 60 and counts["interrupted"] > counts["resets"] // 2, counts
         assert counts["stores_out"] > 0 and counts["compared"] > counts["resets"], counts
         engine.call("engine_acts:audit")
