@@ -127,15 +127,9 @@ def assemble_scheduler(
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}
-
-        def make_space(layout: NvmeLayout, index: LmdbIndex, drive_count: int) -> NvmeSpace:
-            slots = layout.most_slots(geometry)
-            admission = make_admission(config.nvme_admission, slots, "nvme_admission")
-            return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(config, geometry))
-
         store = Store.open(config.store_dirs)
         try:
-            home, index, nvme = _take_home(config, geometry, store, fingerprint, described, make_space)
+            home, index, nvme = _take_home(parts, store, fingerprint, described)
             neighbours = _meet_neighbours(store, home, described)
         except DeviceError as error:
             if cpu is None or error.is_of_process:
@@ -144,9 +138,9 @@ def assemble_scheduler(
     manager = TierManager(parts, Tiers(cpu, nvme), make_store_policy(config.store_policy), time.time_ns(), neighbours)
     _log_start(config, geometry, parts.catalog, home)
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
-    jobs = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
+    jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
-        jobs.append((USES_S, _uses_writer(nvme, home)))
+        jobs.append((USES_S, partial(_write_uses, nvme, home)))
     backgrounds = [Background(jobs, last=[job for _, job in jobs])]
     if home is not None:  # on a thread of its own, which any of the drives may hold up
         upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
@@ -154,19 +148,15 @@ def assemble_scheduler(
     return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, backgrounds)
 
 
-def _uses_writer(nvme: NvmeSpace, home: Home) -> Callable[[], None]:
-    """Return what writes the USES file where something has changed since."""
-
-    def write() -> None:
-        if nvme.uses.is_changed:
-            nvme.uses.is_changed = False
-            try:
-                write_uses(home.path, nvme.uses.records())
-            except BaseException:
-                nvme.uses.is_changed = True  # to be tried again
-                raise
-
-    return write
+def _write_uses(nvme: NvmeSpace, home: Home) -> None:
+    """Write the USES file where something has changed since."""
+    if nvme.uses.is_changed:
+        nvme.uses.is_changed = False
+        try:
+            write_uses(home.path, nvme.uses.records())
+        except BaseException:
+            nvme.uses.is_changed = True  # to be tried again
+            raise
 
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
@@ -215,32 +205,32 @@ def _keep_up(store: Store, home: Home) -> None:
 
 
 def _take_home(
-    config: Config,
-    geometry: Geometry,
-    store: Store,
-    fingerprint: bytes,
-    description: dict[str, Any],
-    make_space: Callable[[NvmeLayout, LmdbIndex, int], NvmeSpace],
+    parts: Parts, store: Store, fingerprint: bytes, description: dict[str, Any]
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
     """Own a home whose index is sound, within its cap and read.
 
     One that can never be rebuilt is deleted; one that a drive does not let us rebuild now is left
     for the next start.
     """
+    config, geometry = parts.config, parts.geometry
     assert config.nvme_bytes is not None
-    budget_bytes = max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES)
-    drive_count = len(config.store_dirs)
     layout = NvmeLayout.make(
-        budget_bytes, config.segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count
+        max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES),
+        config.segment_bytes,
+        geometry,
+        map_bytes_for,
+        uses_charge_bytes,
+        len(config.store_dirs),
     )
-    class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
+        class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
         index = open_index(
             home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
         )
         try:
-            nvme = make_space(layout, index, home.drive_count)
+            admission = make_admission(config.nvme_admission, layout.most_slots(geometry), "nvme_admission")
+            nvme = NvmeSpace(parts, layout, index, admission, home.drive_count, _make_budget(config, geometry))
             nvme.restore(home.id, fingerprint, read_uses(home.path))
             nvme.uses.now_s = int(time.time())
         except BaseException:

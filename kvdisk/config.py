@@ -9,7 +9,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,182 +24,6 @@ DEVICES = ("auto", "posix", "gds")
 EVICTIONS = ("credit", "lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Everything a user can set. Sizes are bytes, times are seconds.
-
-    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the
-    default is not the field's own, what it is; then examples, each a value as JSON.
-    """
-
-    store_dirs: tuple[Path, ...] = ()
-    """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are
-    spread over the drives; the first directory has the indexes too, and stays the first. Paths are
-    absolute; a directory that is missing is made, its parent must exist. It must belong to the user
-    that runs the engine and be writable by nobody else, and is no symbolic link. Engines that name
-    the same directories share what they store.
-
-    Default: none: CPU tier only
-    Example: "/nvme/kv"
-    Example: ["/nvme0/kv", "/nvme1/kv"]
-    """
-    nvme_bytes: int | None = None
-    """The most that this engine may keep on all drives together, over all ranks and with the index.
-    Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
-    cap each, and together never more than the sum. An engine that starts with a smaller cap than
-    before first cuts what is there to it.
-
-    Default: required with `store_dirs`
-    Example: "500GiB"
-    """
-    cpu_bytes: int = 4 << 30
-    """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that
-    GPU where the machine says so. Without one it is taken as it is first used. Blocks are stored
-    here first and loaded from here fastest; what is stored on NVMe is written from here. 0: no CPU
-    tier, and blocks go straight to the drive.
-
-    Example: "64GiB"
-    """
-    staging_bytes: int | None = None
-    """Host memory of each worker for blocks on their way between GPU and drive that have no place
-    in the CPU tier. It is beside the tiers, and holds 8 blocks of each size at least, however
-    little it is given.
-
-    Default: 64 MiB
-    Example: "256MiB"
-    """
-    gpu_staging_bytes: int | None = None
-    """The same in the memory of each worker's GPU, where blocks go straight between drive and GPU
-    (see `device`); 16 MiB beside it are for checksums. 0: they never go that way.
-
-    Default: 64 MiB
-    Example: 0
-    """
-    store_policy: str = "on_compute"
-    """When blocks are stored. `"on_compute"`: each full block in the step that computes it.
-    `"on_preemption"`: only what a preemption would lose, generated tokens too. `"spillover"`:
-    shortly before the GPU's cache drops them. Or a class of your own, `"module:Class"`. With vLLM's
-    prefix caching off `"spillover"` is refused, and for models with sliding windows
-    `"on_preemption"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
-
-    Example: "spillover"
-    """
-    store_decode: bool = False
-    """Also store blocks of generated tokens. Pays where answers come back as the next prompt's
-    beginning, as in chats.
-
-    Example: true
-    """
-    cpu_admission: str = "all"
-    """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests
-    have wanted, n up to 16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does:
-    [admission](SCHEDULING.md#admission).
-
-    Example: "reuse(2)"
-    """
-    nvme_admission: str = "adaptive"
-    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while
-    there is room, then the more by reuse the sooner copies are evicted. Memory still serves what
-    NVMe refuses, while it is there.
-
-    Example: "reuse(2)"
-    """
-    nvme_write_bytes_per_day: int | None = None
-    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance.
-    When it is spent, reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
-
-    Default: none
-    Example: "2TB"
-    """
-    eviction: str = "credit"
-    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one
-    count as well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which
-    resists scans. With each the tail of a chain of blocks is evicted before its head.
-
-    Example: "lru"
-    """
-    device: str = "auto"
-    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
-    same, after a small file was written and read at the start, and a line of the log says what
-    serves; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes
-    of blocks are faster straight between drive and GPU. `"gds"`: all that can go that way does, or
-    the engine does not start.
-
-    Example: "posix"
-    """
-    lookup_wait_s: float = 2.0
-    """The longest that a request waits for a block that is just being stored or read, for another
-    request's load, or for what other engines of the store have. Other requests go on meanwhile;
-    then it takes what is there.
-
-    Example: 0.5
-    """
-    io_deadline_s: float = 30.0
-    """A transfer that has not started by then, or takes longer on the drive, fails: a load is
-    recomputed, a store is not made. A drive that does not answer for so long is left alone for a
-    while.
-
-    Example: 5
-    """
-    index_commit_s: float = 0.05
-    """The longest time that a stored block stays out of the index: a process that is killed loses
-    at most the blocks of so long, and other engines find them so much later.
-
-    Example: 0.5
-    """
-    min_load_tokens: int | None = None
-    """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
-    than the quickest recent load took. 0: every hit is loaded.
-
-    Default: `"auto"`: learnt
-    Example: 512
-    """
-    prefetch: bool = True
-    """While a request waits in the engine's queue, read its blocks from NVMe into memory
-    ([prefetch](SCHEDULING.md#prefetch)).
-
-    Example: false
-    """
-    on_reset: str = "epoch"
-    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for
-    less. `"epoch"`: nothing from before is served again by this engine. `"keep"`: weights never
-    change in memory here, so everything is.
-
-    Example: "keep"
-    """
-    segment_bytes: int = 1 << 30
-    """What is taken of a drive at once: the length of one rank's segment file. Small stores take
-    shorter ones, so that there are four at least.
-
-    Example: "256MiB"
-    """
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from user values. Raises ConfigError, which names the key and the nearest
-        known one."""
-        known = {field.name for field in fields(cls)}
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-                raise ConfigError(f"kvdisk does not know the setting {key!r}; the nearest it knows is {near[0]!r}.")
-        config = cls(**{key: _PARSERS[key](key, value) for key, value in values.items() if value is not None})
-        config._check_together()
-        return config
-
-    def _check_together(self) -> None:
-        if self.store_dirs and self.nvme_bytes is None:
-            raise ConfigError(
-                "store_dirs needs nvme_bytes, the most that this engine may keep there, such as '500GiB'."
-            )
-        if self.nvme_bytes is not None and not self.store_dirs:
-            raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
-        if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
-            raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
-        if not self.store_dirs and self.cpu_bytes == 0:
-            raise ConfigError("With cpu_bytes 0 and no store_dirs there is no tier to keep anything in.")
 
 
 def parse_bytes(key: str, value: Any) -> int:
@@ -239,14 +63,6 @@ def _checked(
     return parse
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in {int, float} and 0 <= value < float("inf")
-
-
 def _is_class_name(value: Any) -> bool:
     return isinstance(value, str) and _CLASS_NAME.fullmatch(value) is not None
 
@@ -261,15 +77,201 @@ def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], b
     return _checked(f"one of {listed}{also}", lambda value: value in choices or accepts(value))
 
 
-_parse_seconds = _checked("a number of seconds", _is_seconds, float)
+_parse_seconds = _checked(
+    "a number of seconds", lambda value: type(value) in {int, float} and 0 <= value < float("inf"), float
+)
 _parse_flag = _checked("true or false", lambda value: isinstance(value, bool))
 _parse_tokens = _checked(
     "'auto' or a whole number that is not negative",
-    lambda value: value == "auto" or _is_count(value),
+    lambda value: value == "auto" or (type(value) is int and value >= 0),
     lambda value: None if value == "auto" else value,
 )
 _parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
 _parse_admission = _checked("'all', 'adaptive', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
+
+
+def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
+    """Return a field of ``Config``. ``parse``: reads a user's value of a key. Raises
+    ConfigError."""
+    return field(default=default, metadata={"parse": parse})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything a user can set. Sizes are bytes, times are seconds.
+
+    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the
+    default is not the field's own, what it is; then examples, each a value as JSON.
+    """
+
+    store_dirs: tuple[Path, ...] = _setting((), _parse_dirs)
+    """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are
+    spread over the drives; the first directory has the indexes too, and stays the first. Paths are
+    absolute; a directory that is missing is made, its parent must exist. It must belong to the user
+    that runs the engine and be writable by nobody else, and is no symbolic link. Engines that name
+    the same directories share what they store.
+
+    Default: none: CPU tier only
+    Example: "/nvme/kv"
+    Example: ["/nvme0/kv", "/nvme1/kv"]
+    """
+    nvme_bytes: int | None = _setting(None, parse_bytes)
+    """The most that this engine may keep on all drives together, over all ranks and with the index.
+    Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
+    cap each, and together never more than the sum. An engine that starts with a smaller cap than
+    before first cuts what is there to it.
+
+    Default: required with `store_dirs`
+    Example: "500GiB"
+    """
+    cpu_bytes: int = _setting(4 << 30, parse_bytes)
+    """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that
+    GPU where the machine says so. Without one it is taken as it is first used. Blocks are stored
+    here first and loaded from here fastest; what is stored on NVMe is written from here. 0: no CPU
+    tier, and blocks go straight to the drive.
+
+    Example: "64GiB"
+    """
+    staging_bytes: int | None = _setting(None, parse_bytes)
+    """Host memory of each worker for blocks on their way between GPU and drive that have no place
+    in the CPU tier. It is beside the tiers, and holds 8 blocks of each size at least, however
+    little it is given.
+
+    Default: 64 MiB
+    Example: "256MiB"
+    """
+    gpu_staging_bytes: int | None = _setting(None, parse_bytes)
+    """The same in the memory of each worker's GPU, where blocks go straight between drive and GPU
+    (see `device`); 16 MiB beside it are for checksums. 0: they never go that way.
+
+    Default: 64 MiB
+    Example: 0
+    """
+    store_policy: str = _setting("on_compute", _parse_store_policy)
+    """When blocks are stored. `"on_compute"`: each full block in the step that computes it.
+    `"on_preemption"`: only what a preemption would lose, generated tokens too. `"spillover"`:
+    shortly before the GPU's cache drops them. Or a class of your own, `"module:Class"`. With vLLM's
+    prefix caching off `"spillover"` is refused, and for models with sliding windows
+    `"on_preemption"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
+
+    Example: "spillover"
+    """
+    store_decode: bool = _setting(False, _parse_flag)
+    """Also store blocks of generated tokens. Pays where answers come back as the next prompt's
+    beginning, as in chats.
+
+    Example: true
+    """
+    cpu_admission: str = _setting("all", _parse_admission)
+    """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests
+    have wanted, n up to 16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does:
+    [admission](SCHEDULING.md#admission).
+
+    Example: "reuse(2)"
+    """
+    nvme_admission: str = _setting("adaptive", _parse_admission)
+    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while
+    there is room, then the more by reuse the sooner copies are evicted. Memory still serves what
+    NVMe refuses, while it is there.
+
+    Example: "reuse(2)"
+    """
+    nvme_write_bytes_per_day: int | None = _setting(None, parse_bytes)
+    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance.
+    When it is spent, reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
+
+    Default: none
+    Example: "2TB"
+    """
+    eviction: str = _setting("credit", _one_of(EVICTIONS))
+    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one
+    count as well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which
+    resists scans. With each the tail of a chain of blocks is evicted before its head.
+
+    Example: "lru"
+    """
+    device: str = _setting("auto", _one_of(DEVICES))
+    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
+    same, after a small file was written and read at the start, and a line of the log says what
+    serves; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes
+    of blocks are faster straight between drive and GPU. `"gds"`: all that can go that way does, or
+    the engine does not start.
+
+    Example: "posix"
+    """
+    lookup_wait_s: float = _setting(2.0, _parse_seconds)
+    """The longest that a request waits for a block that is just being stored or read, for another
+    request's load, or for what other engines of the store have. Other requests go on meanwhile;
+    then it takes what is there.
+
+    Example: 0.5
+    """
+    io_deadline_s: float = _setting(30.0, _parse_seconds)
+    """A transfer that has not started by then, or takes longer on the drive, fails: a load is
+    recomputed, a store is not made. A drive that does not answer for so long is left alone for a
+    while.
+
+    Example: 5
+    """
+    index_commit_s: float = _setting(0.05, _parse_seconds)
+    """The longest time that a stored block stays out of the index: a process that is killed loses
+    at most the blocks of so long, and other engines find them so much later.
+
+    Example: 0.5
+    """
+    min_load_tokens: int | None = _setting(None, _parse_tokens)
+    """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
+    than the quickest recent load took. 0: every hit is loaded.
+
+    Default: `"auto"`: learnt
+    Example: 512
+    """
+    prefetch: bool = _setting(True, _parse_flag)
+    """While a request waits in the engine's queue, read its blocks from NVMe into memory
+    ([prefetch](SCHEDULING.md#prefetch)).
+
+    Example: false
+    """
+    on_reset: str = _setting("epoch", _one_of(ON_RESET))
+    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for
+    less. `"epoch"`: nothing from before is served again by this engine. `"keep"`: weights never
+    change in memory here, so everything is.
+
+    Example: "keep"
+    """
+    segment_bytes: int = _setting(1 << 30, parse_bytes)
+    """What is taken of a drive at once: the length of one rank's segment file. Small stores take
+    shorter ones, so that there are four at least.
+
+    Example: "256MiB"
+    """
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """Build a Config from user values. Raises ConfigError, which names the key and the nearest
+        known one."""
+        for key in values:
+            if key not in PARSERS:
+                near = difflib.get_close_matches(key, PARSERS, n=1, cutoff=0.0)
+                raise ConfigError(f"kvdisk does not know the setting {key!r}; the nearest it knows is {near[0]!r}.")
+        config = cls(**{key: PARSERS[key](key, value) for key, value in values.items() if value is not None})
+        config._check_together()
+        return config
+
+    def _check_together(self) -> None:
+        if self.store_dirs and self.nvme_bytes is None:
+            raise ConfigError(
+                "store_dirs needs nvme_bytes, the most that this engine may keep there, such as '500GiB'."
+            )
+        if self.nvme_bytes is not None and not self.store_dirs:
+            raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
+        if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
+            raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
+        if not self.store_dirs and self.cpu_bytes == 0:
+            raise ConfigError("With cpu_bytes 0 and no store_dirs there is no tier to keep anything in.")
+
+
+PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["parse"] for each in fields(Config)}
 
 
 def make_own(key: str, text: str, protocol: type) -> Any:
@@ -296,26 +298,3 @@ def make_own(key: str, text: str, protocol: type) -> Any:
     except Exception as error:  # whatever the user's class raises
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{key} names {text!r}, which cannot be built without arguments: {said}.") from error
-
-
-_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "store_dirs": _parse_dirs,
-    "nvme_bytes": parse_bytes,
-    "cpu_bytes": parse_bytes,
-    "staging_bytes": parse_bytes,
-    "gpu_staging_bytes": parse_bytes,
-    "store_policy": _parse_store_policy,
-    "store_decode": _parse_flag,
-    "cpu_admission": _parse_admission,
-    "nvme_admission": _parse_admission,
-    "nvme_write_bytes_per_day": parse_bytes,
-    "eviction": _one_of(EVICTIONS),
-    "device": _one_of(DEVICES),
-    "lookup_wait_s": _parse_seconds,
-    "io_deadline_s": _parse_seconds,
-    "index_commit_s": _parse_seconds,
-    "min_load_tokens": _parse_tokens,
-    "prefetch": _parse_flag,
-    "on_reset": _one_of(ON_RESET),
-    "segment_bytes": parse_bytes,
-}

@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 import typer.main
 
 from kvdisk.cli.main import app
-from kvdisk.config import _PARSERS, Config
+from kvdisk.config import PARSERS, Config
 from kvdisk.errors import ConfigError
 from kvdisk.stats import METRICS, Kind, Metric
 
@@ -90,7 +90,7 @@ def _form(key: str) -> str:
     """Return what the parser says that a value must be."""
     said = ""
     try:
-        _PARSERS[key](key, "")
+        PARSERS[key](key, "")
     except ConfigError as error:
         said = str(error)
     found = re.fullmatch(rf"{key} must be (.*), not ''\.", said)

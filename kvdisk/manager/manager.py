@@ -62,7 +62,6 @@ class TierManager(Room):
         self._longest_silence_s = LONGEST_SILENCE * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers
-        self._store_policy = store_policy
         self._heard_tickets = [(0, 0)] * len(tiers)
         self._gpu_loads = GpuLoads(enabled=parts.context.caches)
         self._neighbours = NeighbourCopies(parts, neighbours)
@@ -111,7 +110,7 @@ class TierManager(Room):
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._promotions.leave(request)
-            self._stores.forget(request)
+            self._stores.finished(request)
             self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
         return True
 
@@ -205,7 +204,7 @@ class TierManager(Room):
             self._state.released += space.refresh(now, now_s)
             space.admission.note_room(*space.free_and_total)
         self._neighbours.absorb(now)
-        self._make_room(now)
+        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
         for demotions in self._demotions:
             demotions.plan(now)
         self._promotions.plan()
@@ -221,10 +220,6 @@ class TierManager(Room):
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
-    def _make_room(self, now: float) -> None:
-        """Have room for a block at least of each size where stores go."""
-        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
-
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""
@@ -239,8 +234,6 @@ class TierManager(Room):
             self._settlement.settle(record, now, now_s)
             if record.job.kind is JobKind.LOAD:
                 self._threshold.settled(record, now)
-            elif record.job.kind is JobKind.OPEN_HOME:
-                self._make_room(now)  # for the first request to come, though it ends in one step
         for record in ended.released:
             self._settlement.release(record)
 
@@ -259,7 +252,7 @@ class TierManager(Room):
     def _forget_computed(self) -> None:
         """What requests have computed may be wrong: what they compute from now on is stored
         again."""
-        self._store_policy.reset()
+        self._stores.reset()
         for request in self._requests.values():
             request.holds_nothing()
 
@@ -308,7 +301,7 @@ class TierManager(Room):
     # -- questions of the engine ---------------------------------------------------------------
 
     def has_pending_work(self, now: float) -> bool:
-        """Whether steps are needed: for a job, a commit, or a demotion.
+        """Whether steps are needed: for a job, a commit, a demotion, or what ended requests left.
 
         Not for zombies, nor where jobs and commits have been silent for long: a drive or a file
         system that never answers must not keep an idle engine stepping.
@@ -318,7 +311,8 @@ class TierManager(Room):
             self._heard_tickets, self._heard_s = tickets, now
         silent = now - self._heard_s >= self._longest_silence_s
         return (
-            self._transfers.any_queued
+            self._stores.has_left(now)
+            or self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and self.gauges.busy)
         )

@@ -25,6 +25,9 @@ from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
+MOST_LEFT = 1024
+"""Blocks of requests that have ended which wait for room."""
+
 
 class _Offer(NamedTuple):
     """A block that is offered. ``position``: in its group of its request; -1: it is no request's,
@@ -64,6 +67,10 @@ class StorePlanner(Room):
         self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
         self._free_back_off = BackOff()
         """Of offers of free blocks."""
+        self._left: list[_Offer] = []
+        """Of requests that have ended: blocks that wait for room."""
+        self._left_at = -1
+        """``released`` when these were last offered."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -136,6 +143,25 @@ class StorePlanner(Room):
         for space in self._tiers:
             space.reached(used)
 
+    def finished(self, request: RequestState) -> None:
+        """Forget a request. What of it waits while there is room, or in a fresh store, may still be
+        stored while the engine has it cached; other room is for the requests that live."""
+        pool = self._target.pool
+        if request.due and not request.stale and (all(pool.free) or not all(pool.total)):
+            due = [(group, at) for group, at in request.due if at < request.reached[group]]
+            left = [offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)]
+            self._left = (self._left + left)[:MOST_LEFT]
+        self.forget(request)
+
+    def has_left(self, now: float) -> bool:
+        """Whether blocks of requests that have ended wait, and room may have come free for them."""
+        return bool(self._left) and self._left_at < self._state.released and self._target.refresh_writable(now)
+
+    def reset(self) -> None:
+        """Forget what requests have left in the engine's cache: it may be wrong."""
+        self._left = []
+        self._store_policy.reset()
+
     def forget(self, request: RequestState) -> None:
         """Forget what a request has computed: it has ended, or begins anew."""
         request.holds_nothing()
@@ -204,11 +230,17 @@ class StorePlanner(Room):
     # -- free blocks ---------------------------------------------------------------------------
 
     def plan_free(self, now: float) -> None:
-        """Store free blocks that the store policy offers.
+        """Store what requests have left that have ended, and free blocks that the store policy
+        offers.
 
-        It is asked when the engine may have taken as many blocks as a step can since the last time,
-        so that an ordinary step does not look at the free queue.
+        The policy is asked when the engine may have taken as many blocks as a step can since the
+        last time, so that an ordinary step does not look at the free queue.
         """
+        if self.has_left(now):
+            self._left_at, block_of = self._state.released, self._context.get_block
+            # One request may have left what another has left, too.
+            cached = {offer.key: offer for offer in self._left if block_of(offer.gpu_block).key == offer.key}
+            self._left = self._store(list(cached.values()), None, now)[1]
         if self._state.taken_blocks < self._context.step_blocks or self._free_back_off.holds(self._state.released, now):
             return
         self._state.taken_blocks = 0

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from byte_bench import ByteBench
-from schedulers import Bench, Engines
+from schedulers import Engines
 from torture_rounds import answers_alone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,15 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
     """Makes schedulers with real workers. All that they began has ended when the test has."""
-    made = Engines(tmp_path, ByteBench)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[Engines]:
-    """Makes schedulers whose workers only answer, likewise."""
-    made = Engines(tmp_path, Bench)
+    made = Engines(tmp_path)
     yield made
     made.end()
 
@@ -49,13 +40,6 @@ tiny_gemma4 = _tiny("tiny-gemma4")
 """One whose layers' KV differs in bytes, in one KV-cache group without the hybrid manager."""
 
 
-@pytest.fixture(scope="session")
-def baselines() -> dict[Path, list[list[int]]]:
-    """By model. A fixture that depended on the parameter would be made anew for each of its pairs
-    with another."""
-    return {}
-
-
 @pytest.fixture(params=["llama", "gemma3"])
 def model(request: pytest.FixtureRequest) -> Path:
     """Each of them in turn, in tests that do not choose."""
@@ -63,11 +47,6 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def expected(
-    model: Path, baselines: dict[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
-    """What vLLM alone answers to each prompt, one after the other; and, preempted and batched
-    anyhow, all the same."""
-    if model not in baselines:
-        baselines[model] = answers_alone(model, tmp_path_factory.mktemp("expected") / "log")
-    return baselines[model]
+def expected(model: Path) -> list[list[int]]:
+    """What vLLM alone answers to each prompt, see ``answers_alone``."""
+    return answers_alone(model)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM scheduler with a real connector, and workers that answer plans when a test says
+"""A ``Bench``: vLLM's real scheduler over kvdisk's real workers, whose jobs begin when a test says
 so."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiKVConnectorMetadata,
-    MultiKVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -44,12 +42,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from workers import Rank, Text, children_of, kvdisk_of
 
-from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key
-from kvdisk.connector.connector import KVDiskConnector, KVDiskMetadata, KVDiskWorkerMetadata
-from kvdisk.connector.off import SchedulerOff
+from kvdisk.blocks import BlockKey, Tier, make_block_key
+from kvdisk.connector.connector import KVDiskMetadata
+from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.connector.plugin import register
-from kvdisk.messages import Job, JobKind, JobResult, Plan, Reason, Report
+from kvdisk.messages import Job, JobKind
 
 BLOCK_TOKENS = 32
 MODEL = {
@@ -66,7 +65,17 @@ MODEL = {
     "head_dim": 32,
 }
 
-BENCH_SETTINGS = {"cpu_bytes": "16MiB", "lookup_wait_s": 600.0, "min_load_tokens": 0, "io_deadline_s": 600.0}
+SLOT_BYTES = 20480
+"""Of a block of the bench's model, header included."""
+BENCH_SETTINGS = {
+    "cpu_bytes": "4MiB",
+    "staging_bytes": "1MiB",
+    "device": "posix",
+    "index_commit_s": 0.01,
+    "lookup_wait_s": 600.0,
+    "min_load_tokens": 0,
+    "io_deadline_s": 600.0,
+}
 """Every hit is loaded, however short, and waited for: else the machine's speed would decide."""
 BLOCKS = 4
 TOKENS = BLOCKS * BLOCK_TOKENS + 5
@@ -136,81 +145,105 @@ def vllm_config(
     return config
 
 
-class Bench:
-    """One scheduler. ``step`` schedules, lets the fake workers answer, and hands the output back.
-
-    Loads and stores are answered at once, with success, unless ``hold`` names their kind; held jobs
-    wait in ``held`` until ``release``. ``fail`` maps a kind to the move positions that shall fail.
+def kv_groups(
+    *,
+    window_tokens: int | None = None,
+    window_block_tokens: int = BLOCK_TOKENS,
+    window_only: bool = False,
+    drafter: bool = False,
+    two_sizes: bool = False,
+) -> tuple[list[KVCacheGroupSpec], list[KVCacheGroupSpec]]:
+    """Return the KV-cache groups as the scheduler has them, and as the workers do.
 
     ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
-    ``two_sizes``: the group has a second layer, twice as large, of which only the workers know
-    (``worker_groups``). ``engine`` goes to ``vllm_config``. ``invalid``: GPU blocks that the next
-    step reports as not loaded. With ``events`` what is published goes to ``published``.
+    ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
+    """
+    sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
+    if window_tokens is not None:
+        spec = SlidingWindowSpec(**sizes | {"block_size": window_block_tokens}, sliding_window=window_tokens)
+        groups.append(KVCacheGroupSpec(["window.0"], spec))
+        del groups[: int(window_only)]
+    if drafter:
+        groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
+    if not two_sizes:
+        return groups, groups
+    groups[0].layer_names.append("full.1")
+    layers = {"full.0": groups[0].kv_cache_spec, "full.1": FullAttentionSpec(**sizes | {"head_size": 64})}
+    uniform = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
+    return groups, [KVCacheGroupSpec(list(layers), uniform)]
+
+
+class Bench:
+    """One scheduler and its ranks. ``step`` schedules, runs the step, and hands the results back.
+
+    Each step compares all that it reads, and after it all that the engine's prefix cache has, byte
+    by byte. So are the sampled tokens.
+
+    Not a byte moves of jobs whose kind is in ``hold``, until ``release``. ``fail`` spoils the
+    sources of a job's moves as it begins, by kind and position, in the way that ``damage`` names:
+    "payload", "header", "cut" (the file ends before it), "late" (past the deadline: all moves
+    fail). ``fail_of``: the only request meant; ``hold_rank``, ``fail_rank``: the rank meant, -1:
+    each. With ``threaded`` movers have their threads, and these are without effect.
+
+    ``pipelined``: vLLM's asynchronous scheduler, and a step's results arrive after the next one was
+    scheduled. With ``events`` what is published goes to ``published``. ``engine`` goes to
+    ``vllm_config``, ``groups`` to ``kv_groups``.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        window_tokens: int | None = None,
-        window_block_tokens: int = BLOCK_TOKENS,
-        window_only: bool = False,
-        drafter: bool = False,
-        two_sizes: bool = False,
-        **engine: Any,
+        self, folder: Path, *, extra: Any, threaded: bool, groups: Mapping[str, Any], engine: Mapping[str, Any]
     ) -> None:
         register()
-        self.config = vllm_config(folder, **engine)
-        sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-        groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
-        if window_tokens is not None:
-            spec = SlidingWindowSpec(**sizes | {"block_size": window_block_tokens}, sliding_window=window_tokens)
-            groups.append(KVCacheGroupSpec(["window.0"], spec))
-            del groups[: int(window_only)]
-        if drafter:
-            groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
-        tensors = []
-        if two_sizes:
-            groups[0].layer_names.append("full.1")
-            tensors = [KVCacheTensor(0, [name], 0, 0) for name in groups[0].layer_names]
-        wide = FullAttentionSpec(**sizes | {"head_size": 64})
-        layers = {"full.0": groups[0].kv_cache_spec, "full.1": wide}
-        self.worker_groups = [
-            KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers))
-        ]
+        self.config = vllm_config(folder, extra=extra, **engine)
+        found, self.worker_groups = kv_groups(**groups)
+        self.group_count = len(found)
+        # Layers that differ lie in KV tensors of their own.
+        tensors = [KVCacheTensor(0, [name], 0, 0) for name in found[0].layer_names if found is not self.worker_groups]
         num_blocks = self.config.cache_config.num_gpu_blocks
-        self.cache = KVCacheConfig(num_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
+        self.cache = KVCacheConfig(num_blocks, tensors, found, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.scheduler = (AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.cache,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in found)),
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )
-        self.ranks = self.config.parallel_config.tensor_parallel_size
         self.hold: set[JobKind] = set()
-        self.held: list[Job] = []
         self.fail: dict[JobKind, tuple[int, ...]] = {}
+        self.damage = "payload"
+        self.fail_of = ""
+        self.hold_rank = self.fail_rank = -1
+        self.weights = 0
+        self.store = Path(dict(extra or {}).get("store_dirs", ""))
         self.jobs: list[Job] = []
         self.known: dict[str, Request] = {}
-        self.group_count = len(groups)
-        self.invalid: set[int] = set()
-        self.void: set[JobId] = set()
+        self.texts: dict[str, Text] = {}
+        self.outputs: dict[str, list[Any]] = {}
+        self.behind: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.published: list[Any] = []
+        self._named: dict[bytes, tuple[Text, int]] = {}
+        self._threaded = threaded
+        self._end_s = time.monotonic() + 600.0
         if self.config.kv_events_config is not None:
             self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
+        count = self.config.parallel_config.tensor_parallel_size
+        self._aggregator = KVOutputAggregator(count)
+        self.ranks = [Rank(self, rank, threaded=threaded) for rank in range(count)]
+
+    # -- what there is -------------------------------------------------------------------------
 
     @property
     def children(self) -> list[Any]:
-        return list(getattr(self.scheduler.connector, "_connectors", ()))
+        return children_of(self.scheduler.connector)
 
     @property
     def connector(self) -> Any:
         """kvdisk's connector."""
-        return next((one for one in self.children if isinstance(one, KVDiskConnector)), self.scheduler.connector)
+        return kvdisk_of(self.scheduler.connector)
 
     @property
     def pool(self) -> Any:
@@ -289,6 +322,19 @@ class Bench:
         self.run(steps=2000)
         assert [len(self.sampled(name)) for name in names] == [count] * len(names)
 
+    def assert_waits(self, request: Request, computed_tokens: int) -> None:
+        """A load of the request is out: it is not scheduled, holds blocks, and none of what comes
+        is in the cache."""
+        scheduler = self.scheduler
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert request.num_computed_tokens == computed_tokens
+        assert request in scheduler.kv_holding_waiting and request not in scheduler.running
+        assert request not in scheduler.waiting
+
+    def hashed(self, block_ids: Sequence[int]) -> list[bool]:
+        """Return which of these GPU blocks the prefix cache knows."""
+        return [self.pool.blocks[block_id].block_hash is not None for block_id in block_ids]
+
     def assert_quiet(self) -> None:
         """Nothing is held, pinned or remembered of any request."""
         scheduler, side = self.scheduler, self.connector.scheduler
@@ -299,61 +345,112 @@ class Bench:
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
         for one in scheduler.kv_cache_manager.coordinator.single_type_managers:
             assert not one.req_to_blocks
+        for rank in self.ranks:
+            assert not rank.ours.worker._loads
+            assert isinstance(rank.ours.worker, WorkerOff) or rank.mover._runner.idle
         if isinstance(side, SchedulerOff):
             return
         assert not side._requests and not side._local_tokens and not side._described
         audit_manager(side._manager)
 
+    # -- requests ------------------------------------------------------------------------------
+
     def add(
         self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
     ) -> Request:
-        """Add a request, see ``make_request``."""
-        request = self.make_request(request_id, prompt, max_tokens, params, **more)
-        self.scheduler.add_request(request)
-        return request
-
-    def make_request(
-        self, request_id: str, prompt: Iterable[int], max_tokens: int = 2, params: Any = None, **more: Any
-    ) -> Request:
-        """Make a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's
+        """Add a request. ``params``: its ``kv_transfer_params``. Further keywords go to vLLM's
         ``Request``."""
         sampling = more.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
-        request = self.known[request_id] = Request(
+        request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=None if "pooling_params" in more else sampling,
             block_hasher=self._hasher,
             **{"pooling_params": None} | more,
         )
+        self.known.setdefault(request_id, request)
+        self.texts.setdefault(request_id, Text(list(request.prompt_token_ids), []))
+        self.scheduler.add_request(request)
         return request
+
+    def loading(self, *numbers: int, blocks: int = BLOCKS) -> list[Any]:
+        """Begin loads of these prompts, for requests "r1" and so on; not a byte has moved."""
+        self.hold = {JobKind.LOAD}
+        requests = [self.add(f"r{number}", prompt_of(number), max_tokens=3) for number in numbers]
+        assert not self.step().num_scheduled_tokens
+        for request in requests:
+            self.assert_waits(request, blocks * BLOCK_TOKENS)
+            assert not any(self.hashed(self.table(request.request_id))), "nothing is cached that is not there"
+        return requests
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
+    # -- steps ---------------------------------------------------------------------------------
+
     def release(self) -> None:
-        """Let held jobs be answered in the next step."""
+        """Let held jobs begin in the next step."""
         self.hold = set()
 
     def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        transfer = self._work(output.kv_connector_metadata)
-        self.scheduler.update_from_output(output, self._model_output(output, transfer))
+        output = self.schedule()
+        if len(self.behind) > self.config.scheduler_config.async_scheduling:
+            self.update()
         return output
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedule a step and run it; its results wait for ``update``."""
+        output = self.scheduler.schedule()
+        (metadata,) = (
+            one
+            for one in getattr(output.kv_connector_metadata, "metadata", [output.kv_connector_metadata])
+            if isinstance(one, KVDiskMetadata)
+        )
+        self.jobs.extend(metadata.plan.jobs)
+        for request in self.scheduler.requests.values():
+            if request.resumable:  # its prompt grows, in place of its last token
+                self.texts[request.request_id] = Text(list(request.all_token_ids), [])
+        results = [self._model_output(output, rank.run(output)) for rank in self.ranks]
+        self.behind.append((output, self._aggregator.aggregate(results) if len(results) > 1 else results[0]))
+        return output
+
+    def update(self) -> None:
+        """Let the scheduler hear of the oldest step."""
+        output, results = self.behind.pop(0)
+        for outputs in self.scheduler.update_from_output(output, results).values():
+            for one in outputs.outputs:
+                self.outputs.setdefault(one.request_id, []).append(one)
+                text, told = self.texts[one.request_id], self.known[one.request_id].output_token_ids
+                start = len(self.known[one.request_id].prompt_token_ids)
+                text.grow(start + len(told))
+                assert list(told) == text.tokens[start : start + len(told)], "a wrong token"
+        for rank in self.ranks:
+            rank.check_cache()
+
+    def named(self, block_hash: bytes) -> tuple[Text, int]:
+        """Return a request's text that has the block of this hash, and where the block ends."""
+        if block_hash not in self._named:
+            for name, request in self.known.items():
+                ends = range(BLOCK_TOKENS, BLOCK_TOKENS * len(request.block_hashes) + 1, BLOCK_TOKENS)
+                self._named.update(zip(request.block_hashes, ((self.texts[name], end) for end in ends), strict=True))
+        return self._named[block_hash]
 
     def run(self, steps: int = 200) -> None:
         """Step until nothing is left to do, each step with all committed that the one before gave
         the index."""
-        for _ in range(steps):
-            if self._is_idle():
-                return
+        while not self._is_idle():
+            assert steps > 0 or self._threaded, "still busy"
+            steps -= 1
             self.step()
             self.commit()
-        raise AssertionError(f"still busy after {steps} steps")
 
     def _is_idle(self) -> bool:
-        return not self.scheduler.has_requests()
+        assert time.monotonic() < self._end_s, "it never ends"
+        if self.behind and not self.scheduler.requests:
+            self.update()
+        return not self.behind and not self.scheduler.has_requests()
 
     def commit(self) -> None:
         """Wait until what the index was given is committed."""
@@ -362,48 +459,9 @@ class Bench:
 
     def close(self) -> None:
         """End it, as vLLM does."""
+        for rank in self.ranks:
+            rank.connector.shutdown()
         self.connector.shutdown()
-
-    def _work(self, metadata: KVConnectorMetadata) -> KVConnectorOutput:
-        if isinstance(metadata, KVDiskMetadata):
-            return self._work_plan(metadata.plan)
-        assert isinstance(metadata, MultiKVConnectorMetadata)
-        (at,) = (at for at, one in enumerate(metadata.metadata) if isinstance(one, KVDiskMetadata))
-        output = self._work_plan(metadata.metadata[at].plan)
-        for other in metadata.metadata:
-            output.finished_recving |= getattr(other, "loaded", set())
-        if output.kv_connector_worker_meta is not None:
-            mine: list[Any] = [None] * len(metadata.metadata)
-            mine[at] = output.kv_connector_worker_meta
-            output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(tuple(mine))
-        return output
-
-    def _work_plan(self, plan: Plan) -> KVConnectorOutput:
-        self.jobs.extend(plan.jobs)
-        self.void |= set(plan.void)
-        waiting = self.held + list(plan.jobs)
-        self.held = [job for job in waiting if job.kind in self.hold]
-        output = KVConnectorOutput(finished_recving=set(), invalid_block_ids=self.invalid, failed_recving=set())
-        self.invalid = set()
-        results: dict[JobId, JobResult] = {}
-        for job in waiting:
-            if job.kind in self.hold:
-                continue
-            failed = {at: Reason.CHECKSUM for at in self.fail.get(job.kind, ()) if at < len(job.moves)}
-            if job.id in self.void:
-                failed = dict.fromkeys(range(len(job.moves)), Reason.CANCELLED)
-            if job.kind is JobKind.LOAD:
-                failed |= {at: Reason.ABSENT for at, move in enumerate(job.moves) if not move.slots}
-            results[job.id] = JobResult(self.ranks, failed)
-            if job.kind is JobKind.LOAD:
-                output.finished_recving.add(job.request_id)
-                if failed and self.group_count > 1:
-                    output.failed_recving.add(job.request_id)
-                elif failed:
-                    output.invalid_block_ids |= {job.moves[at].block for at in failed}
-        if results:
-            output.kv_connector_worker_meta = KVDiskWorkerMetadata(Report(results))
-        return output
 
     def _model_output(self, output: SchedulerOutput, transfer: KVConnectorOutput) -> ModelRunnerOutput:
         sampled: list[list[int]] = []
@@ -422,23 +480,27 @@ class Bench:
         )
 
     def _next_token(self, request: Request) -> int:
-        return (request.num_tokens * 7) % 500
+        text, done = self.texts[request.request_id], request.num_computed_tokens
+        text.grow(done + 1)
+        return text.tokens[done]
 
 
 class Engines:
     """Makes benches in one folder. ``nvme``: with a store, one for all, whose home each takes over
     from the last."""
 
-    def __init__(self, folder: Path, kind: type[Bench]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._kind = kind
-        self._made: list[Any] = []
+        self._made: list[Bench] = []
         (folder / "model").mkdir()
         (folder / "model" / "weights.bin").write_bytes(b"a store needs weights that have an identity")
 
-    def make(self, *, nvme: bool = False, extra: Any = None, **more: Any) -> Any:
+    def make(self, *, nvme: bool = False, threaded: bool = False, extra: Any = None, **more: Any) -> Bench:
+        """``more``: what goes to ``kv_groups``, and to ``vllm_config``."""
         store = {"store_dirs": str(self._folder / "store"), "nvme_bytes": "64MiB", "segment_bytes": "1MiB"}
-        bench = self._kind(self._folder / "model", extra=(store if nvme else {}) | dict(extra or {}), **more)
+        extra = (store if nvme else {}) | dict(extra or {})
+        groups = {name: more.pop(name) for name in inspect.signature(kv_groups).parameters if name in more}
+        bench = Bench(self._folder / "model", extra=extra, threaded=threaded, groups=groups, engine=more)
         self._made.append(bench)
         return bench
 

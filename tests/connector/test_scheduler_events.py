@@ -79,26 +79,26 @@ def tell_all(bench: Bench) -> list[int]:
 # -- events ----------------------------------------------------------------------------------------
 
 
-def test_a_stored_block_is_told_with_its_tokens_and_its_parent(plain):
-    bench = plain.make(nvme=True, events=True)
-    request = bench.serve("a", PROMPT)
+def test_a_stored_block_is_told_with_its_tokens_and_its_parent(engines):
+    bench = engines.make(nvme=True, events=True, extra={"store_decode": True})
+    request = bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS + 1)
     for medium in MEDIA:
         stored = {event.block_hashes[0]: event for event in told(bench, medium)}
-        assert list(stored) == [*reversed(request.block_hashes[:BLOCKS])], "the tail is ready first"
-        for at, block_hash in enumerate(request.block_hashes[:BLOCKS]):
-            event = stored[block_hash]
-            assert event.token_ids == PROMPT[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
+        assert list(stored)[:BLOCKS] == [*reversed(request.block_hashes[:BLOCKS])], "the tail is ready first"
+        assert list(stored)[BLOCKS:] == request.block_hashes[BLOCKS : BLOCKS + 1], "decoded"
+        for at, event in enumerate(map(stored.__getitem__, request.block_hashes[: BLOCKS + 1])):
+            assert event.token_ids == request.all_token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
             assert event.parent_block_hash == (request.block_hashes[at - 1] if at else None)
             assert (event.block_size, event.group_idx, event.kv_cache_spec_kind) == (BLOCK_TOKENS, 0, "full_attention")
             assert (event.lora_id, event.lora_name, event.locality) == (None, None, "LOCAL")
     # The engine's own events of the same blocks say the same.
-    (own,) = [event for event in bench.published if event.medium == "GPU"]
+    own = next(event for event in bench.published if event.medium == "GPU")
     assert own.token_ids == PROMPT[: BLOCKS * BLOCK_TOKENS]
     assert own.block_hashes == request.block_hashes[:BLOCKS] and own.parent_block_hash is None
 
 
-def test_groups_with_blocks_of_different_sizes_are_told_apart(plain):
-    bench = plain.make(window_tokens=3 * BLOCK_TOKENS, window_block_tokens=2 * BLOCK_TOKENS, events=True)
+def test_groups_with_blocks_of_different_sizes_are_told_apart(engines):
+    bench = engines.make(window_tokens=3 * BLOCK_TOKENS, window_block_tokens=2 * BLOCK_TOKENS, events=True)
     hashes = bench.serve("a", PROMPT).block_hashes
     window = {event.block_hashes[0]: event for event in told(bench, group=1)}
     assert set(window) == {hashes[1], hashes[3]}
@@ -108,26 +108,18 @@ def test_groups_with_blocks_of_different_sizes_are_told_apart(plain):
     assert (second.kv_cache_spec_kind, second.kv_cache_spec_sliding_window) == ("sliding_window", 3 * BLOCK_TOKENS)
 
 
-def test_blocks_of_a_salted_prompt_are_told_by_hash_alone(plain, monkeypatch):
+def test_blocks_of_a_salted_prompt_are_told_by_hash_alone(engines, monkeypatch):
     """A router that hashed the tokens would take them for blocks that everybody may have."""
     monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
-    bench = plain.make(events=True)
+    bench = engines.make(events=True)
     bench.serve("a", PROMPT, cache_salt="tenant")
     assert [(event.token_ids, event.block_size) for event in told(bench)] == [([], 0)] * BLOCKS
     (own,) = [event for event in bench.published if event.medium == "GPU"]
     assert {event.block_hashes[0] for event in told(bench)} == set(own.block_hashes), "numbers, as the engine's own"
 
 
-def test_decoded_blocks_are_told_with_their_tokens(plain):
-    bench = plain.make(events=True, extra={"store_decode": True})
-    request = bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS + 1)
-    last = told(bench)[-1]
-    assert last.token_ids == list(request.all_token_ids)[BLOCKS * BLOCK_TOKENS : (BLOCKS + 1) * BLOCK_TOKENS]
-    assert last.parent_block_hash == request.block_hashes[BLOCKS - 1]
-
-
-def test_tokens_are_remembered_of_the_last_blocks_only(plain):
-    bench = plain.make(events=True)
+def test_tokens_are_remembered_of_the_last_blocks_only(engines):
+    bench = engines.make(events=True)
     bench.connector.scheduler._writer.descriptions._most = 2
     request = bench.serve("a", PROMPT)
     described = [event for event in told(bench) if event.token_ids]
@@ -135,12 +127,12 @@ def test_tokens_are_remembered_of_the_last_blocks_only(plain):
     assert described[1].parent_block_hash == request.block_hashes[1]
 
 
-def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(plain, monkeypatch):
-    bench = plain.make(nvme=True, events=True)
+def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(engines, monkeypatch):
+    bench = engines.make(nvme=True, events=True)
     request = bench.serve("a", PROMPT)
-    plain.close()
+    engines.close()
     monkeypatch.setattr(journal_room, "MOST_TAKEN", 3)
-    bench = plain.make(nvme=True, events=True)
+    bench = engines.make(nvme=True, events=True)
     assert bench.scheduler.has_requests(), "steps are asked for, until all is told"
     assert tell_all(bench) == [3, 1]
     assert {event.block_hashes[0] for event in told(bench)} == set(request.block_hashes[:BLOCKS])
@@ -149,18 +141,19 @@ def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(plain, monke
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_router_knows_what_is_there(seed, plain):
+def test_a_router_knows_what_is_there(seed, engines):
     """Tiny tiers: copies come and leave all the time; jobs fail, the caches are reset, the engine
     starts again."""
     rng = random.Random(seed)
     extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB"}
     for start in range(2):
-        bench, view = plain.make(nvme=True, events=True, extra=extra), View()
+        bench, view = engines.make(nvme=True, events=True, extra=extra), View()
         tell_all(bench)
         for number in range(40):
             first = 100 * rng.randrange(8)
             bench.add(f"r{number}", range(first, first + rng.randrange(40, 9 * BLOCK_TOKENS)))
             bench.fail = {rng.choice([JobKind.STORE, JobKind.DEMOTE, JobKind.LOAD]): (rng.randrange(3),)}
+            bench.damage = rng.choice(["payload", "late"])
             bench.run()
             view.check(bench)
             if rng.random() < 0.4:
@@ -168,11 +161,11 @@ def test_a_router_knows_what_is_there(seed, plain):
         assert any(view.held.values())
         assert bench.counters()["evicted_blocks.cpu"] > 0
         assert start == 0 or bench.counters()["evicted_blocks.nvme"] > 0
-        plain.close()
+        engines.close()
 
 
-def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain):
-    bench, view = plain.make(nvme=True, events=True), View()
+def test_a_reset_takes_back_what_was_told_and_keeps_the_order(engines):
+    bench, view = engines.make(nvme=True, events=True), View()
     bench.serve("a", PROMPT)
     view.check(bench)
     assert len(view.held[Tier.NVME]) == BLOCKS
@@ -200,8 +193,8 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(plain):
 # -- limits of a request ---------------------------------------------------------------------------
 
 
-def test_so_much_is_loaded_and_stored_as_the_request_allows(plain):
-    bench = plain.make(extra={"store_decode": True})
+def test_so_much_is_loaded_and_stored_as_the_request_allows(engines):
+    bench = engines.make(extra={"store_decode": True})
     limits = {0: 0, BLOCK_TOKENS - 1: 0, 2 * BLOCK_TOKENS: 2, 3 * BLOCK_TOKENS - 1: 2, 9999: 4}
     for number, (tokens, blocks) in enumerate(limits.items()):
         prompt = prompt_of(number)
@@ -215,16 +208,16 @@ def test_so_much_is_loaded_and_stored_as_the_request_allows(plain):
         assert sum(count for _, count in bench.loads()) == blocks
 
 
-def test_the_limit_of_loads_counts_from_what_is_on_the_gpu(plain):
-    bench = plain.make().warm(1)
+def test_the_limit_of_loads_counts_from_what_is_on_the_gpu(engines):
+    bench = engines.make().warm(1)
     for name, prompt in (("b", PROMPT[: BLOCK_TOKENS + 1]), ("c", PROMPT)):
         bench.serve(name, prompt, params={"max_load_tokens": BLOCK_TOKENS})
     assert bench.loads() == [("b", 1), ("c", 1)]
 
 
-def test_a_wrong_value_is_ignored_and_said_once(plain, caplog):
+def test_a_wrong_value_is_ignored_and_said_once(engines, caplog):
     for number, value in enumerate([-1, 1.5, "64", True, [], {"a": 1}, "x" * 1000]):
-        bench = plain.make()
+        bench = engines.make()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "kvdisk.connector"):
             for at in range(2):

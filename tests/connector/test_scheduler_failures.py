@@ -3,7 +3,7 @@
 what is cached.
 
 The scenarios are those of vLLM's own tests of load failures, invalid blocks, error propagation and
-cache pollution. ``ByteBench`` compares every byte that a step reads, and that the prefix cache has,
+cache pollution. ``Bench`` compares every byte that a step reads, and that the prefix cache has,
 in all of them.
 """
 

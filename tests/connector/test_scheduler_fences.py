@@ -13,8 +13,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from byte_bench import ByteBench
-from schedulers import BLOCK_TOKENS, OTHER, PROMPT, Engines, prompt_of
+from schedulers import BLOCK_TOKENS, OTHER, PROMPT, Bench, Engines, prompt_of
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
@@ -32,10 +31,10 @@ SMALL = 7
 """GPU blocks of a pool that a prompt and what it samples fill."""
 
 
-def ended_with_stores_out(engines: Engines, place: str, num_blocks: int, *before: int) -> ByteBench:
+def ended_with_stores_out(engines: Engines, place: str, num_blocks: int, *before: int) -> Bench:
     """Serve prompts ``before``; then run request "a", of ``PROMPT``, to its end, while not a byte
     of its stores moves."""
-    bench: ByteBench = engines.make(num_blocks=num_blocks, **PLACES[place])
+    bench: Bench = engines.make(num_blocks=num_blocks, **PLACES[place])
     if place == "no CPU tier":
         bench.warm(9)  # while it runs the first segment is made
     bench.warm(*before)
@@ -46,7 +45,7 @@ def ended_with_stores_out(engines: Engines, place: str, num_blocks: int, *before
     return bench
 
 
-def assert_right_copies(bench: ByteBench, *prompts: list[int]) -> None:
+def assert_right_copies(bench: Bench, *prompts: list[int]) -> None:
     """End it, and load what was stored of these prompts."""
     bench.finish()
     for at, prompt in enumerate(prompts):
@@ -56,7 +55,7 @@ def assert_right_copies(bench: ByteBench, *prompts: list[int]) -> None:
     assert "failed_loads" not in bench.counters()
 
 
-def serve_the_next(bench: ByteBench) -> None:
+def serve_the_next(bench: Bench) -> None:
     """Serve a request that needs all the blocks of a small pool: whatever is copied from them
     first."""
     request = bench.add("next", OTHER, max_tokens=50)
@@ -65,23 +64,18 @@ def serve_the_next(bench: ByteBench) -> None:
     assert request.is_finished()
 
 
+@pytest.mark.parametrize("then", ["computes", "loads", "computes after a reset"])
 @pytest.mark.parametrize("place", PLACES)
-def test_blocks_of_one_that_is_over_are_free_at_once(engines, place):
-    bench = ended_with_stores_out(engines, place, 64)
+def test_blocks_of_one_that_is_over_are_free_and_copied_before_the_next_one_writes_to_them(engines, place, then):
+    bench = ended_with_stores_out(engines, place, SMALL, *[2] * (then == "loads"))
     assert not bench.references()
-    assert bench.pool.get_num_free_blocks() == 63
+    assert bench.pool.get_num_free_blocks() == SMALL - 1
     assert bench.connector.has_pending_push_work()
     assert not bench.connector.has_pending_block_frees(), "nothing comes free when it ends"
-    assert bench.scheduler.reset_prefix_cache()
-    assert_right_copies(bench, PROMPT)
-
-
-@pytest.mark.parametrize("loads", [False, True], ids=["computes", "loads"])
-@pytest.mark.parametrize("place", PLACES)
-def test_they_are_copied_before_the_next_one_writes_to_them(engines, place, loads):
-    bench = ended_with_stores_out(engines, place, SMALL, *[2] * loads)
+    if "reset" in then:
+        assert bench.scheduler.reset_prefix_cache()
     serve_the_next(bench)
-    assert bool(bench.jobs_of(JobKind.LOAD, "next")) == loads
+    assert bool(bench.jobs_of(JobKind.LOAD, "next")) == (then == "loads")
     assert_right_copies(bench, PROMPT, OTHER)
 
 

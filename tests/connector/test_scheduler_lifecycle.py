@@ -9,8 +9,7 @@ too few GPU blocks.
 from __future__ import annotations
 
 import pytest
-from byte_bench import ByteBench
-from schedulers import BLOCK_TOKENS, prompt_of
+from schedulers import BLOCK_TOKENS, Bench, prompt_of
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import FinishReason, RequestStatus
 
@@ -22,7 +21,7 @@ TOKENS = FULL + 16
 """Two full blocks and a half one."""
 
 
-def counts(bench: ByteBench) -> tuple[int, int, int]:
+def counts(bench: Bench) -> tuple[int, int, int]:
     """Return how many requests run, wait, and wait for a load."""
     scheduler = bench.scheduler
     return len(scheduler.running), len(scheduler.waiting), len(scheduler.kv_holding_waiting)

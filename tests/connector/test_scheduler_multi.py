@@ -20,8 +20,8 @@ ORDERS = [(KVDISK, ANOTHER), (ANOTHER, KVDISK)]
 
 
 @pytest.fixture(params=ORDERS, ids=["kvdisk first", "kvdisk second"])
-def bench(request: pytest.FixtureRequest, plain: Engines) -> Bench:
-    return plain.make(others=request.param)
+def bench(request: pytest.FixtureRequest, engines: Engines) -> Bench:
+    return engines.make(others=request.param)
 
 
 def other_of(bench: Bench) -> OtherConnector:
@@ -61,8 +61,8 @@ class Hiding(OtherConnector):
         self.child = KVDiskConnector(*arguments)
 
 
-def test_around_it_what_cannot_be_set_must_be_set_by_hand(plain):
-    built = plain.make().scheduler
+def test_around_it_what_cannot_be_set_must_be_set_by_hand(engines):
+    built = engines.make().scheduler
     built.vllm_config.kv_transfer_config.kv_load_failure_policy = "fail"
     arguments = (built.vllm_config, KVConnectorRole.SCHEDULER, built.kv_cache_config)
     with pytest.raises(ConfigError, match="set kv_load_failure_policy to recompute"):
@@ -87,24 +87,22 @@ def test_an_abort_before_and_while_another_one_loads(bench):
     bench.add("b", OTHER)
     bench.add("c", prompt_of(3))
     bench.abort("b")
-    bench.scheduler.schedule()  # its output goes to no worker: "c" waits for its blocks
+    other_of(bench).holds = True
+    bench.step()  # "c" waits for its blocks
     bench.abort("c")
     bench.abort("a")
     bench.release()
-    other_of(bench)._loading = {"c"}
+    other_of(bench).holds = False
 
 
 def computed_on_a_hole(bench: Bench) -> Request:
     """Let the other connector promise two blocks and fill one; return the request, which has
     computed on both."""
     other = other_of(bench)
-    other.promise, other.asynchronous = 2 * BLOCK_TOKENS, False
+    other.promise, other.asynchronous, other.holes = 2 * BLOCK_TOKENS, False, {1}
     request = bench.add("a", PROMPT, max_tokens=9)
-    output = bench.scheduler.schedule()
-    bench.invalid = {bench.table("a")[1]}
-    transfer = bench._work(output.kv_connector_metadata)
-    bench.scheduler.update_from_output(output, bench._model_output(output, transfer))
-    other.promise = 0
+    bench.step()
+    other.promise, other.holes = 0, ()
     return request
 
 
@@ -130,9 +128,9 @@ def test_nothing_is_kept_of_what_was_computed_on_a_failed_load_of_another_one(fi
     assert min(generations) > newest
 
 
-def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(plain):
+def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(engines):
     """It is preempted before it has gone on: what its table says is computed is poison."""
-    bench = plain.make(others=ORDERS[0], extra={"store_policy": "on_preemption"})
+    bench = engines.make(others=ORDERS[0], extra={"store_policy": "on_preemption"})
     request = computed_on_a_hole(bench)
     assert request.num_computed_tokens == BLOCK_TOKENS
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -145,10 +143,10 @@ def test_nothing_computed_on_a_failed_load_of_another_one_is_saved_of_a_victim(p
     bench.run()
 
 
-def test_what_nobody_filled_is_not_stored_lazily(plain):
+def test_what_nobody_filled_is_not_stored_lazily(engines):
     """The engine's cache keeps it under its hashes when the request is aborted before it has gone
     on."""
-    bench = plain.make(others=ORDERS[0], num_blocks=24, extra={"store_policy": "spillover"})
+    bench = engines.make(others=ORDERS[0], num_blocks=24, extra={"store_policy": "spillover"})
     request = computed_on_a_hole(bench)
     bench.abort("a")
     assert all(bench.pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes)

@@ -11,8 +11,7 @@ import random
 from typing import Any
 
 import pytest
-from byte_bench import SLOT_BYTES, ByteBench
-from schedulers import BLOCK_TOKENS, prompt_of
+from schedulers import BLOCK_TOKENS, SLOT_BYTES, Bench, prompt_of
 
 from kvdisk.blocks import Tier, group_of
 from kvdisk.messages import JobKind
@@ -27,7 +26,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 SOURCES = ["cpu", "nvme", "nvme through staging", "nvme, after a restart", "nvme, read ahead"]
 
 
-def per_group(bench: ByteBench, keys: list[bytes]) -> list[int]:
+def per_group(bench: Bench, keys: list[bytes]) -> list[int]:
     """Return how many of these keys are of each group."""
     return [sum(group_of(key) == group for key in keys) for group in range(bench.group_count)]
 
@@ -157,7 +156,9 @@ PLACES: list[dict[str, Any]] = [
     {"ranks": 2, "nvme": True, "num_blocks": 14},
     {"nvme": True, "extra": {"cpu_bytes": 0}, "pipelined": True},
     {"extra": {"store_policy": "on_preemption"}, "pipelined": True, "num_blocks": 14},
+    {"extra": {"store_policy": "on_preemption", "cpu_bytes": 0}, "nvme": True, "num_blocks": 14, "ranks": 2},
     {"extra": {"store_policy": "spillover"}, "drafter": True},
+    {"extra": {"store_policy": "spillover"}, "window_tokens": 2 * BLOCK_TOKENS, "ranks": 2},
     {"extra": {"cpu_bytes": 6 * SLOT_BYTES}, "window_tokens": BLOCK_TOKENS + 1, "num_blocks": 20},
     {"pipelined": True, "max_seqs": 2, "num_blocks": 10},
 ]
@@ -194,7 +195,7 @@ def test_any_order_of_requests_failures_and_resets_leaves_right_bytes(engines, s
     assert "store_policy" in place.get("extra", {}) or bench.jobs_of(JobKind.LOAD, "loads")
 
 
-def change_weights(bench: ByteBench) -> None:
+def change_weights(bench: Bench) -> None:
     """Reset everything, whatever runs and whatever is being stored, and compute with other weights
     from here on. vLLM refuses it while requests hold blocks that were or are being loaded, and only
     then."""

@@ -4,8 +4,10 @@ of a fresh store."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, prompt_of
+from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -21,24 +23,24 @@ ADAPTER = LoRARequest("tuned", 1, "/adapters/tuned")
 # -- adapters and salts ----------------------------------------------------------------------------
 
 
-def test_a_request_with_an_adapter_is_left_alone(plain):
+def test_a_request_with_an_adapter_is_left_alone(engines):
     """vLLM's hash names the adapter and its path. Retrained under both, it would find the KV of the
     old one."""
-    bench = plain.make(num_blocks=12)
+    bench = engines.make(num_blocks=12)
     requests = [
-        bench.add(name, prompt_of(at), 150, lora_request=ADAPTER if at % 2 else None) for at, name in enumerate("abcd")
+        bench.add(name, prompt_of(at), 70, lora_request=ADAPTER if at % 2 else None) for at, name in enumerate("abcd")
     ]
     for _ in range(20):
         bench.step()
     bench.abort("b")
-    bench.finish(*"acd", count=150)
+    bench.finish(*"acd", count=70)
     assert sum(request.num_preemptions for request in requests) > 0
     touched = {move.key for job in bench.jobs for move in job.moves}
     assert [bool(touched & set(bench.keys(name))) for name in "abcd"] == [True, False, True, False]
 
 
-def test_salts_have_keys_of_their_own(plain):
-    bench = plain.make()
+def test_salts_have_keys_of_their_own(engines):
+    bench = engines.make()
     salts = (None, "one", "two")
     for name in ("first", "again"):
         for salt in salts:
@@ -62,8 +64,8 @@ def test_salts_have_keys_of_their_own(plain):
     ],
     ids=["prompt log-probabilities", "pooling"],
 )
-def test_requests_that_need_the_whole_prompt_computed_load_nothing(kind, plain):
-    bench = plain.make()
+def test_requests_that_need_the_whole_prompt_computed_load_nothing(kind, engines):
+    bench = engines.make()
     bench.serve("a", PROMPT)
     bench.forget()
     request = bench.add("b", PROMPT, **kind)
@@ -81,10 +83,10 @@ def test_requests_that_need_the_whole_prompt_computed_load_nothing(kind, plain):
 
 
 @pytest.mark.parametrize("store_decode", [False, True])
-def test_a_session_is_stored_as_its_prompt_grows(store_decode, plain):
+def test_a_session_is_stored_as_its_prompt_grows(store_decode, engines):
     """Each answer becomes a part of the prompt, less its last token, in whose place comes what is
     said next."""
-    bench = plain.make(extra={"store_decode": store_decode})
+    bench = engines.make(extra={"store_decode": store_decode})
     turns = [PROMPT[: BLOCK_TOKENS - 1], PROMPT[40:90], PROMPT[90:130]]
     session = bench.add("a", turns[0], max_tokens=1, resumable=True)
     for tokens in (*turns[1:], None):
@@ -103,10 +105,10 @@ def test_a_session_is_stored_as_its_prompt_grows(store_decode, plain):
     assert bench.loads() == [("b", len(expected))]
 
 
-def test_keys_of_a_prompt_that_was_hashed_anew_are_forgotten(plain):
+def test_keys_of_a_prompt_that_was_hashed_anew_are_forgotten(engines):
     """No session of vLLM 0.32 does it after its blocks were offered; were one to, another prompt's
     KV would be told."""
-    bench = plain.make()
+    bench = engines.make()
     request = bench.add("a", PROMPT, max_tokens=8, resumable=True)
     bench.step()
     request.block_hashes[2:] = [b"x" * 32, b"y" * 32]
@@ -127,8 +129,8 @@ def test_keys_of_a_prompt_that_was_hashed_anew_are_forgotten(plain):
         ([*WHOLE, *OTHER[:33]], [*WHOLE, *OTHER[:33]], BLOCKS + 1, BLOCKS),
     ],
 )
-def test_a_drafters_last_block_is_not_what_its_hash_says(plain, stored_of, asked, drafted, loaded):
-    bench = plain.make(drafter=True)
+def test_a_drafters_last_block_is_not_what_its_hash_says(engines, stored_of, asked, drafted, loaded):
+    bench = engines.make(drafter=True)
     bench.serve("a", stored_of)
     whole = len(stored_of) // BLOCK_TOKENS
     assert [sum(group_of(key) == group for key in bench.stored()) for group in (0, 1)] == [whole, drafted]
@@ -142,10 +144,12 @@ def test_a_drafters_last_block_is_not_what_its_hash_says(plain, stored_of, asked
 # -- a fresh store ---------------------------------------------------------------------------------
 
 
+FRESH: dict[str, Any] = {"nvme": True, "extra": {"cpu_bytes": 0}}
+
+
 @pytest.mark.parametrize(("max_tokens", "window"), [(1, None), (8, None), (1, 2 * BLOCK_TOKENS)])
-def test_the_first_requests_of_a_fresh_store_are_stored(plain, max_tokens, window):
-    bench = plain.make(nvme=True, extra={"cpu_bytes": 0}, window_tokens=window)
-    bench.run()  # an engine that has just started makes the first segment
+def test_the_first_requests_of_a_fresh_store_are_stored(engines, max_tokens, window):
+    bench = engines.make(**FRESH, window_tokens=window)
     bench.add("a", PROMPT, max_tokens)
     bench.add("b", OTHER, max_tokens)
     bench.run()
@@ -154,3 +158,16 @@ def test_the_first_requests_of_a_fresh_store_are_stored(plain, max_tokens, windo
     for name in "ab":
         bench.serve(f"again {name}", bench.known[name].prompt_token_ids)
     assert bench.counters()["hit_tokens.nvme"] == 2 * BLOCKS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("reset", ["reset_prefix_cache", "reset_connector_cache"])
+def test_what_is_gone_before_there_is_room_is_not_stored(engines, reset):
+    bench: Bench = engines.make(**FRESH)
+    bench.hold = {JobKind.OPEN_SEGMENT}
+    bench.add("a", PROMPT, max_tokens=1)
+    for _ in range(4):
+        bench.step()
+    assert getattr(bench.scheduler, reset)()
+    bench.release()
+    bench.run()
+    assert bench.stored() == []

@@ -50,9 +50,9 @@ class Core(EngineCoreProc):
 
 
 @pytest.fixture
-def bench(plain: Engines) -> Bench:
+def bench(engines: Engines) -> Bench:
     """An engine that has drained, and whose prompt lies in kvdisk's memory alone."""
-    made: Bench = plain.make().warm(1)
+    made: Bench = engines.make().warm(1)
     return made
 
 
@@ -62,7 +62,7 @@ def loading(bench: Bench) -> Bench:
     bench.hold = {JobKind.LOAD}
     bench.add("b", PROMPT)
     bench.step()
-    assert [job.kind for job in bench.held] == [JobKind.LOAD]
+    assert [job.kind for job in bench.jobs] == [JobKind.LOAD]
     return bench
 
 
@@ -82,8 +82,8 @@ def hits(bench: Bench) -> int:
     ],
     ids=["of the GPU alone", "of the connector too", "with weights that stay"],
 )
-def test_what_is_served_after_a_reset(on_reset, reset, kept, plain):
-    bench = plain.make(extra={"on_reset": on_reset}).warm(1)
+def test_what_is_served_after_a_reset(on_reset, reset, kept, engines):
+    bench = engines.make(extra={"on_reset": on_reset}).warm(1)
     bench.serve("other", prompt_of(2))
     assert bench.scheduler.reset_prefix_cache(**reset)
     assert hits(bench) == kept

@@ -23,17 +23,17 @@ Restart = Callable[..., Bench]
 
 
 @pytest.fixture
-def restarted(plain: Engines, monkeypatch: pytest.MonkeyPatch) -> Restart:
+def restarted(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Restart:
     """Makes a bench in whose store the full blocks of these prompts lie, and in whose memory none;
     there are no other engines."""
     monkeypatch.setattr(assembly, "_meet_neighbours", lambda *_: FakeNeighbours([]))
 
     def restart(*prompts: list[int], extra: dict[str, Any] | None = None, **more: Any) -> Bench:
-        bench = plain.make(nvme=True, **more)
+        bench = engines.make(nvme=True, **more)
         for at, prompt in enumerate(prompts):
             bench.serve(f"before {at}", prompt)
-        plain.close()
-        return plain.make(nvme=True, extra=extra, **more)
+        engines.close()
+        return engines.make(nvme=True, extra=extra, **more)
 
     return restart
 

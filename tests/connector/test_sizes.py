@@ -12,11 +12,9 @@ import pytest
 from other_connectors import ANOTHER
 from schedulers import BLOCK_TOKENS, KVDISK, PROMPT, Bench
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvdisk.blocks import Tier
 from kvdisk.config import Config
-from kvdisk.connector.adapter import handshake_groups
 from kvdisk.connector.connector import KVDiskHandshake
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.errors import ConfigError
@@ -29,9 +27,7 @@ BOTH = 3 * ONE_LAYER
 
 def handshake(bench: Bench) -> KVDiskHandshake:
     """What a worker tells, as it comes from another process."""
-    groups = handshake_groups(KVCacheConfig(64, [], bench.worker_groups, hash_block_size=BLOCK_TOKENS))
-    assert groups is not None
-    return pickle.loads(pickle.dumps(KVDiskHandshake(groups)))  # noqa: S301 - our own
+    return pickle.loads(pickle.dumps(bench.ranks[0].ours.get_handshake_metadata()))  # noqa: S301 - our own
 
 
 def tell(bench: Bench, *told: KVConnectorHandshakeMetadata) -> None:
@@ -40,20 +36,20 @@ def tell(bench: Bench, *told: KVConnectorHandshakeMetadata) -> None:
 
 
 @pytest.mark.parametrize("others", [(), (KVDISK, ANOTHER)], ids=["alone", "in a MultiConnector"])
-def test_the_sizes_are_those_of_the_workers(plain, others):
-    bench = plain.make(two_sizes=True, others=others)
+def test_the_sizes_are_those_of_the_workers(engines, others):
+    bench = engines.make(two_sizes=True, others=others)
     tell(bench, *[handshake(bench)] * (1 if others else 2))
     (group,) = bench.connector.scheduler._geometry.groups
     assert group.payload_bytes == BOTH
-    assert bench.manager._tiers.get(Tier.CPU).pool.total == [(16 << 20) // group.slot_bytes]
+    assert bench.manager._tiers.get(Tier.CPU).pool.total == [(4 << 20) // group.slot_bytes]
     for name in ("a", "b"):
         bench.serve(name, PROMPT)
         bench.forget()
     assert [job.kind for job in bench.jobs] == [JobKind.STORE, JobKind.LOAD]
 
 
-def test_without_what_the_engine_has_to_tell_nothing_starts(plain):
-    bench = plain.make(two_sizes=True)
+def test_without_what_the_engine_has_to_tell_nothing_starts(engines):
+    bench = engines.make(two_sizes=True)
     with pytest.raises(ConfigError, match="no handshake came"):
         bench.add("a", PROMPT)
     with pytest.raises(ConfigError, match="no handshake came"):
@@ -65,11 +61,11 @@ def test_without_what_the_engine_has_to_tell_nothing_starts(plain):
         side.bind_pool(object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="block pool"):
         side.has_pending_work()
-    plain.close()
+    engines.close()
 
 
-def test_workers_that_differ_are_refused(plain):
-    bench = plain.make(two_sizes=True)
+def test_workers_that_differ_are_refused(engines):
+    bench = engines.make(two_sizes=True)
     other = deepcopy(handshake(bench))
     specs = other.groups[0].kv_cache_spec.kv_cache_specs
     specs["full.1"] = replace(specs["full.1"], num_kv_heads=4)
@@ -77,10 +73,12 @@ def test_workers_that_differ_are_refused(plain):
         tell(bench, handshake(bench), other)
 
 
-def test_where_the_scheduler_is_certain_workers_keep_silent_or_are_refused(plain):
+def test_where_the_scheduler_is_certain_workers_keep_silent_or_are_refused(engines):
     """Of a ``MultiConnector`` only the first child that says something is heard."""
-    bench = plain.make()
+    bench = engines.make()
     assert bench.connector.get_handshake_metadata() is None
     tell(bench)
+    other = engines.make(two_sizes=True)
+    tell(other, handshake(other))
     with pytest.raises(ConfigError, match=rf"\[{ONE_LAYER}\] bytes.*\[{BOTH}\]"):
-        tell(bench, handshake(bench))
+        tell(bench, handshake(other))

@@ -187,15 +187,9 @@ def _change_the_last_weight(folder: Path) -> None:
     weights.write_bytes(content)
 
 
-def test_the_same_model_has_the_same_fingerprint_wherever_it_lies(folder, tmp_path):
-    first = _fingerprint(folder)
-    assert first == _fingerprint(folder)
-    assert first == _fingerprint(folder, {"model_config.model": str(shutil.copytree(folder, tmp_path / "moved"))})
-    _change_the_last_weight(folder)
-    assert _fingerprint(folder) != first, "one changed weight is another model"
-
-
-def test_whatever_changes_the_bytes_changes_the_fingerprint(folder):
+def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
+    drafter = vllm_config(folder).model_config
+    drafter.model = str(shutil.copytree(folder, tmp_path / "drafter"))
     changes: dict[str, Any] = {
         "cache_config.cache_dtype": "fp8",
         "model_config.dtype": "bfloat16",
@@ -203,20 +197,19 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder):
         "model_config.quantization": "awq",
         "cache_config.prefix_caching_hash_algo": "sha256_cbor",
         "model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 1234.5},
+        "speculative_config": SimpleNamespace(method="eagle", draft_model_config=drafter),
     }
-    found = {_fingerprint(folder, {name: value}) for name, value in changes.items()}
-    found |= {_fingerprint(folder), _fingerprint(folder, groups=2)}
-    assert len(found) == len(changes) + 2
-
-
-def test_another_drafter_changes_the_fingerprint(folder, tmp_path):
-    drafter = vllm_config(folder).model_config
-    drafter.model = str(shutil.copytree(folder, tmp_path / "drafter"))
-    drafts = {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=drafter)}
-    found = [_fingerprint(folder), _fingerprint(folder, drafts)]
-    assert _fingerprint(folder, drafts) == found[1]
+    first = _fingerprint(folder)
+    assert first == _fingerprint(folder)
+    assert first == _fingerprint(folder, {"model_config.model": str(shutil.copytree(folder, tmp_path / "moved"))})
+    found = {name: _fingerprint(folder, {name: value}) for name, value in changes.items()}
+    assert found["speculative_config"] == _fingerprint(folder, {"speculative_config": changes["speculative_config"]})
     _change_the_last_weight(tmp_path / "drafter")
-    assert len({*found, _fingerprint(folder, drafts)}) == 3
+    found["another drafter"] = _fingerprint(folder, {"speculative_config": changes["speculative_config"]})
+    found["more groups"] = _fingerprint(folder, groups=2)
+    _change_the_last_weight(folder)
+    found["one weight"] = _fingerprint(folder)
+    assert len({first, *found.values()}) == 1 + len(found)
 
 
 @pytest.mark.parametrize(

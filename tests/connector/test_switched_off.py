@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
-from byte_bench import SLOT_BYTES, ByteBench
-from schedulers import BLOCK_TOKENS, OTHER, PROMPT, Engines, prompt_of
+from schedulers import BLOCK_TOKENS, OTHER, PROMPT, SLOT_BYTES, Bench, Engines, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.connector.connector import KVDiskWorkerMetadata
 from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
-from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import AdmitAll
 from kvdisk.manager.store_policy import OnCompute
-from kvdisk.messages import JobKind, Plan, Report
+from kvdisk.messages import JobKind, Report
 
 WAIT_S = 600.0
 TWO_GROUPS = {"window_tokens": 2 * BLOCK_TOKENS}
@@ -48,7 +46,7 @@ class Plant(NamedTuple):
     def __repr__(self) -> str:
         return f"{'after' if self.after else 'before'} {self.owner}.{self.name}"
 
-    def put(self, bench: ByteBench, patch: pytest.MonkeyPatch) -> list[int]:
+    def put(self, bench: Bench, patch: pytest.MonkeyPatch) -> list[int]:
         """Plant it; return a list that is empty until it was raised."""
         owner, raised = self._owner(bench), []
         original = getattr(owner, self.name)
@@ -64,39 +62,32 @@ class Plant(NamedTuple):
         patch.setattr(owner, self.name, planted)
         return raised
 
-    def _owner(self, bench: ByteBench) -> Any:
+    def _owner(self, bench: Bench) -> Any:
         if self.owner in {"scheduler", "manager"}:
             return bench.connector.scheduler if self.owner == "scheduler" else bench.manager
-        worker: Any = bench.workers[0].worker
+        worker: Any = bench.ranks[0].ours.worker
         return {"worker": worker, "mover": worker.mover, "runner": worker.mover._runner, "report": Report}[self.owner]
 
 
-def before_and_after(owner: str, *names: str, only_before: str) -> list[Plant]:
-    """``only_before`` ends with the note of what was told."""
-    return [
-        Plant(owner, name, after) for name in names for after in (False, True) if not (after and name == only_before)
-    ]
+def before_and_after(owner: str, stand_in: type, only_before: str) -> list[Plant]:
+    """An error in each hook that a half's stand-in answers; ``only_before`` ends with the note of
+    what was told."""
+    names = [name for name in vars(stand_in) if name[0] != "_" and name not in {"counters", "switched_off", "shutdown"}]
+    found = [Plant(owner, name, after) for name in names for after in (False, True)]
+    found.remove(Plant(owner, only_before, after=True))
+    return found
 
 
 def is_of(kind: JobKind) -> dict[str, Callable[..., bool]]:
     return {
         "add": lambda _, job, *more: job.kind is kind,
-        "turn": lambda bench, *_: any(
-            work.job.kind is kind for work in bench.workers[0].worker.mover._runner._works.values()
-        ),
+        "turn": lambda bench, *_: any(work.job.kind is kind for work in bench.ranks[0].mover._runner._works.values()),
     }
 
 
-IN_THE_SCHEDULER = [
-    *before_and_after("scheduler", "new_request", "matched_tokens", "allocated", "hit_sources", only_before=""),
-    *before_and_after("scheduler", "finished", "plan", "settle", "has_pending_work", only_before="plan"),
-    *before_and_after("scheduler", "take_events", "take_stats", only_before=""),
-    Plant("manager", "reset", after=True),
-    Plant("manager", "preempt"),
-]
+IN_THE_SCHEDULER = [*before_and_after("scheduler", SchedulerOff, only_before="plan"), Plant("manager", "preempt")]
 IN_A_WORKER = [
-    *before_and_after("worker", "before_step", "before_forward", "after_forward", only_before=""),
-    *before_and_after("worker", "collect", "take_report", only_before="collect"),
+    *before_and_after("worker", WorkerOff, only_before="collect"),
     Plant("mover", "submit", after=True),
     Plant("mover", "poll", after=True),
     Plant("report", "merge", when=lambda _, mine, other: bool(other.results)),
@@ -108,7 +99,7 @@ IN_A_WORKER = [
 ]
 
 
-def make(engines: Engines, **more: Any) -> ByteBench:
+def make(engines: Engines, **more: Any) -> Bench:
     """``told``: the events of kvdisk's own."""
     bench: Any = engines.make(threaded=True, events=True, **more)
     take, bench.told = bench.connector.take_events, []
@@ -122,14 +113,14 @@ def make(engines: Engines, **more: Any) -> ByteBench:
     return bench
 
 
-def warm(bench: ByteBench) -> None:
+def warm(bench: Bench) -> None:
     """Store a prompt, and let the GPU forget it."""
     bench.serve("first", PROMPT, 2)
     assert bench.counters()["stored_blocks"] >= 4
     assert bench.scheduler.reset_prefix_cache()
 
 
-def serve_mixed(bench: ByteBench) -> None:
+def serve_mixed(bench: Bench) -> None:
     """Two hits, one of them aborted, and a miss; then a victim, and a reset."""
     for name, prompt in (("hit", PROMPT), ("gone", PROMPT), ("miss", OTHER)):
         bench.add(name, prompt, max_tokens=4)
@@ -144,7 +135,7 @@ def serve_mixed(bench: ByteBench) -> None:
     bench.finish("hit", "miss", "victim", count=4)
 
 
-def assert_off(bench: ByteBench, caplog: pytest.LogCaptureFixture) -> None:
+def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is held, nothing is served, everything else works, and somebody has said why,
     once."""
     assert not bench.references()
@@ -154,7 +145,7 @@ def assert_off(bench: ByteBench, caplog: pytest.LogCaptureFixture) -> None:
     bench.serve("after", PROMPT, 4)
     assert len(bench.sampled("after")) == 4
     assert len(bench.jobs) == jobs
-    assert type(bench.connector.scheduler) is SchedulerOff and type(bench.workers[0].worker) is WorkerOff
+    assert type(bench.connector.scheduler) is SchedulerOff and type(bench.ranks[0].ours.worker) is WorkerOff
     assert not bench.connector.has_pending_push_work() and not bench.connector.has_pending_block_frees()
     assert bench.connector.reset_cache()
     assert bench.counters()["switched_off"] == 1
@@ -191,7 +182,7 @@ def test_a_load_that_was_promised_and_never_sent_ends_as_failed(engines, groups,
         bench.add(name, prompt)
     output = bench.step()
     assert not output.num_scheduled_tokens
-    plan = bench.plans[-1]
+    plan = output.kv_connector_metadata.plan
     assert plan.off and [job.request_id for job in plan.jobs] == ["b", "c"]
     assert all(job.kind is JobKind.LOAD and job.moves for job in plan.jobs)
     assert bench.step().num_scheduled_tokens["b"] == len(PROMPT)
@@ -200,11 +191,11 @@ def test_a_load_that_was_promised_and_never_sent_ends_as_failed(engines, groups,
 
 
 def hold_copies(
-    bench: ByteBench, patch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
+    bench: Bench, patch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
 ) -> tuple[threading.Event, threading.Event]:
     """Stop the mover's thread in its next copies until the second event is set; the first says that
     it is there."""
-    copier = bench.workers[0].worker.mover._copier
+    copier = bench.ranks[0].mover._copier
     original, entered, gate = getattr(copier, name), threading.Event(), threading.Event()
 
     def held(*arguments: Any, **more: Any) -> Any:
@@ -251,7 +242,7 @@ def test_a_store_whose_source_may_be_overwritten_is_not_written(engines, tmp_pat
     bench.step()
     assert entered.wait(WAIT_S)
     Plant("scheduler", "plan").put(bench, monkeypatch)
-    mover = bench.workers[0].worker.mover
+    mover = bench.ranks[0].mover
     letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._runner.given_up), gate.set()))
     letting_go.start()
     bench.step()
@@ -259,7 +250,7 @@ def test_a_store_whose_source_may_be_overwritten_is_not_written(engines, tmp_pat
     letting_go.join()
     bench.abort("torn")
     assert bench.scheduler.reset_prefix_cache()
-    for view in bench._views[0]:
+    for _, view in bench.ranks[0].views:
         view.fill(0xEE)  # as a request that was given the blocks would
     bench.run()
     assert bench.counters().get("drive_written_bytes.0", 0) == 4 * SLOT_BYTES
@@ -325,24 +316,9 @@ def test_a_report_that_is_off_or_cannot_be_added_up_puts_all_ranks_off():
         assert merged.report.off
 
 
-def test_a_worker_is_told_by_the_plan(engines, caplog):
-    bench = make(engines)
-    warm(bench)
-    metadata = bench.step().kv_connector_metadata
-    metadata.plan = Plan(off=True)
-    (worker,) = bench.workers
-    worker.handle_preemptions(metadata)
-    assert type(worker.worker) is WorkerOff
-    worker.bind_connector_metadata(metadata)
-    worker.wait_for_save()
-    assert worker.build_connector_worker_meta() is None, "the scheduler knows"
-    worker.clear_connector_metadata()
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_to_end_the_engine_does(plain, error, monkeypatch):
-    bench = plain.make()
+def test_what_is_to_end_the_engine_does(engines, error, monkeypatch):
+    bench = engines.make()
 
     def interrupt(*arguments: Any) -> None:
         raise error
@@ -351,8 +327,3 @@ def test_what_is_to_end_the_engine_does(plain, error, monkeypatch):
     bench.add("a", PROMPT)
     with pytest.raises(error):
         bench.step()
-
-
-def test_a_wrong_configuration_still_ends_the_start(plain):
-    with pytest.raises(ConfigError, match="cpu_bytes"):
-        plain.make(extra={"cpu_bytes": 1})

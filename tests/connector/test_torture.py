@@ -4,13 +4,11 @@ alone."""
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_child import STEADY, EngineChild
-from torture_rounds import GPU, HERE, MIB, ROUNDS, SEED, run_round, verify_store
+from torture_rounds import GPU, HERE, MIB, MOST_TOKENS, PROMPTS, ROUNDS, SEED, run_round, verify_store
 
 pytestmark = pytest.mark.torture
 
@@ -100,24 +98,24 @@ def test_two_of_them_in_a_multi_connector(model, expected, tmp_path):
             assert engine.metrics()[f"kvdisk_{name}"] == total, "vLLM adds up what both count"
 
 
-TWO_RANKS = {"max_model_len": 512, "num_gpu_blocks_override": 72}
-PREEMPTED = [random.Random(seed).choices(range(10, 500), k=45 + 3 * seed) for seed in range(24)]
-
-
-@pytest.fixture(scope="module")
-def expected_of_two_ranks(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    log = tmp_path_factory.mktemp("expected") / "log"
-    with EngineChild(tiny_gemma3, log, layout="tp2", **TWO_RANKS) as engine:
-        return [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
-
-
-@pytest.mark.parametrize("policy", ["on_compute", "on_preemption", "spillover"])
-def test_preemptions_on_two_ranks(policy, tiny_gemma3, expected_of_two_ranks, tmp_path):
-    """Several groups, two ranks: what one rank has not copied in time is a miss on both."""
-    extra = {"cpu_bytes": "64MiB", "store_policy": policy, "store_decode": True}
-    with EngineChild(tiny_gemma3, tmp_path / "log", extra_config=extra, layout="tp2", **TWO_RANKS) as engine:
-        for _ in range(2):
-            answers = [answer.tokens for answer in engine.generate(PREEMPTED, 100)]
-            assert answers == expected_of_two_ranks, policy
-            engine.reset()
-        assert engine.metrics()["num_preemptions"] >= 15
+@pytest.mark.parametrize("cpu_bytes", ["4MiB", 0])
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_resets_and_new_weights_under_load(cpu_bytes, model, expected, tmp_path):
+    """Each reset succeeds, whatever stores are out, and nothing from before one is served after
+    it."""
+    extra = STORE | {"cpu_bytes": cpu_bytes, "store_dirs": str(tmp_path / "store"), "store_decode": True}
+    # Too few for the prefix cache to keep what is asked for again.
+    too_few = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 512}
+    with EngineChild(model, tmp_path / "log", extra_config=extra, env=HERE, **GPU | too_few) as engine:
+        engine.call("engine_acts:use_weights", 1)
+        others = [answer.tokens for answer in engine.generate(PROMPTS, MOST_TOKENS, together=False)]
+        changed = sum(one != other for one, other in zip(expected, others, strict=True))
+        assert changed > len(PROMPTS) // 2, "else the test shows nothing"
+        engine.drain()
+        engine.call("engine_acts:use_weights", 0)
+        assert engine.call("engine_acts:reset_all")
+        counts = run_round(engine, SEED, expected, others, count=900, steps_between=44)
+        assert counts["resets"] >= 60 and counts["interrupted"] > counts["resets"] // 2, counts
+        assert counts["stores_out"] > 0 and counts["compared"] > counts["resets"], counts
+        engine.call("engine_acts:audit")
+        assert engine.counters()["loaded_blocks"] > 0

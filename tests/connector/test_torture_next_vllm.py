@@ -10,7 +10,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -67,7 +66,7 @@ def test_every_supported_version_is_tested():
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_needs_only_the_python_of_another_vllm(version, tmp_path):
+def test_what_needs_only_the_python_of_another_vllm(version):
     folder = ROOT / "build" / f"vllm-{version}-python"
     lay_python(folder, version)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -77,17 +76,10 @@ def test_what_needs_only_the_python_of_another_vllm(version, tmp_path):
     found, path = said.splitlines()[-1].split(maxsplit=1)
     assert found.startswith(version) and Path(path).is_relative_to(folder), said
     files = sorted(str(file) for name in FILES for file in (ROOT / "tests" / "connector").glob(name))
-    listing = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-m", WHICH, *files]
-    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml", str(report), "--timeout", "600"]
-    command += ["-m", WHICH, *files]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "600", "-m", WHICH, *files]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    if done.returncode != 0:
+    last = done.stdout.splitlines()[-1]
+    if done.returncode != 0 or "skipped" in last or " passed" not in last:
         pytest.fail(f"on vLLM {version}:\n{done.stdout[-20_000:]}", pytrace=False)
-    suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314 - pytest's own, of a moment ago
-    counts = [{name: int(suite.get(name, 0)) for name in ("tests", "skipped")} for suite in suites]
-    assert sum(count["tests"] for count in counts) == sum("::" in line for line in listed) > 0, counts
-    assert not any(count["skipped"] for count in counts), counts

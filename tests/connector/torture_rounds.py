@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ LONGEST = 360
 MOST_TOKENS = 32
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
 _FOLDER = Path(__file__).parent
-HERE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH")]))}
+HERE = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH")])),
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+"""An environment for ``engine_acts``."""
 
 
 def _length(rng: random.Random) -> int:
@@ -79,10 +84,11 @@ MIB = 1 << 20
 GPU = {"max_model_len": 512, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 96}
 
 
-def answers_alone(model: Path, log: Path) -> list[list[int]]:
+@cache
+def answers_alone(model: Path) -> list[list[int]]:
     """Return vLLM's own answer to each prompt, one after the other; and, preempted and batched
     anyhow, all the same."""
-    with EngineChild(model, log, env=HERE, **GPU | {"num_gpu_blocks_override": 45}) as engine:
+    with EngineChild(model, model.with_suffix(".log"), env=HERE, **GPU | {"num_gpu_blocks_override": 45}) as engine:
         answers = [answer.tokens for answer in engine.generate(PROMPTS, MOST_TOKENS, together=False)]
         for at in range(ROUNDS):
             run_round(engine, SEED + at, answers)
@@ -90,16 +96,22 @@ def answers_alone(model: Path, log: Path) -> list[list[int]]:
     return answers
 
 
-def run_round(engine: EngineChild, seed: int, expected: list[list[int]], count: int = 40) -> None:
+def run_round(
+    engine: EngineChild, seed: int, *expected: list[list[int]], count: int = 40, steps_between: int = 0
+) -> dict[str, int]:
+    """Run requests and compare their tokens; ``expected``: by set of weights. Return counts, see
+    ``engine_acts.run_requests``. What ran at a reset has tokens of both sets."""
     requests = make_requests(seed, PROMPTS, count)
-    ended = engine.call("engine_acts:run_requests", requests)
-    for at, samples in ended.items():
+    found = engine.call("engine_acts:run_requests", requests, steps_between)
+    ended = found.pop("ended")
+    for at, (samples, weights) in ended.items():
         request = requests[int(at)]
-        for tokens in samples:
-            wanted = expected[request["which"]][: request["max_tokens"]]
+        for tokens in samples if weights is not None else ():
+            wanted = expected[weights][request["which"]][: request["max_tokens"]]
             assert tokens == wanted, f"seed {seed}, request {at}: wrong tokens, {len(request['prompt'])} in the prompt"
     for request, at in zip(requests, range(count), strict=True):
         assert request["abort"] is not None or str(at) in ended, f"seed {seed}: request {at} has no answer"
+    return found | {"compared": sum(weights is not None for _, weights in ended.values())}
 
 
 def verify_store(store: Path, cap_bytes: int) -> int:

@@ -71,7 +71,7 @@ def _copy_file(source: str, target: str) -> None:
     shutil.copystat(source, target)
 
 
-def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> Freezer:
+def freeze_all(quick_path: Path, model: LiveModel) -> Freezer:
     """Run two lives of an engine, the second one with a hot start and a change of weights, and
     freeze every state."""
     freezer = Freezer(quick_path / "store", quick_path / "images")
@@ -80,17 +80,17 @@ def freeze_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> 
     with hooked(freezer):
         for life in range(2):
             engine = TurnedEngine(quick_path / "store", model, freezer)
-            load_on(engine, seed, requests)
+            load_on(engine, SEED, REQUESTS)
             if life:
                 engine.change_weights()
-                load_on(engine, seed, requests // 2)
+                load_on(engine, SEED, REQUESTS // 2)
             evicted += engine.manager.stats["evicted_blocks.nvme"]
             engine.close()
     assert evicted > 0, "slots were used anew"
     return freezer
 
 
-def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, records_hold: bool = True) -> int:
+def open_image(image: Path, model: LiveModel, *, records_hold: bool = True) -> int:
     """Account for an image and load it; return the tokens that it served from NVMe. Its own syncs
     are left out."""
     with patch("os.fsync"):
@@ -98,7 +98,7 @@ def open_image(image: Path, model: LiveModel, seed: int, requests: int, *, recor
         try:
             engine.run_until_quiet()
             audit(engine, records_hold=records_hold)
-            load_on(engine, seed, requests)
+            load_on(engine, SEED, REQUESTS)
             audit(engine, records_hold=records_hold)
             return engine.manager.stats["hit_tokens.nvme"]
         finally:
@@ -110,50 +110,6 @@ def take_mark(image: Path) -> None:
     read it first."""
     for mark in image.glob("homes/*/index/open"):
         mark.unlink()
-
-
-def check_all(quick_path: Path, model: LiveModel, seed: int, requests: int) -> None:
-    freezer = freeze_all(quick_path, model, seed, requests)
-    assert {"write", "commit", "control", "segment"} == set(freezer.events)
-    assert freezer.syncs > 0
-    served = 0
-    for number, what in enumerate(freezer.events):
-        take_mark(freezer.image(number))
-        try:
-            served += open_image(freezer.image(number), model, seed, requests) > 0
-        except BaseException as error:
-            error.add_note(f"image {number} of {len(freezer.events)}, after a {what}, seed {seed}, {model}")
-            raise
-        shutil.rmtree(freezer.image(number))
-    assert served > len(freezer.events) // 10, "what was committed is served"
-
-
-def check_power_loss(
-    quick_path: Path, model: LiveModel, seed: int, requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Index and data of different moments, as the drive writes them when it likes; and the machine
-    has started anew."""
-    freezer = freeze_all(quick_path, model, seed, requests)
-    boot_id = quick_path / "boot_id"
-    boot_id.write_text("another boot\n")
-    monkeypatch.setattr("kvdisk.device.store.BOOT_ID_PATH", boot_id)
-    commits = [number for number, what in enumerate(freezer.events) if what == "commit"]
-    served = 0
-    for at, number in enumerate(commits):
-        for other in {commits[max(0, at - 3)], commits[min(len(commits) - 1, at + 3)]} - {number}:
-            image = quick_path / "mixed"
-            copy_sparse(freezer.image(number), image)
-            if not mix(image, freezer.image(other)):
-                shutil.rmtree(image)
-                continue
-            take_mark(image)
-            try:
-                served += open_image(image, model, seed, requests, records_hold=False)
-            except BaseException as error:
-                error.add_note(f"data of image {number} with the index of {other}, seed {seed}, {model}")
-                raise
-            shutil.rmtree(image)
-    assert served > 0
 
 
 def mix(image: Path, other: Path) -> bool:
@@ -170,8 +126,44 @@ def mix(image: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("windowed", [pytest.param(False, marks=pytest.mark.torture), True])
 def test_every_crash_image(windowed: bool, quick_path: Path) -> None:
-    check_all(quick_path, LiveModel(windowed=windowed), SEED, REQUESTS)
+    model = LiveModel(windowed=windowed)
+    freezer = freeze_all(quick_path, model)
+    assert {"write", "commit", "control", "segment"} == set(freezer.events)
+    assert freezer.syncs > 0
+    served = 0
+    for number, what in enumerate(freezer.events):
+        take_mark(freezer.image(number))
+        try:
+            served += open_image(freezer.image(number), model) > 0
+        except BaseException as error:
+            error.add_note(f"image {number} of {len(freezer.events)}, after a {what}, seed {SEED}, {model}")
+            raise
+        shutil.rmtree(freezer.image(number))
+    assert served > len(freezer.events) // 10, "what was committed is served"
 
 
 def test_power_loss(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_power_loss(quick_path, LiveModel(), SEED, REQUESTS, monkeypatch)
+    """Index and data of different moments, as the drive writes them when it likes; and the machine
+    has started anew."""
+    model = LiveModel()
+    freezer = freeze_all(quick_path, model)
+    boot_id = quick_path / "boot_id"
+    boot_id.write_text("another boot\n")
+    monkeypatch.setattr("kvdisk.device.store.BOOT_ID_PATH", boot_id)
+    commits = [number for number, what in enumerate(freezer.events) if what == "commit"]
+    served = 0
+    for at, number in enumerate(commits):
+        for other in {commits[max(0, at - 3)], commits[min(len(commits) - 1, at + 3)]} - {number}:
+            image = quick_path / "mixed"
+            copy_sparse(freezer.image(number), image)
+            if not mix(image, freezer.image(other)):
+                shutil.rmtree(image)
+                continue
+            take_mark(image)
+            try:
+                served += open_image(image, model, records_hold=False)
+            except BaseException as error:
+                error.add_note(f"data of image {number} with the index of {other}, seed {SEED}, {model}")
+                raise
+            shutil.rmtree(image)
+    assert served > 0

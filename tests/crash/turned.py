@@ -45,28 +45,17 @@ class Hook:
         """It has happened; for a write also when half of it has."""
 
 
-class TurnedDevice:
-    """``Device`` that does everything in ``submit``, one half of a transfer after the other."""
-
-    name = "turned"
+class TurnedDevice(PosixDevice):
+    """Does everything in ``submit``, one half of a transfer after the other."""
 
     def __init__(self, hook: Hook) -> None:
+        super().__init__(1)
         self._hook = hook
-        self._inner = PosixDevice(1)
-        self._tickets = 0
+        self._turns = 0
         self._ended: list[Outcome] = []
 
-    def attach_memory(self, memory: Buffer) -> None:
-        self._inner.attach_memory(memory)
-
-    def attach_file(self, fd: int) -> None:
-        self._inner.attach_file(fd)
-
-    def detach_file(self, fd: int) -> None:
-        self._inner.detach_file(fd)
-
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        self._tickets += 1
+        self._turns += 1
         errors = {}
         for position, transfer in enumerate(batch):
             number = self._hook.before(op.value)
@@ -75,14 +64,14 @@ class TurnedDevice:
                 number = self._move(op, transfer, short=True) or errno.EIO
             if number:
                 errors[position] = number
-        self._ended.append(Outcome(self._tickets, errors))
-        return self._tickets
+        self._ended.append(Outcome(self._turns, errors))
+        return self._turns
 
     def _move(self, op: Op, transfer: Transfer, *, short: bool) -> int:
         start = 0
         for half in _halves(transfer.buffers):
-            self._inner.submit(op, [Transfer(transfer.fd, transfer.offset + start, half)])
-            (outcome,) = self._inner.drain()
+            super().submit(op, [Transfer(transfer.fd, transfer.offset + start, half)])
+            (outcome,) = super().drain()
             if outcome.errors:
                 return outcome.errors[0]
             start += sum(buffer.nbytes for buffer in half)
@@ -96,11 +85,7 @@ class TurnedDevice:
         ended, self._ended = self._ended, []
         return ended
 
-    def drain(self) -> list[Outcome]:
-        return self.poll()
-
-    def close(self) -> None:
-        self._inner.close()
+    drain = poll
 
 
 SHORT = -1

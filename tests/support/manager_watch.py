@@ -160,14 +160,18 @@ class ManagerWatch(Watch):
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
         """Offers are answered: what was refused is offered again only where something has changed.
 
+        And not before a back-off; but what an ended request has left is, as it may be gone then.
         ``how``: of a victim's blocks, which are gone when there is room.
         """
         owner = "" if request is None else request.request_id
+        left: set[BlockKey] = set()
         if request is None:
             self.note_progress()
+            left = {offer.key for offer in self.parts.manager._stores._left}
         for offer in offers if not how else ():
             changes, refused_s = self._refused.pop((owner, offer.key), (-1, -math.inf))
-            assert now - refused_s >= SHORTEST_BACK_OFF_S, "an offer is repeated without a back-off"
+            waited = offer.key in left or now - refused_s >= SHORTEST_BACK_OFF_S
+            assert waited, "an offer is repeated without a back-off"
             assert self._changes > changes, "an offer is repeated though no room can have come free"
         job_id, refused = self._store(offers, request, now, **how)
         for offer in refused if not how else ():

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from kvdisk.config import _PARSERS, Config, parse_bytes
+from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError
 
 STORE = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"}
-
-
-def test_every_field_is_parsed():
-    assert set(_PARSERS) == {field.name for field in fields(Config)}
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,8 @@ def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(c
 # -- a fresh store ---------------------------------------------------------------------------------
 
 
-def test_without_memory_a_fresh_store_has_room_before_the_first_request_comes():
+def test_without_memory_a_fresh_store_takes_what_the_first_request_has_left():
     bench = TierBench((), (4,))
-    bench.idle()
     bench.serve("aabbx")
     assert bench.stats["stored_blocks"] == 2
 

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a ``Bench``: the worker's connector over CPU tensors, and a model whose KV says what
+every byte must be."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from other_connectors import Load, OtherConnector
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvdisk.blocks import Tier
+from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.geometry import HEADER_BYTES, slot_offset
+from kvdisk.messages import Job, JobKind, Plan, Report
+from kvdisk.worker.mover import Mover
+
+if TYPE_CHECKING:
+    from schedulers import Bench
+
+_MASK = (1 << 64) - 1
+_FACTOR = 6364136223846793005
+
+
+def children_of(connector: Any) -> list[Any]:
+    """Return the children of a ``MultiConnector``, or the connector alone."""
+    return list(getattr(connector, "_connectors", [connector]))
+
+
+def kvdisk_of(connector: Any) -> Any:
+    """Return kvdisk's connector of what vLLM has made."""
+    return next(one for one in children_of(connector) if isinstance(one, KVDiskConnector))
+
+
+class GatedMover(Mover):
+    """A mover without a thread: what has begun by the end of a step has ended when the step's
+    results are asked for. Jobs whose kind is in ``hold`` do not begin, unless a plan wants them
+    first.
+
+    ``begin`` is called with each job that begins. ``skew_s``: how far its clock is ahead.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self.hold: set[JobKind] = set()
+        self.begin: Any = lambda job: None
+        self.skew_s = 0.0
+        self._due: set[int] = set()
+        super().__init__(*arguments, **more, threaded=False, clock=lambda: time.monotonic() + self.skew_s)
+
+    def turn(self, wait_s: float = 0.0, now_s: float | None = None) -> bool:
+        waiting, self._inbox = self._inbox, []
+        for plan, _, _ in waiting:
+            self._due.update((*plan.urgent, *plan.fence))
+        kept = []
+        for plan, mark, deadline_s in waiting:
+            held = tuple(job for job in plan.jobs if job.kind in self.hold and job.id not in self._due)
+            jobs = tuple(job for job in plan.jobs if job not in held)
+            for job in jobs:
+                self.begin(job)
+            if jobs or plan.fence or plan.void:
+                self._inbox.append((plan._replace(jobs=jobs), mark, deadline_s))
+            if held:
+                kept.append((Plan(held), mark, deadline_s))
+        happened = super().turn(wait_s, now_s)
+        self._inbox = kept
+        return happened
+
+    def poll(self) -> Report:
+        while self.turn(0.001) or not self._runner.idle:
+            pass
+        return super().poll()
+
+
+class Text(NamedTuple):
+    """The tokens of a request, those included that it will sample, and for each the word that its
+    KV is made of."""
+
+    tokens: list[int]
+    words: list[int]
+
+    def grow(self, length: int) -> None:
+        for at in range(len(self.words), length):
+            if at == len(self.tokens):
+                self.tokens.append((self.words[-1] >> 33) % 500)
+            before = self.words[-1] if at else 0
+            self.words.append(((before ^ (self.tokens[at] + 1)) * _FACTOR + 1442695040888963407) & _MASK)
+
+
+class Rank:
+    """``connector`` is what vLLM makes in a worker; ``ours`` is kvdisk's, alone or a child of it.
+
+    The KV of a token is a function of all tokens up to it, the layer, the rank and the bench's
+    ``weights``. Each step compares all that it reads. ``unsound``: GPU blocks that another
+    connector has left unfilled, and what was computed on them; nothing else may be wrong.
+    ``threaded``: the product's mover, not a ``GatedMover``.
+    """
+
+    def __init__(self, bench: Bench, number: int, *, threaded: bool) -> None:
+        self.unsound: set[int] = set()
+        self._bench = bench
+        self._number = number
+        self._threaded = threaded
+        config = copy.copy(bench.config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = number
+        cache = replace(bench.cache, kv_cache_groups=bench.worker_groups)
+        tensors = {}
+        self.views: list[tuple[int, np.ndarray]] = []
+        """Of each layer, its group and its KV as words: (blocks, tokens, words)."""
+        for at, group in enumerate(cache.kv_cache_groups):
+            for name in group.layer_names:
+                spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+                words = spec.page_size_bytes // spec.block_size // 8
+                tensors[name] = torch.zeros((cache.num_blocks, spec.block_size, words), dtype=torch.int64)
+                self.views.append((at, tensors[name].numpy().view(np.uint64)))
+        self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+        with nullcontext() if threaded else mock.patch("kvdisk.worker.mover.Mover", GatedMover):
+            self.connector.register_kv_caches(tensors)
+        self.ours = kvdisk_of(self.connector)
+        self.mover = self.ours.worker.mover
+        self.mover.begin = self._begin
+        for child in children_of(self.connector):
+            if isinstance(child, OtherConnector):
+                child.fill = self._fill
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def run(self, output: SchedulerOutput) -> KVConnectorOutput:
+        """Run a step by vLLM's order of hooks."""
+        if not self._threaded:
+            self.mover.hold = self._bench.hold if self._bench.hold_rank in {-1, self._number} else set()
+        for _, view in self.views:  # vLLM's second-generation runner zeroes before it calls the hook
+            view[list(output.new_block_ids_to_zero or ())] = 0
+        self.connector.handle_preemptions(output.kv_connector_metadata)
+        with (
+            mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector),
+            set_forward_context(None, self._bench.config),
+            KVConnectorModelRunnerMixin._get_kv_connector_output(output) as transfer,
+        ):
+            for request_id, count in output.num_scheduled_tokens.items():
+                end = self._bench.scheduler.requests[request_id].num_computed_tokens
+                self._forward(request_id, end - count, end)
+        self.mover.skew_s = 0.0
+        return transfer
+
+    def _forward(self, request_id: str, start: int, end: int) -> None:
+        """Compute some tokens: compare what is read, and write."""
+        read_blocks: set[int] = set()
+        written_blocks: set[int] = set()
+        for layer, (group, view) in enumerate(self.views):
+            spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
+            window = getattr(spec, "sliding_window", None)
+            first = max(0, start - window + 1) if window else 0
+            content = self._content(layer, self._bench.texts[request_id], first, end)
+            blocks, places = self._places(request_id, group, first, end)
+            assert blocks.all(), f"{request_id} reads or writes the null block of group {group}"
+            read = start - first
+            read_blocks.update(blocks[:read].tolist())
+            written_blocks.update(blocks[read:].tolist())
+            if read_blocks & self.unsound:
+                content = ~content
+            else:
+                assert (view[blocks[:read], places[:read]] == content[:read]).all(), f"{request_id} reads wrong bytes"
+            view[blocks[read:], places[read:]] = content[read:]
+        self.unsound = self.unsound | written_blocks if read_blocks & self.unsound else self.unsound - written_blocks
+
+    def _fill(self, load: Load) -> None:
+        """Load for another connector."""
+        self.unsound |= set(load.holes)
+        for layer, (group, view) in enumerate(self.views):
+            blocks, places = self._places(load.request_id, group, load.start, load.end)
+            filled = ~np.isin(blocks, list(load.holes))
+            content = self._content(layer, self._bench.texts[load.request_id], load.start, load.end)
+            view[blocks[filled], places[filled]] = content[filled]
+
+    def _places(self, request_id: str, group: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the GPU block of each of a request's tokens, and its place there."""
+        size = self._bench.cache.kv_cache_groups[group].kv_cache_spec.block_size
+        at, places = np.divmod(np.arange(start, end), size)
+        return np.array(self._bench.table(request_id, group))[at], places
+
+    def _content(self, layer: int, text: Text, start: int, end: int) -> np.ndarray:
+        """Return the right KV of some tokens: (tokens, words)."""
+        text.grow(end)
+        salt = np.uint64((self._bench.weights * 4 + self._number * 2 + 1) * 0x9E3779B97F4A7C15 + layer & _MASK)
+        words = np.arange(self.views[layer][1].shape[2], dtype=np.uint64)
+        return (np.array(text.words[start:end], np.uint64) ^ salt)[:, None] + words
+
+    def check_cache(self) -> None:
+        """Compare every block that the engine's prefix cache would serve."""
+        for block in self._bench.pool.blocks[1:]:
+            if block.block_hash is None or block.block_id in self.unsound:
+                continue
+            text, end = self._bench.named(get_block_hash(block.block_hash))
+            for layer, (group, view) in enumerate(self.views):
+                if group == get_group_id(block.block_hash):
+                    found = view[block.block_id]
+                    right = self._content(layer, text, end - len(found), end)
+                    assert (found == right).all(), f"block {block.block_id} is cached, and its bytes are wrong"
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _begin(self, job: Job) -> None:
+        """Spoil what a job is about to read, if the bench wants it."""
+        bench = self._bench
+        if job.kind is JobKind.LOAD:
+            self.unsound.difference_update(move.block for move in job.moves)
+        if bench.fail_rank in {-1, self._number} and bench.fail_of in {"", job.request_id}:
+            spoilt: Sequence[int] = bench.fail.get(job.kind, ())
+            for at in spoilt[: 1 if bench.damage == "cut" else None]:
+                if at < len(job.moves):
+                    self._spoil(job, at)
+
+    def _spoil(self, job: Job, at: int) -> None:
+        slots, damage = job.moves[at].slots, self._bench.damage
+        place = 8 if damage == "header" else HEADER_BYTES + 8
+        if damage == "late":
+            self.mover.skew_s = 1e6
+        elif Tier.NVME not in slots:
+            self.ours.worker._parts.memory[0].view(*slots[Tier.CPU])[place] ^= 1
+        else:
+            (path,) = self._bench.store.glob(f"homes/*/segments/{slots[Tier.NVME].segment}/rank{self._number}.kv")
+            (slot_bytes,) = self._bench.connector.scheduler._geometry.slot_sizes
+            offset = slot_offset(slot_bytes, slots[Tier.NVME].index) + place
+            with path.open("r+b") as file:
+                if damage == "cut":
+                    os.truncate(file.fileno(), offset)
+                    return
+                byte = os.pread(file.fileno(), 1, offset)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
+                os.fsync(file.fileno())
