@@ -144,10 +144,9 @@ class StorePlanner(Room):
             space.reached(used)
 
     def finished(self, request: RequestState) -> None:
-        """Forget a request. What of it waits while there is room, or in a fresh store, may still be
-        stored while the engine has it cached; other room is for the requests that live."""
-        pool = self._target.pool
-        if request.due and not request.stale and (all(pool.free) or not all(pool.total)):
+        """Forget a request. What of it waits for a segment may still be stored while the engine has
+        it cached; room that others leave is for the requests that live."""
+        if request.due and not request.stale and self._target.status.has_room_soon:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
             left = [offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)]
             self._left = (self._left + left)[:MOST_LEFT]

@@ -28,13 +28,14 @@ class TierStatus(NamedTuple):
     """How a tier stands; the defaults are those of one that can always be written.
 
     ``is_open``: False once the tier is off for good. ``is_spent``: whether it was a budget that
-    forbade writing at the last ``refresh_writable``. ``uncommitted``: whether steps are needed
-    until a commit. ``tickets``: of the last change that is to be committed, and of the last that is
-    known to be.
+    forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether there is room, or
+    it comes without anybody's leaving. ``uncommitted``: whether steps are needed until a commit.
+    ``tickets``: of the last change that is to be committed, and of the last that is known to be.
     """
 
     is_open: bool = True
     is_spent: bool = False
+    has_room_soon: bool = False
     uncommitted: bool = False
     tickets: tuple[int, int] = (0, 0)
 

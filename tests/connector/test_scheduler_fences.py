@@ -155,6 +155,17 @@ def test_new_weights_while_stores_are_out(engines, pipelined):
     assert_right_copies(bench, PROMPT)
 
 
+def test_what_a_request_computes_over_kv_of_old_weights_is_not_stored(engines):
+    bench = engines.make(extra={"store_decode": True})
+    bench.add("a", PROMPT, max_tokens=2 * BLOCK_TOKENS)
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.reset_connector_cache()
+    bench.jobs.clear()
+    bench.run()
+    assert bench.stored() == [] and bench.in_tier(Tier.CPU) == set()
+
+
 def test_slow_and_hanging_writes_cost_an_engine_without_a_cpu_tier_no_step(engines, monkeypatch):
     """Half of the pool was once held until the drive had written, and one write that hung stopped
     all decoding."""

@@ -75,9 +75,9 @@ class LocalRank:
     def before_forward(self, work: StepWork) -> None:
         mover, plan = self._parts.mover, work.plan
         self._weights, self._idle = work.weights, plan.idle
+        self._jobs |= {job.id: job for job in plan.jobs}
         if plan.fence or plan.urgent:
             mover.protect(plan._replace(jobs=plan.jobs_before, void=()))
-        self._jobs |= {job.id: job for job in plan.jobs}
         if plan.jobs_beside or plan.void:
             mover.submit(Plan(plan.jobs_beside, void=plan.void))
 

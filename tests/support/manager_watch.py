@@ -150,11 +150,10 @@ class ManagerWatch(Watch):
         if not self.sizes.config.store_decode:
             computed_tokens = min(computed_tokens, request.prompt_tokens)
         for key in self._held_keys(request, computed_tokens):
-            is_new = request.id not in self._wants.setdefault(key, set())
-            self._wants[key].add(request.id)
+            self._wants.setdefault(key, set()).add(request.id)
             if self._is_held(key):
                 self._stored.add((request.id, key))
-            elif is_new and not self._is_admitted(self._first_admission, key):
+            elif not self._is_admitted(self._first_admission, key):
                 self._not_admitted.add((request.id, key))
 
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:

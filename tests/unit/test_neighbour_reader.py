@@ -112,8 +112,8 @@ def test_homes_come_and_go_and_a_child_that_was_killed_is_started_anew(tmp_path)
         # The first home is blamed for it; the second is read by a new child.
         assert holders() == {two: ["b"], three: ["b"]}
         del homes[1]
-        while holders():
-            pass
+        while left := holders():
+            assert left == {two: ["b"], three: ["b"]}
         assert found._reader._process is None, "it keeps nothing of a home that is gone open"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.pool_check import check_pool
 
@@ -47,6 +47,7 @@ def lengths_of_cuts(lengths: list[int], wanted: int) -> list[int]:
 
 
 @given(STEPS)
+@example([("take", 0, 4, []), ("retain", 0, 1, [0]), ("commit", 0, 1, [])])
 def test_each_slot_is_in_one_place_and_runs_are_cut_as_short_as_they_can_be(steps):
     """Against a pool that looks at every slot."""
     pool = SlotPool(1)
