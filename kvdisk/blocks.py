@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import Any, NamedTuple, NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""vLLM's block hash followed by the KV-cache group index as two big-endian bytes."""
+"""vLLM: its block hash followed by the KV-cache group index as two big-endian bytes."""
 
 JobId = NewType("JobId", int)
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.replay.run import run_all
-from kvdisk.cli.replay.tiers import Room, Setting, make_geometry, parse_room, split
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity, split
 from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.config import Config
 
@@ -203,7 +203,7 @@ class Figure(NamedTuple):
     written: int
 
 
-def figures_of(trace: Trace, room: Room, models: Sequence[str]) -> list[Figure]:
+def figures_of(trace: Trace, room: Capacity, models: Sequence[str]) -> list[Figure]:
     """Return what models come to at a room."""
     found = []
     for name in models:
@@ -247,8 +247,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="an SVG to draw")
     options = parser.parse_args()
     trace, config = read_trace(options.trace), Config()
-    geometry, none = make_geometry(trace, 1 << 20), Room("0", 0, 0)
-    rooms = [parse_room("--nvme", text, trace, geometry, on_nvme=True) for text in split([options.nvme])]
+    geometry, none = make_geometry(trace, 1 << 20), Capacity("0", 0, 0)
+    rooms = [parse_capacity("--nvme", text, trace, geometry, on_nvme=True) for text in split([options.nvme])]
     policies = config.eviction, config.cpu_admission, config.nvme_admission, config.store_policy
     settings = [Setting(*policies, none, room, 0) for room in rooms]
     table = Table("room", "policy", "hits", "of blocks", "written blocks")

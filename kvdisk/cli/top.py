@@ -74,7 +74,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class Tier:
+class TierFigures:
     """A tier. ``hit_rate``: since the start; ``hit_rate_now``: of the last ``seconds``."""
 
     used_bytes: float
@@ -106,7 +106,7 @@ class Engine:
     figures_s: float | None = None
     idle: bool = False
     seconds: float | None = None
-    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    tiers: Mapping[str, TierFigures] = field(default_factory=dict)
     bytes_per_s: Mapping[str, float] | None = None
     waiting: Mapping[str, Any] | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -272,12 +272,12 @@ class _Watched:
         """Return what these rose by in a second, together; None: not known yet."""
         return None if self.per_s is None else sum(self.per_s.get(one, 0.0) for one in series)
 
-    def tier(self, name: str) -> Tier | None:
+    def tier(self, name: str) -> TierFigures | None:
         """Return a tier; None where the engine does not have it."""
         gauges, capacity_bytes = self.last.gauges, self.last.gauges.get(f"capacity_bytes.{name}")
         if not capacity_bytes:
             return None
-        return Tier(
+        return TierFigures(
             gauges.get(f"used_bytes.{name}", 0),
             capacity_bytes,
             hit_rate=hit_rate(self.last.totals, name),
@@ -510,7 +510,7 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
     return Panel(Group(*lines), title=title, title_align="left", subtitle=Text(about, "dim"), subtitle_align="right")
 
 
-def _tier(name: str, tier: Tier) -> Text:
+def _tier(name: str, tier: TierFigures) -> Text:
     fill, evicted = tier.used_bytes / tier.capacity_bytes, tier.evicted_blocks_per_s
     held = f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}"
     now, ever = ("-" if rate is None else share(rate) for rate in (tier.hit_rate_now, tier.hit_rate))

@@ -24,7 +24,7 @@ from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import HitCounts, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Job, JobKind, Move
@@ -169,7 +169,7 @@ class Read:
         return MoveDetail(self.row, self.group, self.position, self.source, self.target)
 
 
-class Reader(Room):
+class Reader(HasParts):
     """Takes hold of what is read, and begins the copies in memory that reads leave."""
 
     def __init__(self, parts: Parts, tiers: Tiers, neighbours: NeighbourCopies) -> None:
@@ -204,7 +204,7 @@ class Reader(Room):
         self._state.landing.update([read.key for read in reads])
 
 
-class LoadPlanner(Room):
+class LoadPlanner(HasParts):
     """Answers lookups and plans loads."""
 
     def __init__(

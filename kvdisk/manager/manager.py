@@ -22,7 +22,7 @@ from kvdisk.manager.events import Journal
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import NO_LIMITS, HitCounts, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
@@ -36,7 +36,7 @@ LONGEST_SILENCE = 4
 a drive hangs."""
 
 
-class TierManager(Room):
+class TierManager(HasParts):
     """See the module.
 
     ``first_generation``: larger than any that this engine's store has seen.
@@ -145,7 +145,7 @@ class TierManager(Room):
         preempted.
         """
         request = self._requests[request_id]
-        if request.stale:  # the engine asks for requests without computed tokens only: this one starts again
+        if request.stale:  # vLLM: it asks for requests without computed tokens only; this one starts again
             request.stale = False
             self._stores.forget(request)
         return self._loads.lookup(request, local_tokens, total_tokens, now)

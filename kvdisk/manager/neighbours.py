@@ -18,7 +18,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import ForeignCopy, Neighbours
 from kvdisk.manager.catalog import READY
-from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
@@ -40,7 +40,7 @@ ASK_AGAIN_S = 30.0
 _NOT_READY = bytes(presence != READY for presence in range(256))
 
 
-class NeighbourCopies(Room):
+class NeighbourCopies(HasParts):
     """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is
     asked. ``tier``: what their copies are read as."""
 

@@ -166,7 +166,9 @@ class NvmeSpace(TierSpace):
         # It may be in a segment that is being made or opened, or the first of its kind.
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
-        return TierStatus(is_open, is_spent, comes and is_open and not is_spent, uncommitted, (self._ticket, self._committed))
+        return TierStatus(
+            is_open, is_spent, comes and is_open and not is_spent, uncommitted, (self._ticket, self._committed)
+        )
 
     def refresh(self, now: float, now_s: int) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""

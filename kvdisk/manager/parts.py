@@ -48,8 +48,8 @@ class Parts:
         return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count))
 
 
-class Room:
-    """What the rooms that requests go through have at hand: the parts by their names."""
+class HasParts:
+    """Has the parts at hand, by their names."""
 
     def __init__(self, parts: Parts) -> None:
         self._config = parts.config

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of one tier: each is in exactly one of free, used or limbo (invariant 1).
 
-Used: held by one copy. Limbo: its record's deletion is not committed yet. A zombie, which a late
-transfer may still touch, is held by a doomed copy that keeps its pin. Scheduler thread only.
+Used: held by one copy. Limbo: its record's deletion is not committed yet. What a late transfer may
+still touch is held by a doomed copy that keeps its pin. Scheduler thread only.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
 from kvdisk.manager.lookup import Lookups, first_needed, reachable
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
@@ -37,7 +37,7 @@ _Wanted = deque[Read]
 """A waiting request's blocks to be read ahead, in the order of its prompt."""
 
 
-class Promotions(Room):
+class Promotions(HasParts):
     """Reads ahead for the requests that wait, in order of arrival. Does nothing without a slower
     tier, or if told so.
 

@@ -162,7 +162,8 @@ class RequestState:
     def forget_changed_keys(self) -> bool:
         """Drop all keys where the engine has hashed the prompt anew; return whether it has.
 
-        Each hash covers its whole prefix, so the last key of a group speaks for those before it.
+        vLLM: each hash covers its whole prefix, so the last key of a group speaks for those before
+        it.
         """
         for group, keys in zip(self.geometry.groups, self.keys, strict=True):
             last = len(keys) * (group.block_tokens // self.geometry.hash_tokens) - 1

@@ -15,7 +15,7 @@ from kvdisk.manager.catalog import READY
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.loads import GpuLoads
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
@@ -28,7 +28,7 @@ _SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 copy."""
 
 
-class Settlement(Room):
+class Settlement(HasParts):
     """Ends jobs: gives back pins and slots, and tells tiers and requests what
     came of them."""
 

@@ -19,7 +19,7 @@ from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import Parts, Room
+from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -40,7 +40,7 @@ class _Offer(NamedTuple):
     position: int = -1
 
 
-class StorePlanner(Room):
+class StorePlanner(HasParts):
     """Takes offers into slots of the first tier, and has their GPU blocks watched.
 
     ``first_generation``: larger than any that this engine's store has seen.

@@ -2,8 +2,7 @@
 """The tiers: one protocol for all, and the one in CPU memory. Scheduler thread only.
 
 Stores go to the first tier. A copy moves from each tier to the next by ``Demotions``, and is read
-from the fastest that has it. A further tier is a ``Tier``, a class like those here, its routes in
-the worker, a line of assembly, and its name in the tables of those that tell of tiers.
+from the fastest that has it. What else a further tier needs is in ``docs/decisions/0030-tiers.md``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from cli_stores import CAP, PLAIN, run_here
 from rich.console import Console
 
-from kvdisk.cli.top import Frame, Tier, TopReader, draw
+from kvdisk.cli.top import Frame, TierFigures, TopReader, draw
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
@@ -101,7 +101,7 @@ def test_rates_are_differences_of_two_figures(engines):
     (engine,) = frame.engines
     assert engine.seconds == 4.0 and not engine.idle
     assert engine.bytes_per_s == {route: 10 * MIB * (route in ("gpu_to_cpu", "cpu_to_nvme")) for route in ROUTES}
-    assert engine.tiers["cpu"] == Tier(30 * MIB, 40 * MIB, (280 + 320) / 1400, 1.0, 10.0)
+    assert engine.tiers["cpu"] == TierFigures(30 * MIB, 40 * MIB, (280 + 320) / 1400, 1.0, 10.0)
     assert engine.tiers["nvme"].hit_rate_now == 3 / 8
     assert engine.waiting["jobs"]["store"] == 3 and engine.waiting["backlog_blocks"] == 17
     assert frame.totals.written_bytes_per_s == frame.drives[0].written_bytes_per_s == 10 * MIB

@@ -20,7 +20,7 @@ from replay_models import MODELS, run_belady, run_model
 from replay_traces import Prefixes, conversations, write_mooncake
 
 from kvdisk.cli.replay.run import Run, run_setting
-from kvdisk.cli.replay.tiers import Room, Setting, make_geometry, parse_room
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
 from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICIES = {name: getattr(Config(), name) for name in ("eviction", "cpu_admission", "nvme_admission", "store_policy")}
 
 
-def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Room:
-    return parse_room("--nvme", text, trace, make_geometry(trace, 1 << 20), on_nvme=on_nvme)
+def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Capacity:
+    return parse_capacity("--nvme", text, trace, make_geometry(trace, 1 << 20), on_nvme=on_nvme)
 
 
 def replayed(trace: Trace, nvme: str, cpu: str = "0", gpu: int = 0, **policies: str) -> Run:
@@ -53,7 +53,7 @@ def small(tmp_path_factory) -> Path:
 def test_room_in_blocks_percent_and_bytes(chats):
     for text, blocks in (("10 blocks", 10), ("2.5 %", chats.distinct // 40), ("0", 0)):
         assert room_of(chats, text).blocks == blocks
-    assert room_of(chats, "50", on_nvme=False) == Room("50", 50, 50)
+    assert room_of(chats, "50", on_nvme=False) == Capacity("50", 50, 50)
     assert room_of(chats, "100MiB", on_nvme=False).blocks == 99, "a slot is a block and its header"
     sized = room_of(chats, "10GiB")
     assert 8500 < sized.blocks < sized.slots < 10240

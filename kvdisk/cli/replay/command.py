@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvdisk.cli.output import AsJson, Exit, number, plural, print_json, refusal, report_console, size
 from kvdisk.cli.replay.run import Replayed, run_all
-from kvdisk.cli.replay.tiers import Setting, make_geometry, parse_room, split
+from kvdisk.cli.replay.tiers import Setting, make_geometry, parse_capacity, split
 from kvdisk.cli.replay.trace import Form, Trace, read_trace
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError, KvdiskError
@@ -102,8 +102,8 @@ def _settings(
     trace: Trace, block_bytes: int, cpu: list[str], nvme: list[str], gpu: int, policies: list[list[str]]
 ) -> list[Setting]:
     geometry = make_geometry(trace, block_bytes)
-    cpu_rooms = [parse_room("--cpu", text, trace, geometry, on_nvme=False) for text in cpu]
-    nvme_rooms = [parse_room("--nvme", text, trace, geometry, on_nvme=True) for text in nvme]
+    cpu_rooms = [parse_capacity("--cpu", text, trace, geometry, on_nvme=False) for text in cpu]
+    nvme_rooms = [parse_capacity("--nvme", text, trace, geometry, on_nvme=True) for text in nvme]
     rooms = [pair for pair in product(cpu_rooms, nvme_rooms) if pair[0].slots or pair[1].slots]
     if not rooms:
         raise ConfigError("With neither --cpu nor --nvme there is no tier to keep anything in.")

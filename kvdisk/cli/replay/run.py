@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 from kvdisk import __version__
 from kvdisk.blocks import Tier
-from kvdisk.cli.replay.tiers import Room, Setting, make_engine, make_geometry
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine, make_geometry
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.stats import REFUSALS
 
@@ -31,7 +31,7 @@ class Run:
 
     policy: str
     setting: Setting
-    room: Room
+    room: Capacity
     hit_rate: float
     hit_blocks_rate: float
     hit_tokens: dict[str, int]

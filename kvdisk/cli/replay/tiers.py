@@ -38,7 +38,7 @@ _HOME_ID = "0" * 32
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """One tier's room. ``blocks``: it holds between steps; 0: there is no tier. ``slots``: it
     has."""
 
@@ -53,7 +53,7 @@ def split(texts: list[str]) -> list[str]:
     return list(dict.fromkeys(part.strip() for text in texts for part in re.split(r",(?![^(]*\))", text)))
 
 
-def parse_room(option: str, text: str, trace: Trace, geometry: Geometry, *, on_nvme: bool) -> Room:
+def parse_capacity(option: str, text: str, trace: Trace, geometry: Geometry, *, on_nvme: bool) -> Capacity:
     """Read a room such as ``5%``, ``20000`` (blocks) or ``500GiB``. Raises ConfigError."""
     if count := _COUNT.fullmatch(text):
         blocks = int(count[1]) if len(count[1]) < 12 else _MOST_BLOCKS
@@ -64,10 +64,10 @@ def parse_room(option: str, text: str, trace: Trace, geometry: Geometry, *, on_n
             raise ConfigError(f"{option} {text}: that is not a whole block of {trace.distinct} distinct ones.")
     else:
         slots = _slots_in(option, text, geometry, on_nvme=on_nvme)
-        return Room(text, slots - spare_slots(slots) if on_nvme else slots, slots)
+        return Capacity(text, slots - spare_slots(slots) if on_nvme else slots, slots)
     if blocks >= _MOST_BLOCKS:
         raise ConfigError(f"{option} {text} is more blocks than a tier can have.")
-    return Room(text, blocks, _slots_for(blocks) if on_nvme else blocks)
+    return Capacity(text, blocks, _slots_for(blocks) if on_nvme else blocks)
 
 
 def _slots_for(blocks: int) -> int:
@@ -108,12 +108,12 @@ class Setting:
     cpu_admission: str
     nvme_admission: str
     store_policy: str
-    cpu: Room
-    nvme: Room
+    cpu: Capacity
+    nvme: Capacity
     gpu_blocks: int
 
     @property
-    def room(self) -> Room:
+    def room(self) -> Capacity:
         """The room that the table names: of the NVMe tier, or without one of the CPU tier."""
         return self.nvme if self.nvme.slots else self.cpu
 
