@@ -30,6 +30,9 @@ FASTER = 1.1
 PART_BYTES = 8 << 20
 BUDGET_S = 1.0
 _MOST_ROUNDS = 5
+MOST_FAILED_READS = 16
+"""With so many parts of reads in which the drive failed, nothing goes this way until the next
+start: each costs a second read."""
 
 _given_up: list[object] = []
 """Silent devices, and their memory: the drive may still come to what they hold."""
@@ -49,12 +52,15 @@ class Direct:
     stores: frozenset[int]
     _by_host: set[int] = field(default_factory=set)
     """Segments that are read through host memory."""
+    _failed_reads: int = 0
 
     def __post_init__(self) -> None:
         assert all(self.staging.slot_counts[size_class] for size_class in self.loads | self.stores)
 
     def route(self, route: Route, size_class: int, move: Move) -> Route:
         """Return the route of a move that would go by ``route``."""
+        if self._failed_reads >= MOST_FAILED_READS:
+            return route
         if route is Route.STORE_STAGED and size_class in self.stores:
             return Route.STORE_DIRECT
         if route is Route.LOAD_STAGED and size_class in self.loads:
@@ -72,6 +78,12 @@ class Direct:
         a segment was written at the same time, and each slot read in vain costs a second read.
         """
         self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
+
+    def note_failed_read(self) -> bool:
+        """The drive has failed moves of a part that was read this way; return whether that was the
+        one too many."""
+        self._failed_reads += 1
+        return self._failed_reads == MOST_FAILED_READS
 
     def store_by_host(self) -> None:
         """Write everything through host memory from now on: a write this way has failed."""

@@ -425,6 +425,11 @@ class Runner:
         assert self._direct is not None
         broken = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
         if part.route.reads:
+            if broken and self._direct.note_failed_read():
+                self._log.warn(
+                    "direct reads",
+                    "reads straight to the GPU keep failing: all blocks go through host memory until the next start",
+                )
             self._load_by_host(part, broken)
             return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}
         if broken:

@@ -15,6 +15,7 @@ from kvdisk.device.base import Op
 from kvdisk.device.header import MULTILINEAR, XXH3_128, read_header
 from kvdisk.geometry import slot_offset
 from kvdisk.messages import JobKind, Reason
+from kvdisk.worker.direct import MOST_FAILED_READS
 from kvdisk.worker.routes import Route
 
 STORED = range(6)
@@ -76,6 +77,26 @@ def test_what_the_drive_fails_goes_through_host_memory_from_then_on(rank):
     assert rank.do(JobKind.STORE, written) == {0: Reason.IO_ERROR}
     assert rank.do(JobKind.STORE, written) == {}
     assert rank.direct.route(Route.STORE_STAGED, rank.classes[0], written[0]) is Route.STORE_STAGED
+    assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
+
+
+def test_a_way_whose_reads_keep_failing_is_not_gone_any_more(rank, caplog):
+    """Also where its segments are made anew, and so are tried again each time."""
+    moves, before = store(rank)
+    for _ in range(MOST_FAILED_READS):
+        assert rank.direct.route(Route.STORE_STAGED, rank.classes[0], moves[0]) is Route.STORE_DIRECT
+        rank.direct.note_changed(0)
+        rank.device.plan.fail = dict.fromkeys(range(rank.device._transfers + 1, rank.device._transfers + 4), errno.EIO)
+        assert rank.do(JobKind.LOAD, moves[:2]) == {}
+    rank.direct.note_changed(0)
+    ways = [(Route.LOAD_STAGED, 0), (Route.STORE_STAGED, 0), (Route.STORE_STAGED, 1)]
+    assert [rank.direct.route(way, rank.classes[group], moves[0]) for way, group in ways] == [way for way, _ in ways]
+    assert sum("reads straight to the GPU keep failing" in message for message in caplog.messages) == 1
+    rank.device.plan.fail = {}
+    rank.erase()
+    assert rank.do(JobKind.LOAD, moves) == {}
+    assert {b: rank.payload(0, b) for b in STORED} == before
+    assert rank.do(JobKind.STORE, [move(30, 0, 30, nvme=30)]) == {}
     assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
 
 
