@@ -16,6 +16,7 @@ from kvdisk.errors import CorruptRecord
 
 FIGURES_FILE = "FIGURES"
 JSON_VERSION = 1
+_NUMBER_LIMIT = 1 << 62
 
 
 class DriveTelemetry(NamedTuple):
@@ -44,7 +45,7 @@ class TelemetryRecord(NamedTuple):
     ranks: int
     totals: Mapping[str, int]
     sums: Mapping[str, tuple[int, float]]
-    gauges: Mapping[str, float]
+    gauges: Mapping[str, int]
     drives: tuple[DriveTelemetry, ...]
 
 
@@ -64,20 +65,26 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} is of another format")
     try:
         return TelemetryRecord(
-            time_s=float(fields["time_s"]),
-            started_s=float(fields["started_s"]),
-            pid=int(fields["pid"]),
-            host=str(fields["host"]),
-            model=str(fields["model"]),
-            ranks=int(fields["ranks"]),
-            totals={series: int(count) for series, count in _by_series(fields["totals"])},
+            time_s=_seconds(fields["time_s"]),
+            started_s=_seconds(fields["started_s"]),
+            pid=_whole(fields["pid"]),
+            host=_text(fields["host"]),
+            model=_text(fields["model"]),
+            ranks=_whole(fields["ranks"]),
+            totals={series: _whole(count) for series, count in _by_series(fields["totals"])},
             sums={
-                series: (int(samples["count"]), float(samples["sum"]))
+                series: (_whole(samples["count"]), float(_number(samples["sum"])))
                 for series, samples in _by_series(fields["histograms"])
             },
-            gauges={series: float(value) for series, value in _by_series(fields["gauges"])},
+            gauges={series: _whole(value) for series, value in _by_series(fields["gauges"])},
             drives=tuple(
-                DriveTelemetry(*(drive[name] for name in DriveTelemetry._fields)) for drive in fields["drives"]
+                DriveTelemetry(
+                    _text(drive["path"]),
+                    _whole(drive["read_bytes"]),
+                    _whole(drive["written_bytes"]),
+                    bool(drive["quarantined"]),
+                )
+                for drive in fields["drives"]
             ),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -92,3 +99,25 @@ def _by_series(by_metric: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{label}", inner) for label, inner in value.items())
         else:
             yield name, value
+
+
+def _number(value: Any) -> Any:
+    """Return a number that an engine can tell. Raises TypeError, ValueError: others make no rates
+    and no bars."""
+    if not 0 <= value < _NUMBER_LIMIT:  # nor is NaN
+        raise ValueError
+    return value
+
+
+def _whole(value: Any) -> int:
+    return int(_number(value))
+
+
+def _seconds(value: Any) -> float:
+    return round(float(_number(value)), 3)  # as they were written; what two differ by is not next to nothing
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value

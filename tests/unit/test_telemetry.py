@@ -113,6 +113,12 @@ DAMAGES = {
     "no number": lambda text: text.replace('"pid": ', '"pid": NaN, "was": '),
     "a histogram without a sum": lambda text: text.replace('"histograms": {', '"histograms": {"x": {"count": 1}, '),
     "a deep one": lambda _: "[" * 100_000,
+    "no end of ranks": lambda text: text.replace('"ranks": 1', '"ranks": 1e999'),
+    "a time that is no number": lambda text: text.replace('"time_s": ', '"time_s": NaN, "was": '),
+    "a text for a number": lambda text: text.replace('"read_bytes": 0', '"read_bytes": "1"'),
+    "a list for a text": lambda text: text.replace('"path": "/one"', '"path": [1]'),
+    "far too much": lambda text: text.replace('"gauges": {', f'"gauges": {{"x": {"9" * 4000}, '),
+    "less than nothing": lambda text: text.replace('"gauges": {', '"gauges": {"x": -1, '),
 }
 
 
