@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from ranks import FINGERPRINT, GROUPS, Rank, move, segment_of
+from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
 from kvdisk.blocks import JobId, Slot, Tier
 from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
 from kvdisk.messages import Job, JobKind, Plan
-from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Work
+from kvdisk.worker import runner
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Route, Work
+from kvdisk.worker.runner import Runner
 
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
@@ -50,6 +52,24 @@ def test_neighbouring_slots_are_one_transfer(rank):
     rank.erase()
     assert rank.do(JobKind.LOAD, [move(at, 0, at, nvme=on_drive[at]) for at in range(4)]) == {}
     assert {at: rank.payload(0, at) for at in range(4)} == before
+
+
+def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
+    rank.do(JobKind.STORE, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
+    rank.device.plan.hold = True
+    for _ in range(12):
+        rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
+    rank.run()
+    queued, looked = rank.mover._runner.queued, []
+    assert len(queued) > 20
+    monkeypatch.setattr(runner, "_urgency", lambda part: looked.append(part) or part.urgency)
+    monkeypatch.setattr(Runner, "_take_queued", lambda *_: looked.extend(queued) or [])
+    assert not rank.mover.turn()
+    assert 0 < len(looked) <= len(Route), "however many wait"
+    monkeypatch.undo()
+    rank.device.plan.hold = False
+    rank.device.release()
+    assert all(not result.failed for result in rank.run().values())
 
 
 def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it(rank):
