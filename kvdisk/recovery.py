@@ -18,7 +18,7 @@ import numpy as np
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
-from kvdisk.device.paths import device_errors, remove_anything
+from kvdisk.device.paths import device_errors, is_directory, remove_anything
 from kvdisk.device.rebuild import Blocks, HomeShape, remove_lost, scan_home
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
@@ -157,7 +157,8 @@ def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
     try:
         with device_errors(f"looking for the segments of home {home.id}"):
             parts = [folder.segments_path for folder in home.folders if folder is not None]
-            if not list(index.segments()) and any(map(segment_numbers, parts)):
+            found = (part / str(number) for part in parts for number in segment_numbers(part))
+            if not list(index.segments()) and any(map(is_directory, found)):
                 raise CorruptRecord("it knows none of the segments that there are")
     except BaseException:
         index.close()

@@ -159,9 +159,12 @@ def _find_segments(folders: Sequence[DriveFolder | None]) -> tuple[dict[int, int
             continue
         with paths.device_errors(f"looking for segments in {folder.segments_path}"):
             numbers = segment_numbers(folder.segments_path)
+            others = {number for number in numbers if not paths.is_directory(folder.segments_path / str(number))}
         for segment in numbers:
             if segment >= FOREIGN_SEGMENTS:
                 lost[drive, segment] = "no segment has such a number"
+            elif segment in others:
+                lost[drive, segment] = "it is not a directory"
             elif segment in places:
                 lost[drive, segment] = f"drive {places[segment]} has a segment of that number too"
             else:

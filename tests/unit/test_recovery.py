@@ -162,6 +162,23 @@ def test_what_is_not_sound_on_every_rank_is_no_block(path, damage, lost):
     assert served(path) == {row for row in expected if not lost(row.slot)}
 
 
+def test_a_file_of_a_segments_name_is_no_segment(tmp_path, caplog):
+    """Neither one that a rebuild could take for another drive's, nor one that an index lacks."""
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 4, drives=2)
+    home = hold(dirs)
+    (home.folder(0).segments_path / "3").touch()
+    home.close(clean=False)
+    shutil.rmtree(home_path(dirs[0]) / "index")
+    assert served(dirs) == expected
+    assert "dropped segment 3 on drive 0" in caplog.text
+    caplog.clear()
+    assert served(tmp_path / "c") == set()
+    (home_path(tmp_path / "c") / "segments" / "3").touch()
+    assert served(tmp_path / "c") == set()
+    assert "rebuild" not in caplog.text
+
+
 # -- broken off --------------------------------------------------------------------------------
 
 KILLED = """
