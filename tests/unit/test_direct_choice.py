@@ -111,6 +111,21 @@ def test_a_way_that_lies_or_fails_is_not_gone(choose, fault, said):
     assert choose(InRam(speeds, **fault), always=True).direct is None
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_where_the_trial_of_a_later_size_breaks_off_nothing_goes_that_way(choose, monkeypatch, always):
+    speed = directs._Trial._speed
+
+    def breaks(trial, size_class, *how):
+        if size_class == 1:
+            raise RuntimeError("cuFile is gone")
+        return speed(trial, size_class, *how)
+
+    monkeypatch.setattr(directs._Trial, "_speed", breaks)
+    chosen = choose(InRam(lambda op, direct, run: FAST if direct else SLOW), always=always)
+    assert f"{SIZES[0]} bytes read" in chosen.line and "cuFile is gone" in chosen.line
+    assert chosen.direct is None
+
+
 def test_what_is_demanded_goes_however_slow_and_leaves_nothing_open(choose, tmp_path):
     before, device = len(os.listdir("/proc/self/fd")), InRam(lambda op, direct, run: SLOW if direct else FAST)
     chosen = choose(device, always=True)
