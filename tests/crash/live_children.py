@@ -4,6 +4,7 @@ stopped and ended."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -17,7 +18,8 @@ from typing import Any
 
 from support.live_process import ProcessSettings, read_lines, start_process
 
-from kvdisk.device.paths import allocated_bytes
+from kvdisk.device.control import LOCK_FILE
+from kvdisk.device.paths import allocated_bytes, take_lock, unlock
 
 WAIT_S = 600.0
 """What takes so long hangs, on however busy a machine: even a process that has torch to import."""
@@ -99,12 +101,12 @@ class Child:
     def stop_rank(self, rank: int) -> int:
         pid = self.rank_pids[rank]
         self._stopped.append(pid)
-        _stop(pid)
+        _stop(pid, self.settings.store)
         return pid
 
     def pause(self) -> None:
         """SIGSTOP to the engine."""
-        _stop(self.pid)
+        _stop(self.pid, self.settings.store)
 
     def resume(self) -> None:
         _signal(self.pid, signal.SIGCONT)
@@ -126,12 +128,14 @@ def _signal(pid: int, number: int) -> None:
         return
 
 
-def _stop(pid: int) -> None:
-    """SIGSTOP, and wait until each thread has stopped: what was in a system call ends that
-    first."""
+def _stop(pid: int, store: str) -> None:
+    """SIGSTOP while the process does not hold the lock of its store, without which no engine could
+    start; wait until each thread has stopped: what was in a system call ends that first."""
+    lock = take_lock(Path(store) / LOCK_FILE, fcntl.LOCK_EX, WAIT_S, "the store")
     _signal(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
     wait_for(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "a stop")
+    unlock(lock)
 
 
 def _state(thread: Path) -> str:
