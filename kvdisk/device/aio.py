@@ -304,6 +304,9 @@ class KernelQueue:
 def _address(buffer: Buffer) -> int:
     """Return where a buffer lies; 0, for which the kernel fails the call, where it is none."""
     try:
-        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
-    except (ValueError, TypeError, BufferError):
-        return 0
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    except (ValueError, TypeError, BufferError):  # slower, but it takes what is read-only too
+        try:
+            return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+        except (ValueError, TypeError, BufferError):
+            return 0
