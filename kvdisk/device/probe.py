@@ -2,8 +2,8 @@
 """The trial of a drive at start: through the kernel's queue or threads, what is written and read is
 right there.
 
-The file has no name, so a killed probe leaves nothing. It is there for a moment: the cap does not
-count it.
+The file has no name; where a file system gives each one, what a killed probe left goes with the
+next. It is there for a moment: the cap does not count it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ logger = logging.getLogger("kvdisk")
 FILE_BYTES = 32 << 20
 """Of a file on which speeds are compared."""
 _TRIAL_BYTES = 64 * ALIGNMENT
+_PREFIX = ".probe-"
 GIVE_UP_S = 5.0
 
 _given_up: list[object] = []
@@ -105,7 +106,10 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
 
     It stays open where ``Silence`` ends the block. Raises OSError.
     """
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+    for left in directory.glob(_PREFIX + "*"):
+        with suppress(OSError):
+            left.unlink()
+    with tempfile.TemporaryFile(dir=directory, prefix=_PREFIX, buffering=0) as file:
         fd = os.dup(file.fileno())
     try:
         write_in_place(fd)  # as segments are

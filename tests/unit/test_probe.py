@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import tempfile
 from unittest.mock import Mock
 
 import pytest
@@ -76,6 +77,13 @@ def test_where_o_direct_is_refused_the_line_says_so(tmp_path, monkeypatch):
     assert (report.direct, report.name) == (False, "posix-threads")
     assert "without O_DIRECT" in report.line
     assert open_files() == before and list(tmp_path.iterdir()) == []
+
+
+def test_where_each_file_has_a_name_what_a_killed_probe_left_goes_with_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    (tmp_path / ".probe-77").touch()
+    assert "right" in probe.probe(tmp_path).line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_drive_is_said_and_left_as_it_is(tmp_path, monkeypatch):
