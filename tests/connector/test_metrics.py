@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's metrics at vLLM's endpoint, without an engine; with one: ``test_engine.py``,
-``test_sharing.py``."""
+"""kvdisk's metrics at vLLM's endpoint, without an engine; with one: ``test_engine.py``."""
 
 from __future__ import annotations
 

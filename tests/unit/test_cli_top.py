@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk top`` over homes that this process holds, with figures by hand; over live ones:
-``test_live_figures``."""
+``tests/crash/test_live_sharing.py``."""
 
 from __future__ import annotations
 
