@@ -45,7 +45,7 @@ class TelemetryRecord(NamedTuple):
     ranks: int
     totals: Mapping[str, int]
     sums: Mapping[str, tuple[int, float]]
-    gauges: Mapping[str, int]
+    gauges: Mapping[str, float]
     drives: tuple[DriveTelemetry, ...]
 
 
@@ -76,7 +76,7 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
                 series: (_whole(samples["count"]), float(_number(samples["sum"])))
                 for series, samples in _by_series(fields["histograms"])
             },
-            gauges={series: _whole(value) for series, value in _by_series(fields["gauges"])},
+            gauges={series: float(_number(value)) for series, value in _by_series(fields["gauges"])},
             drives=tuple(
                 DriveTelemetry(
                     _text(drive["path"]),
