@@ -59,7 +59,8 @@ def check_chains(catalog: Catalog) -> None:
     """Each copy hangs on its parent once, and nothing else does."""
     for tier in TIERS:
         columns, hanging = catalog.columns(tier), []
-        for row, child in enumerate(columns.first_child):
+        for row, first in enumerate(columns.first_child):
+            child = first
             while child >= 0:
                 assert catalog.keys[child][:-1] == catalog.keys[row]
                 hanging.append(child)
