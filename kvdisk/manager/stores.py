@@ -94,6 +94,7 @@ class StorePlanner(HasParts):
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         storable_tokens = self._storable_tokens(request, computed_tokens)
+        had_due = bool(request.due)
         for group in self._geometry.groups:
             start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
             request.reached[group.group] = stop
@@ -104,9 +105,9 @@ class StorePlanner(HasParts):
                 request.due += [(group.group, at) for at in positions]
         if not request.due or request.back_off.holds(self._state.released, now):
             return
-        # Of what was offered before the request may hold less by now.
-        due = {(group, at) for group, at in request.due if at < request.reached[group]}
-        offers = self._offers(request, due, block_ids)
+        if had_due:  # of what was offered before the request may hold less by now, or have reached it again
+            request.due = list({(group, at) for group, at in request.due if at < request.reached[group]})
+        offers = self._offers(request, request.due, block_ids)
         job_id, refused = self._store(offers, request, now)
         request.due = [(offer.group, offer.position) for offer in refused]
         if job_id is not None:
@@ -133,7 +134,7 @@ class StorePlanner(HasParts):
         """
         catalog = self._catalog
         self._demand.count_demand(keys, request_id)
-        used = [row for row in catalog.find_all(keys) if catalog.is_coming(row)]
+        used = list(compress(catalog.find_all(keys), catalog.presences(keys)))
         if not used:
             return
         for space in self._tiers:
@@ -267,25 +268,25 @@ class StorePlanner(HasParts):
     ) -> list[_Offer]:
         """Return a request's blocks, by group and position, in the order of its prompt over all
         groups."""
-        offers = []
-        for group, at in places:
-            keys = request.keys[group]
-            offers.append(_Offer(keys[at], keys[at - 1] if at else None, gpu_blocks[group][at], group, at))
-        offers.sort(key=self._place_in_prompt)
-        return offers
+        keys = request.keys
+        return [
+            _Offer(keys[group][at], keys[group][at - 1] if at else None, gpu_blocks[group][at], group, at)
+            for group, at in sorted(places, key=self._place_in_prompt if len(keys) > 1 else None)
+        ]
 
-    def _place_in_prompt(self, offer: _Offer) -> tuple[int, int]:
-        return (offer.position + 1) * self._geometry.groups[offer.group].block_tokens, offer.group
+    def _place_in_prompt(self, place: tuple[int, int]) -> tuple[int, int]:
+        group, at = place
+        return (at + 1) * self._geometry.groups[group].block_tokens, group
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
         as near as the first tier is."""
-        catalog, near = self._catalog, self._target.tier
-        rows = catalog.find_all([offer.key for offer in offers])
+        keys, near = [offer.key for offer in offers], self._target.tier
+        found = zip(offers, self._catalog.find_all(keys), self._catalog.presences(keys), strict=True)
         return [
             (offer, row)
-            for offer, row in zip(offers, rows, strict=True)
-            if offer.gpu_block and not catalog.is_coming(row) and not self._neighbours.holds(offer.key, near)
+            for offer, row, presence in found
+            if offer.gpu_block and not presence and not self._neighbours.holds(offer.key, near)
         ]
 
     def _store(
