@@ -344,6 +344,8 @@ class StorePlanner(HasParts):
         # Of one group the slots lie beside each other.
         by_group = sorted(served, key=lambda offer: offer.group)
         taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]
+        if len(served) < len(wanted) and target.lower is not None:
+            target.lower.offer(tails)  # once it has them they may leave; nobody else asks for them
         for size_class, surplus in free.items():
             if surplus:
                 target.give_back(size_class, list(surplus))
