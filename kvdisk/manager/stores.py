@@ -26,7 +26,7 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
 MOST_LEFT = 1024
-"""Blocks of requests that have ended which wait for room."""
+"""Blocks of requests that have ended which wait for room: the head of each, and of all the last."""
 
 
 class _Offer(NamedTuple):
@@ -150,7 +150,7 @@ class StorePlanner(HasParts):
         if request.due and not request.stale and self._target.status.has_room_soon:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
             left = [offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)]
-            self._left = (self._left + left)[:MOST_LEFT]
+            self._left = (self._left + left[:MOST_LEFT])[-MOST_LEFT:]
         self.forget(request)
 
     def has_left(self, now: float) -> bool:
