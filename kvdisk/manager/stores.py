@@ -21,7 +21,7 @@ from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import BackOff, RequestState
-from kvdisk.manager.store_policy import StorePolicy
+from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
@@ -234,14 +234,17 @@ class StorePlanner(HasParts):
         offers.
 
         The policy is asked when the engine may have taken as many blocks as a step can since the
-        last time, so that an ordinary step does not look at the free queue.
+        last time. Where few are free it is asked in each step: what is freed then is near the
+        front at once. An ordinary step with many free blocks does not look at the free queue.
         """
         if self.has_left(now):
             self._left_at, block_of = self._state.released, self._context.get_block
             # One request may have left what another has left, too.
             cached = {offer.key: offer for offer in self._left if block_of(offer.gpu_block).key == offer.key}
             self._left = self._store(list(cached.values()), None, now)[1]
-        if self._state.taken_blocks < self._context.step_blocks or self._free_back_off.holds(self._state.released, now):
+        step_blocks = self._context.step_blocks
+        is_time = self._state.taken_blocks >= step_blocks or self._context.free_count < AHEAD_STEPS * step_blocks
+        if not is_time or self._free_back_off.holds(self._state.released, now):
             return
         self._state.taken_blocks = 0
         found = self._store_policy.free_offers(self._context)
@@ -341,11 +344,11 @@ class StorePlanner(HasParts):
                 served.append(offer)
             elif in_order:
                 break
+        if len(served) < len(wanted) and target.lower is not None:
+            target.lower.offer(tails)  # once it has them they may leave; nobody else asks for them
         # Of one group the slots lie beside each other.
         by_group = sorted(served, key=lambda offer: offer.group)
         taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]
-        if len(served) < len(wanted) and target.lower is not None:
-            target.lower.offer(tails)  # once it has them they may leave; nobody else asks for them
         for size_class, surplus in free.items():
             if surplus:
                 target.give_back(size_class, list(surplus))

@@ -104,6 +104,21 @@ def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(c
     raise AssertionError("it goes on storing what has been stored")
 
 
+def test_the_queue_is_looked_at_when_a_load_has_taken_a_steps_blocks_and_in_each_step_while_it_is_short(monkeypatch):
+    bench, asked = TierBench((16,), gpu_blocks=60), []
+    bench.serve("aabbccddeeffx")
+    monkeypatch.setattr(bench.manager._stores._store_policy, "free_offers", lambda _: asked.append(bench.now) or ())
+    monkeypatch.setattr(bench.engine.pool, "step_blocks", 6)
+    bench.serve("aabbccddeeffx", cold=True)
+    assert bench.stats["loaded_blocks"] == 6 and len(asked) == 1
+    for step_blocks, times in ((29, 0), (30, 3)):  # 59 are free
+        asked.clear()
+        monkeypatch.setattr(bench.engine.pool, "step_blocks", step_blocks)
+        for _ in range(3):
+            bench.step()
+        assert len(asked) == times
+
+
 # -- a fresh store ---------------------------------------------------------------------------------
 
 
