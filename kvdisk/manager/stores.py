@@ -331,8 +331,7 @@ class StorePlanner(HasParts):
         if not wanted or not target.refresh_writable(now):
             return []
         parents = catalog.find_all([offer.parent for offer in wanted if offer.parent is not None])
-        found = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
-        tails = [row for row in found if not self._neighbours.holds(catalog.keys[row], self._neighbours.tier)]
+        tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
         catalog.pin(tails, target.tier)
         classes = [self._class_of(offer) for offer in wanted]
         free = {size_class: deque(target.allocate(size_class, count)) for size_class, count in Counter(classes).items()}
