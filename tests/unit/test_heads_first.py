@@ -33,6 +33,18 @@ def test_a_prompt_longer_than_the_tier_fills_it_with_its_head_in_all_groups(geom
     assert bench.manager.lookup("asks", 0, len(PROMPT) + 1, bench.engine.now) == blocks * 2
 
 
+@pytest.mark.parametrize("step_tokens", [26, 8, 2])
+def test_of_a_prompt_longer_than_memory_the_drive_gets_all(step_tokens):
+    """What lies before a block that finds no room may wait for nothing but the drive."""
+    bench = TierBench((4,), (16,))
+    bench.idle()
+    bench.add(PROMPT, finishing=False)
+    for _ in range(60):
+        bench.step(step_tokens, seconds=3.0)
+    assert bench.stats["stored_blocks"] == len(PROMPT) // 2
+    assert bench.stats["demoted_blocks"] >= len(PROMPT) // 2 - 4
+
+
 def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     """It is refused alone; what lies behind it is stored all the same."""
     bench = TierBench((20,))
