@@ -345,7 +345,7 @@ class StorePlanner(HasParts):
             elif in_order:
                 break
         if len(served) < len(wanted) and target.lower is not None:
-            target.lower.offer(tails)  # once it has them they may leave; nobody else asks for them
+            target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
         # Of one group the slots lie beside each other.
         by_group = sorted(served, key=lambda offer: offer.group)
         taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]
