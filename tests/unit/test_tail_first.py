@@ -28,7 +28,7 @@ class Copies:
         parent, row = self.parents[number], self.catalog.find(key_of(number))
         if row < 0:
             self.stored += 1
-            row = self.catalog.add(key_of(number), self.stored, 0, key_of(parent) if parent >= 0 else None)
+            (row,) = self.catalog.add([key_of(number)], [self.stored], 0, [key_of(parent) if parent >= 0 else None])
             self.catalog.begin((row,), Tier.CPU, (Slot(0, number),))
             self.catalog.finish((row,), Tier.CPU)
             self.order.insert((row,))
