@@ -311,7 +311,7 @@ def assemble_worker(
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one
-    device.
+    device; a stage of a pipeline may have none of a group.
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
@@ -319,11 +319,15 @@ def assemble_worker(
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.routes import Resources
 
-    device = layers[0][0].device
+    device = next(layer.device for group in layers for layer in group)
     on_gpu = device.type == "cuda"
     groups = [LayerBlocks(group) for group in layers]
     lanes = CudaLanes(device.index) if on_gpu else None
-    copier = HostCopier(groups) if lanes is None else CudaCopier(groups, lanes, _GPU_SCRATCH_BYTES)
+    copier = (
+        HostCopier(groups)
+        if lanes is None
+        else CudaCopier(groups, lanes, max(_GPU_SCRATCH_BYTES, 2 * geometry.slot_sizes[-1]))
+    )
     arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
     staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
     files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)

@@ -46,9 +46,10 @@ class GroupGeometry:
     """One KV-cache group.
 
     ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
-    of the group. ``window_tokens``: sliding window, or None for full attention. ``volatile_last``:
-    the KV of a token depends on the next one, too (a drafter's layers): that of a block's last
-    token is not what its hash says.
+    of the group; of a pipeline, on the stage that has most of it, to which the others pad.
+    ``window_tokens``: sliding window, or None for full attention. ``volatile_last``: the KV of a
+    token depends on the next one, too (a drafter's layers): that of a block's last token is not
+    what its hash says.
     """
 
     group: int
@@ -83,7 +84,7 @@ class Geometry:
         assert self.groups and self.rank_count > 0 and self.hash_tokens > 0
         for position, group in enumerate(self.groups):
             assert group.group == position, "groups must be numbered 0, 1, ..."
-            assert group.block_tokens % self.hash_tokens == 0 and group.payload_bytes > 0
+            assert group.block_tokens % self.hash_tokens == 0 and group.payload_bytes >= 0
 
     @property
     def part_count(self) -> int:

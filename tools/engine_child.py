@@ -6,7 +6,8 @@ the engine tests all run on it. Started as a script, this file is that child. It
 import and keep its ``__main__`` guard, because vLLM's own processes import it again (spawn).
 
 Layouts: ``inproc`` (scheduler, worker and connector in one process), ``own`` (the engine and its
-worker in processes of their own), ``tp2`` (``own`` with two workers, tensor parallel).
+worker in processes of their own), ``tp2`` (``own`` with two workers, tensor parallel), ``pp2``
+(pipeline parallel), ``tp2pp2`` (both, with four).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LAYOUTS = ("inproc", "own", "tp2")
+LAYOUTS = ("inproc", "own", "tp2", "pp2", "tp2pp2")
 START_S = 900.0
 ACT_S = 900.0
 """What takes so long hangs, on however busy a machine."""
@@ -62,6 +63,14 @@ class Answer(NamedTuple):
     ttft_s: float
 
 
+def _tensor_parallel(layout: str) -> int:
+    return 2 if "tp2" in layout else 1
+
+
+def _pipeline_parallel(layout: str) -> int:
+    return 2 if "pp2" in layout else 1
+
+
 def environment(layout: str, kv_gib: int) -> dict[str, str]:
     """Return the environment of a child: this process's own, without settings that would change a
     run."""
@@ -80,10 +89,11 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
         # request, 3-17 s.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    if layout == "tp2":
-        # One core for each rank; where only one is to be had, they share it.
+    workers = _tensor_parallel(layout) * _pipeline_parallel(layout)
+    if workers > 1:
+        # One core for each rank; where there are fewer, they share them.
         cores = sorted(os.sched_getaffinity(0))
-        kept["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[1 % len(cores)]}"
+        kept["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[at % len(cores)]) for at in range(workers))
     else:
         # More threads than one fight over two cores: twenty times slower, measured.
         kept["OMP_NUM_THREADS"] = "1"
@@ -118,8 +128,8 @@ class EngineChild:
         self.connected = extra_config is not None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         arguments = DEFAULTS | {"model": str(model)} | llm
-        if layout == "tp2":
-            arguments["tensor_parallel_size"] = 2
+        arguments["tensor_parallel_size"] = _tensor_parallel(layout)
+        arguments["pipeline_parallel_size"] = _pipeline_parallel(layout)
         if extra_config is not None:
             arguments["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR,

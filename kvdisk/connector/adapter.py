@@ -10,13 +10,14 @@ rooms assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.request import Request
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on
@@ -48,6 +50,8 @@ null blocks."""
 SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
 """Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
 own."""
+
+LAYERLESS_DRAFTERS = frozenset({"ngram", "suffix"})
 
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exact classes: a subclass may keep its KV in another way."""
@@ -78,13 +82,14 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
         yield "encoder-decoder models"
     if getattr(model, "enable_sleep_mode", False):
         yield "sleep mode, which remaps the KV cache under its copies (sleep level 0, a pause, needs no such mode)"
-    if parallel.pipeline_parallel_size > 1:
-        yield "pipeline parallelism"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in SUPPORTED_DRAFTERS:
         yield f"speculative decoding by the method {speculative.method}"
+    if speculative is not None and parallel.pipeline_parallel_size > 1 and speculative.method not in LAYERLESS_DRAFTERS:
+        # Their layers are on the last stage, and vLLM's scheduler is told the groups of the first.
+        yield "drafters with layers of their own under pipeline parallelism"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
     yield from _unsupported_groups(vllm_config, kv_cache_config)
@@ -98,7 +103,7 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             yield "KV-cache groups that live on the host or are rebuilt locally"
-        for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values():
+        for spec in _specs_of(group):
             if type(spec) not in _SUPPORTED_SPECS:
                 yield f"KV-cache groups of the kind {type(spec).__name__}"
             if group.is_eagle_group and type(spec) is SlidingWindowSpec:
@@ -111,6 +116,12 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {name: spec.kv_cache_specs[name] for name in layer_names}
     return dict.fromkeys(layer_names, spec)
+
+
+def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
+    """Return what kinds of layers a group has, on whatever stage of the pipeline."""
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
@@ -155,58 +166,110 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
     return not was_set
 
 
-def sizes_are_certain(kv_cache_config: KVCacheConfig) -> bool:
+def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether the scheduler's configuration tells the sizes of all layers, and not of each group's
-    first one only.
+    first one only, or of the first stage's.
 
     vLLM lets that layer stand for all of a group there; what remains of them is that layers which
-    differ lie in KV tensors of their own.
+    differ lie in KV tensors of their own. Of a pipeline it has the first stage's layers alone.
     """
-    return all(
+    return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
         sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
         for names in (set(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     )
 
 
-def handshake_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec] | None:
-    """Return a worker's groups where the scheduler's lack something, else None: other connectors'
-    handshakes go on."""
+def groups_by_stage(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[list[KVCacheGroupSpec]]:
+    """Return a worker's KV-cache groups as each stage of its pipeline has them, the first stage's
+    first. The workers of all stages call this together, at start, and wait for each other."""
     groups = kv_cache_config.kv_cache_groups
-    return groups if any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups) else None
+    found = [groups] * vllm_config.parallel_config.pipeline_parallel_size
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, groups, group=get_pp_group().cpu_group)
+    return found
 
 
-def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
-    """Return the sizes of this engine's blocks: of those that a configuration has, see
-    ``sizes_are_certain``."""
+def handshake_of(stages: list[list[KVCacheGroupSpec]]) -> list[list[KVCacheGroupSpec]] | None:
+    """Return the groups of all stages where the scheduler's lack something, else None: other
+    connectors' handshakes go on."""
+    uniform = any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in stages[0])
+    return stages if len(stages) > 1 or uniform else None
+
+
+def geometry_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]] = ()
+) -> Geometry:
+    """Return the sizes of this engine's blocks.
+
+    ``stages``: the groups of each stage of a pipeline. A block is as large on each of them as on
+    the one that has most of its bytes. None: those that the configuration has, see
+    ``sizes_are_certain``; without layers of a group its blocks have no bytes.
+    """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = _layer_specs(group.kv_cache_spec, group.layer_names)
-        windows = {getattr(spec, "sliding_window", None) for spec in specs.values() if type(spec) is SlidingWindowSpec}
-        if len(windows) > 1 or (windows and any(type(spec) is not SlidingWindowSpec for spec in specs.values())):
+        specs = _specs_of(group)
+        windows = {getattr(spec, "sliding_window", None) for spec in specs if type(spec) is SlidingWindowSpec}
+        if len(windows) > 1 or (windows and any(type(spec) is not SlidingWindowSpec for spec in specs)):
             raise ConfigError("kvdisk does not support KV-cache groups whose layers have different windows.")
-        payload_bytes = sum(spec.unpadded_page_size_bytes for spec in specs.values())
+        payload_bytes = max(_payload_bytes(stage[index]) for stage in stages or [kv_cache_config.kv_cache_groups])
         window = windows.pop() if windows else None
         groups.append(GroupGeometry(index, group.kv_cache_spec.block_size, payload_bytes, window, group.is_eagle_group))
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    # MLA's latent KV has no heads to divide: each rank computes all of it.
-    replicated = ranks > 1 and all(
-        type(spec) is MLAAttentionSpec
-        for group in kv_cache_config.kv_cache_groups
-        for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    # MLA's latent KV has no heads to divide: each rank computes all of it, where it has all layers.
+    replicated = ranks == parallel.tensor_parallel_size > 1 and all(
+        type(spec) is MLAAttentionSpec for group in kv_cache_config.kv_cache_groups for spec in _specs_of(group)
     )
     return Geometry(tuple(groups), ranks, hash_tokens, replicated)
 
 
-def group_descriptions(kv_cache_config: KVCacheConfig) -> list[dict[str, Any]]:
-    """Return what decides the bytes of each group's blocks, for the fingerprint."""
-    return [
-        {
-            "layers": list(group.layer_names),
-            "specs": sorted({repr(spec) for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()}),
-        }
-        for group in kv_cache_config.kv_cache_groups
+def _payload_bytes(group: KVCacheGroupSpec) -> int:
+    specs = _layer_specs(group.kv_cache_spec, group.layer_names)
+    return sum(spec.unpadded_page_size_bytes for spec in specs.values())
+
+
+def rank_of(vllm_config: VllmConfig) -> int:
+    """Return a worker's number among those that share its engine's blocks."""
+    parallel = vllm_config.parallel_config
+    return parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)  # type: ignore[no-any-return]
+
+
+def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any]:
+    """Return what decides the bytes of each group's blocks, for the fingerprint; of a pipeline, by
+    stage."""
+    described = [
+        [
+            {
+                "layers": list(group.layer_names),
+                "specs": sorted({repr(spec) for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()}),
+            }
+            for group in groups
+        ]
+        for groups in stages
     ]
+    return described if len(described) > 1 else described[0]
+
+
+def hash_by_content(request: Request, content: str) -> None:
+    """Make the hashes of a request's blocks anew, of its adapter's content instead of its name and
+    path, and so whatever is added to them. vLLM's prefix cache then knows its blocks by it, too.
+
+    vLLM: the scheduler shows a new request before it looks for its blocks.
+    """
+    hasher = request._block_hasher
+
+    def hash_blocks(changed: Request) -> list[BlockHash]:
+        adapter, changed.lora_request = changed.lora_request, SimpleNamespace(lora_name="", lora_path=content)
+        try:
+            hashes: list[BlockHash] = hasher(changed)
+        finally:
+            changed.lora_request = adapter
+        return hashes
+
+    request._block_hasher = hash_blocks
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
@@ -221,24 +284,24 @@ def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]
     return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
 
-def layer_blocks(
-    kv_cache_config: KVCacheConfig, geometry: Geometry, kv_caches: dict[str, torch.Tensor]
-) -> list[list[torch.Tensor]]:
-    """Return, for each group, its layers as uint8 views of shape (num_blocks, layer bytes) on
-    vLLM's own memory.
+def layer_blocks(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return, for each group, a worker's layers as uint8 views of shape (num_blocks, layer bytes)
+    on vLLM's own memory.
 
     Raises ConfigError where a layer's block is not one contiguous range of bytes.
     """
     groups = []
-    for group, sizes in zip(kv_cache_config.kv_cache_groups, geometry.groups, strict=True):
+    for group in kv_cache_config.kv_cache_groups:
         views = [_block_view(name, kv_caches[name], kv_cache_config.num_blocks) for name in group.layer_names]
-        total = sum(view.shape[1] for view in views)
-        if total != sizes.payload_bytes:
+        total, expected = sum(view.shape[1] for view in views), _payload_bytes(group)
+        if total != expected:
             raise ConfigError(
-                f"kvdisk expected blocks of {sizes.payload_bytes} bytes in KV-cache group {group.layer_names[0]}..., "
+                f"kvdisk expected blocks of {expected} bytes in KV-cache group {group.layer_names[0]}..., "
                 f"and the engine's tensors have {total}: this attention layout is not supported."
             )
         groups.append(views)
+    if not any(groups):
+        raise ConfigError("kvdisk does not support pipeline stages without KV cache.")
     return groups
 
 

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvdisk.config import Config
-from kvdisk.connector.adapter import handshake_groups, refuse_unsupported
+from kvdisk.connector.adapter import refuse_unsupported
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
@@ -83,9 +83,10 @@ class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # 
 
 @dataclass
 class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """A worker's KV-cache groups on their way to the scheduler, at start."""
+    """What a worker knows of the KV-cache groups of all stages, on its way to the scheduler, at
+    start."""
 
-    groups: list[KVCacheGroupSpec]
+    stages: list[list[KVCacheGroupSpec]]
 
 
 def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Concatenate[KVDiskConnector, _P], _R]:
@@ -169,8 +170,9 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def get_handshake_metadata(self) -> KVDiskHandshake | None:
         """Send what the scheduler cannot know of the KV cache."""
-        groups = handshake_groups(self._kv_cache_config)
-        return None if groups is None else KVDiskHandshake(groups)
+        assert isinstance(self._half, WorkerSide)
+        stages = self._half.handshake()
+        return None if stages is None else KVDiskHandshake(stages)
 
     @guarded
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -237,9 +239,9 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._half.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the workers sent, of any rank; as a child of ``MultiConnector`` also another
-        connector's."""
-        by_worker = [one.groups for one in metadata.values() if isinstance(one, KVDiskHandshake)]
+        """Take what the workers sent, of any rank and stage; as a child of ``MultiConnector`` also
+        another connector's."""
+        by_worker = [one.stages for one in metadata.values() if isinstance(one, KVDiskHandshake)]
         assert isinstance(self._half, SchedulerSide)
         self._half.take_worker_groups(by_worker)
 

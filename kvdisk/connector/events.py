@@ -56,7 +56,8 @@ class BlockDescriptions:
         take the blocks for those of another prompt.
         """
         count = len(request.block_hashes)
-        if count <= known or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+        more = request.cache_salt or request.lora_request or request.mm_features or request.prompt_embeds is not None
+        if count <= known or more:
             return count
         for at in range(known, count):
             block_hash, parent = request.block_hashes[at], request.block_hashes[at - 1] if at else None

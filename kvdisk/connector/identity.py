@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from kvdisk.geometry import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _SAMPLE_BYTES = 4096
 _MOST_HEADER_BYTES = 100_000_000
@@ -32,8 +33,12 @@ _UNSTABLE_HASHES = ("xxhash", "builtin")
 _NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
 
 
-def fingerprint_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[bytes, dict[str, Any]]:
+def fingerprint_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]] = ()
+) -> tuple[bytes, dict[str, Any]]:
     """Return the fingerprint (32 bytes) and a description for people and the inspector.
+
+    ``stages``: the KV-cache groups of each stage of a pipeline; none: the configuration's own.
 
     Raises ConfigError where the weights have no identity (dummy, streamed), or where the hashes of
     blocks are not the same in the next process: then nothing on NVMe could be found, or trusted.
@@ -56,7 +61,7 @@ def fingerprint_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> t
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": cache.cache_dtype,
-        "groups": group_descriptions(kv_cache_config),
+        "groups": group_descriptions(stages or [kv_cache_config.kv_cache_groups]),
         "kv_layout": kv_cache_config.kv_cache_layout,
         "hash_tokens": kv_cache_config.hash_block_size,
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -72,6 +77,7 @@ def fingerprint_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> t
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
     }
     return hashlib.sha256(text.encode()).digest(), description
 
@@ -124,12 +130,18 @@ def weights_digest(vllm_config: VllmConfig, model: ModelConfig) -> str:
             f"The NVMe tier needs the model's weight files, and there are none in {folder}: leave out store_dirs."
         )
     for file in files:
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-        if file.suffix == ".safetensors":
-            _digest_safetensors(file, digest)
-        else:
-            _digest_samples(file, digest)
+        digest_file(file, digest)
     return digest.hexdigest()
+
+
+def digest_file(file: Path, digest: Any) -> None:
+    """Add a weight file's name, size, header, and 4 KiB of every tensor. Raises ConfigError where
+    it is damaged, OSError."""
+    digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+    if file.suffix == ".safetensors":
+        _digest_safetensors(file, digest)
+    else:
+        _digest_samples(file, digest)
 
 
 def _model_folder(model: ModelConfig) -> Path:
@@ -167,7 +179,7 @@ def _digest_safetensors(file: Path, digest: Any) -> None:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             sound = False
         if not sound:
-            raise ConfigError(f"The NVMe tier needs the model's weight files, and {file} is a damaged one.")
+            raise ConfigError(f"kvdisk needs sound weight files, and {file} is a damaged one.")
         digest.update(header)
         for start, end in spans:
             stream.seek(8 + header_bytes + start)

@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -30,6 +29,7 @@ from kvdisk.connector.adapter import (
 )
 from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.lora import Adapters
 from kvdisk.connector.off import SchedulerOff
 from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.manager.requests import RequestLimits
@@ -59,8 +59,8 @@ _SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 class SchedulerSide:
     """Translates between vLLM's requests and blocks and the ``TierManager``.
 
-    That exists once the block pool is bound; where layers of one group differ, once the workers
-    have sent their sizes.
+    That exists once the block pool is bound; where layers of one group differ, or stages of a
+    pipeline, once the workers have sent their sizes.
     """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -69,7 +69,7 @@ class SchedulerSide:
         self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         refuse_store_policy(config.store_policy, vllm_config, self._geometry)
-        self._namespace = self._make_namespace() if sizes_are_certain(kv_cache_config) else None
+        self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
         self._requests: dict[str, Request] = {}
@@ -77,6 +77,7 @@ class SchedulerSide:
         self._unsent: dict[str, list[list[int]]] = {}
         """The GPU blocks of loads that were planned since the last plan left, by request."""
         self._controls = Controls()
+        self._adapters = Adapters(vllm_config.lora_config)
         publishes = publishes_events(vllm_config)
         self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
         self._journal: Journal | None = None
@@ -91,7 +92,8 @@ class SchedulerSide:
                 "kvdisk needs the engine's block pool, and this engine has not given it."
                 if self._context is None
                 else "kvdisk needs to hear from the workers how large the KV cache's layers are, which differ within a "
-                "KV-cache group, and no handshake came: beside other connectors in MultiConnector, list it first."
+                "KV-cache group or between the stages of a pipeline, and no handshake came: beside other connectors in "
+                "MultiConnector, list it first."
             )
         return self._parts.manager
 
@@ -103,26 +105,27 @@ class SchedulerSide:
         if self._namespace is not None:
             self._assemble(self._namespace)
 
-    def take_worker_groups(self, by_worker: Sequence[list[KVCacheGroupSpec]]) -> None:
-        """Take the KV-cache groups that workers sent: they have every layer's size, where ours may
-        have one layer's.
+    def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]]) -> None:
+        """Take the KV-cache groups of all stages, as each worker sent them: they have every layer's
+        size, where ours may have one layer's.
 
         Comes once, after the pool and before the first request. Raises ConfigError where sizes are
         not agreed upon.
         """
-        for groups in by_worker:
-            self._kv_cache_config = replace(self._kv_cache_config, kv_cache_groups=groups)
-            geometry = geometry_of(self._vllm_config, self._kv_cache_config)
+        for stages in by_worker:
+            geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages)
             if self._parts is None and self._context is not None:
                 self._geometry = geometry
-                self._assemble(self._make_namespace())
+                self._assemble(self._make_namespace(stages))
             elif geometry != self._geometry:
                 ours, theirs = ([group.payload_bytes for group in each.groups] for each in (self._geometry, geometry))
                 raise ConfigError(f"kvdisk has blocks of {ours} bytes, by KV-cache group, and a worker of {theirs}.")
         assert self._manager  # or it says what is missing
 
-    def _make_namespace(self) -> tuple[bytes | None, dict[str, Any]]:
-        return fingerprint_of(self._vllm_config, self._kv_cache_config) if self._config.store_dirs else (None, {})
+    def _make_namespace(self, stages: Sequence[list[KVCacheGroupSpec]] = ()) -> tuple[bytes | None, dict[str, Any]]:
+        if not self._config.store_dirs:
+            return None, {}
+        return fingerprint_of(self._vllm_config, self._kv_cache_config, stages)
 
     def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
         assert self._context is not None
@@ -133,9 +136,8 @@ class SchedulerSide:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Follow a request, except with a LoRA adapter: vLLM's hash names the adapter, not its
-        content."""
-        if request.lora_request is not None:
+        """Follow a request, except with a LoRA adapter of which nobody can tell what it holds."""
+        if request.lora_request is not None and not self._adapters.identify(request):
             return
         self._requests[request.request_id] = request
         limits = self._controls.read(request.kv_transfer_params)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
-from kvdisk.connector.adapter import geometry_of, layer_blocks
+from kvdisk.connector.adapter import geometry_of, groups_by_stage, handshake_of, layer_blocks, rank_of
 from kvdisk.connector.off import WorkerOff
 from kvdisk.messages import Job, JobKind, Plan, Report
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from kvdisk.worker.mover import Mover
 
@@ -29,23 +29,30 @@ class WorkerSide:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
+        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._geometry = geometry_of(vllm_config, kv_cache_config)
-        self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
-        groups = self._geometry.groups
+        groups = geometry_of(vllm_config, kv_cache_config).groups
         # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before
         # that there are none.
         self._by_block = len(groups) == 1 and groups[0].window_tokens is None
+        self._stages: list[list[KVCacheGroupSpec]] = []
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
         self._report = Report()
         self.failed_blocks: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the mover over vLLM's KV tensors."""
+        """Start the mover over vLLM's KV tensors, once the workers of all stages have told their
+        sizes."""
         assert self._parts is None, "the KV caches were registered twice"
-        layers = layer_blocks(self._kv_cache_config, self._geometry, kv_caches)
-        self._parts = assemble_worker(self._config, self._geometry, self._rank, layers)
+        self._stages = groups_by_stage(self._vllm_config, self._kv_cache_config)
+        geometry = geometry_of(self._vllm_config, self._kv_cache_config, self._stages)
+        layers = layer_blocks(self._kv_cache_config, kv_caches)
+        self._parts = assemble_worker(self._config, geometry, rank_of(self._vllm_config), layers)
+
+    def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
+        """Return what the scheduler cannot know of the KV cache, None where it knows all."""
+        return handshake_of(self._stages)
 
     @property
     def mover(self) -> Mover:

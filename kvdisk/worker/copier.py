@@ -65,17 +65,16 @@ class LayerBlocks:
 
     ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the
     second dimension, with any stride in the first. A payload is the layers' bytes one after the
-    other, in this order. The tensors are vLLM's; they must live as long as copies are asked for.
+    other, in this order, and padding, which no copy touches; without layers all of it is. The
+    tensors are vLLM's; they must live as long as copies are asked for.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        assert layers
         for layer in layers:
             assert layer.dtype == torch.uint8, layer.dtype
             assert layer.dim() == 2 and layer.stride(1) == 1, (layer.shape, layer.stride())
             assert layer.shape[0] == layers[0].shape[0], "layers of one group have the same blocks"
             assert layer.device == layers[0].device
-        self.num_blocks = int(layers[0].shape[0])
         self.payload_bytes = sum(int(layer.shape[1]) for layer in layers)
         self.stacks: list[Stack] = []
         start = offset = 0
@@ -84,7 +83,7 @@ class LayerBlocks:
             first = layers[start]
             layer_bytes = int(first.shape[1])
             distance = layers[start + 1].storage_offset() - first.storage_offset() if count > 1 else layer_bytes
-            shape, strides = (self.num_blocks, count, layer_bytes), (first.stride(0), distance, 1)
+            shape, strides = (first.shape[0], count, layer_bytes), (first.stride(0), distance, 1)
             self.stacks.append(Stack(first.as_strided(shape, strides, first.storage_offset()), offset))
             start += count
             offset += count * layer_bytes

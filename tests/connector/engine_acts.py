@@ -219,3 +219,57 @@ def _use_weights(number: int, model: Any) -> bool:
             noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(at))
             parameter.data.mul_(1 + 0.8 * number * noise.to(parameter.dtype))
     return True
+
+
+# -- pipeline stages -------------------------------------------------------------------------------
+
+
+def warm_stages(llm: Any) -> None:
+    """Run each stage's profile run. vLLM's CPU worker skips it where the KV cache has a fixed size,
+    and a later stage has no room for what the one before it sends then."""
+    llm.collective_rpc(_profile)
+
+
+def _profile(worker: Any) -> None:
+    worker.model_runner.profile_run()
+
+
+def zero_loads(llm: Any, stage: int) -> None:
+    """From now on let loads bring zeros on the workers of one stage, and what they should on the
+    others'."""
+    llm.collective_rpc(_zero_loads, args=(stage,))
+
+
+def _zero_loads(_: Any, stage: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.parallel_state import get_pp_group
+
+    from kvdisk.worker.copier import HostCopier, Passed
+
+    copier = get_kv_transfer_group().worker.mover._runner._resources.copier
+
+    def scatter(group: int, slots: Any, blocks: Any, after: Any = None) -> Any:
+        for stack in copier._groups[group].stacks:
+            stack.blocks[list(blocks)] = 0
+        return Passed()
+
+    is_meant = get_pp_group().rank_in_group == stage
+    copier.scatter = scatter if is_meant else HostCopier.scatter.__get__(copier)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def generate_with(llm: Any, prompts: list[list[int]], name: str, number: int, path: str) -> list[Any]:
+    """Decode 8 tokens greedily with a LoRA adapter, one prompt after the other; return of each its
+    tokens, and how many of the prompt were cached."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    answers = []
+    for prompt in prompts:
+        request = LoRARequest(name, number, path)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False, lora_request=request)
+        answers.append([list(output.outputs[0].token_ids), output.num_cached_tokens])
+    return answers

@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.config import (
     DeviceConfig,
     KVEventsConfig,
     KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -101,14 +103,17 @@ def vllm_config(
     max_seqs: int = 8,
     max_model_len: int = 2048,
     ranks: int = 1,
+    stages: int = 1,
     pipelined: bool = False,
     events: bool = False,
     prefix_caching: bool = True,
+    adapters: bool = False,
 ) -> VllmConfig:
     """Return an engine's configuration. ``extra``: kvdisk's own.
 
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDISK``; none:
-    kvdisk alone. ``pipelined``: vLLM's asynchronous scheduler. ``prefix_caching``: its own.
+    kvdisk alone. ``ranks``, ``stages``: of tensor and of pipeline parallelism. ``pipelined``:
+    vLLM's asynchronous scheduler. ``prefix_caching``: its own. ``adapters``: LoRA.
     """
     (folder / "config.json").write_text(json.dumps(MODEL))
     mine = BENCH_SETTINGS | dict(extra or {})
@@ -137,9 +142,11 @@ def vllm_config(
         kv_transfer_config=KVTransferConfig(**transfer),
         device_config=DeviceConfig("cpu"),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+        lora_config=LoRAConfig(max_loras=4, max_lora_rank=8) if adapters else None,
     )
     config.cache_config.num_gpu_blocks = num_blocks
     config.parallel_config.tensor_parallel_size = ranks
+    config.parallel_config.pipeline_parallel_size = stages
     config.scheduler_config.async_scheduling = pipelined
     config.cache_config.enable_prefix_caching = prefix_caching
     return config
@@ -152,11 +159,14 @@ def kv_groups(
     window_only: bool = False,
     drafter: bool = False,
     two_sizes: bool = False,
-) -> tuple[list[KVCacheGroupSpec], list[KVCacheGroupSpec]]:
-    """Return the KV-cache groups as the scheduler has them, and as the workers do.
+    by_stage: bool = False,
+) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
+    """Return the KV-cache groups as the scheduler has them, and as the workers of each stage do.
 
     ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
+    ``by_stage``: so it is, the second layer being on a second stage, where all layers of a window
+    are.
     """
     sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
@@ -166,12 +176,19 @@ def kv_groups(
         del groups[: int(window_only)]
     if drafter:
         groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
-    if not two_sizes:
-        return groups, groups
-    groups[0].layer_names.append("full.1")
+    if not (two_sizes or by_stage):
+        return groups, [groups]
     layers = {"full.0": groups[0].kv_cache_spec, "full.1": FullAttentionSpec(**sizes | {"head_size": 64})}
-    uniform = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
-    return groups, [KVCacheGroupSpec(list(layers), uniform)]
+
+    def uniform(*names: str) -> KVCacheGroupSpec:
+        specs = {name: layers[name] for name in names}
+        return KVCacheGroupSpec(list(names), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs))
+
+    if by_stage:
+        others = [replace(group, layer_names=[]) for group in groups[1:]]
+        return [groups[0], *others], [[uniform("full.0"), *others], [uniform("full.1"), *groups[1:]]]
+    groups[0].layer_names.append("full.1")
+    return groups, [[uniform(*layers)]]
 
 
 class Bench:
@@ -187,8 +204,8 @@ class Bench:
     each. With ``threaded`` movers have their threads, and these are without effect.
 
     ``pipelined``: vLLM's asynchronous scheduler, and a step's results arrive after the next one was
-    scheduled. With ``events`` what is published goes to ``published``. ``engine`` goes to
-    ``vllm_config``, ``groups`` to ``kv_groups``.
+    scheduled; so do those of stages of a pipeline. With ``events`` what is published goes to
+    ``published``. ``engine`` goes to ``vllm_config``, ``groups`` to ``kv_groups``.
     """
 
     def __init__(
@@ -199,7 +216,7 @@ class Bench:
         found, self.worker_groups = kv_groups(**groups)
         self.group_count = len(found)
         # Layers that differ lie in KV tensors of their own.
-        tensors = [KVCacheTensor(0, [name], 0, 0) for name in found[0].layer_names if found is not self.worker_groups]
+        tensors = [KVCacheTensor(0, [name], 0, 0) for name in found[0].layer_names if found not in self.worker_groups]
         num_blocks = self.config.cache_config.num_gpu_blocks
         self.cache = KVCacheConfig(num_blocks, tensors, found, hash_block_size=BLOCK_TOKENS)
         init_none_hash(sha256)
@@ -230,7 +247,9 @@ class Bench:
         self._end_s = time.monotonic() + 600.0
         if self.config.kv_events_config is not None:
             self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
-        count = self.config.parallel_config.tensor_parallel_size
+        parallel = self.config.parallel_config
+        count = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._lag = max(int(self.config.scheduler_config.async_scheduling), parallel.pipeline_parallel_size - 1)
         self._aggregator = KVOutputAggregator(count)
         self.ranks = [Rank(self, rank, threaded=threaded) for rank in range(count)]
 
@@ -396,7 +415,7 @@ class Bench:
 
     def step(self) -> SchedulerOutput:
         output = self.schedule()
-        if len(self.behind) > self.config.scheduler_config.async_scheduling:
+        if len(self.behind) > self._lag:
             self.update()
         return output
 

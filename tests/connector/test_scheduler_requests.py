@@ -23,10 +23,10 @@ ADAPTER = LoRARequest("tuned", 1, "/adapters/tuned")
 # -- adapters and salts ----------------------------------------------------------------------------
 
 
-def test_a_request_with_an_adapter_is_left_alone(engines):
+def test_a_request_with_an_adapter_without_files_is_left_alone(engines):
     """vLLM's hash names the adapter and its path. Retrained under both, it would find the KV of the
     old one."""
-    bench = engines.make(num_blocks=12)
+    bench = engines.make(num_blocks=12, adapters=True)
     requests = [
         bench.add(name, prompt_of(at), 70, lora_request=ADAPTER if at % 2 else None) for at, name in enumerate("abcd")
     ]

@@ -89,7 +89,8 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
         specs = [SlidingWindowSpec(**sizes, sliding_window=window) if slides else full for slides in slide]
         groups = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
         cache = KVCacheConfig(8, [], groups, hash_block_size=16)
-        geometry = geometry_of(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks)), cache)
+        parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
+        geometry = geometry_of(SimpleNamespace(parallel_config=parallel), cache)
         assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
         assert ours.geometry(ranks, 16).replicated == geometry.replicated
 

@@ -67,7 +67,7 @@ def test_without_what_the_engine_has_to_tell_nothing_starts(engines):
 def test_workers_that_differ_are_refused(engines):
     bench = engines.make(two_sizes=True)
     other = deepcopy(handshake(bench))
-    specs = other.groups[0].kv_cache_spec.kv_cache_specs
+    specs = other.stages[0][0].kv_cache_spec.kv_cache_specs
     specs["full.1"] = replace(specs["full.1"], num_kv_heads=4)
     with pytest.raises(ConfigError, match=rf"\[{BOTH}\] bytes.*\[{5 * ONE_LAYER}\]"):
         tell(bench, handshake(bench), other)
@@ -76,7 +76,7 @@ def test_workers_that_differ_are_refused(engines):
 def test_where_the_scheduler_is_certain_workers_keep_silent_or_are_refused(engines):
     """Of a ``MultiConnector`` only the first child that says something is heard."""
     bench = engines.make()
-    assert bench.connector.get_handshake_metadata() is None
+    assert bench.ranks[0].ours.get_handshake_metadata() is None
     tell(bench)
     other = engines.make(two_sizes=True)
     tell(other, handshake(other))

@@ -91,7 +91,8 @@ def test_vllm_finds_the_connector(more):
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
-        ({"pipeline_parallel_size": 2}, _cache(FULL), "pipeline parallelism"),
+        ({"pipeline_parallel_size": 2, "drafter": "ngram"}, _cache(FULL), None),
+        ({"pipeline_parallel_size": 2, "drafter": "eagle"}, _cache(FULL), "drafters .* under pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, _cache(FULL), "context parallelism"),
         ({"prefill_context_parallel_size": 2}, _cache(FULL), "context parallelism"),
         ({}, _cache(FULL, MAMBA), "MambaSpec"),
@@ -138,23 +139,28 @@ def test_mla_is_the_same_on_every_rank(specs, ranks, replicated):
     assert geometry.part_count == (1 if replicated else ranks)
 
 
+def test_a_stage_without_kv_is_refused():
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec([], FULL)], hash_block_size=32)
+    with pytest.raises(ConfigError, match="stages without KV cache"):
+        layer_blocks(cache, {})
+
+
 def test_blocks_are_seen_as_bytes_whatever_the_layout():
     cache = _cache(FULL)
-    geometry = geometry_of(_config(), cache)
     values = torch.arange(8 * 32 * 2 * 64, dtype=torch.float32)
     plain = values.view(8, 2, 32, 64)
-    ((view,),) = layer_blocks(cache, geometry, {"layer.0": plain})
+    ((view,),) = layer_blocks(cache, {"layer.0": plain})
     assert view.shape == (8, FULL.page_size_bytes)
     assert view.data_ptr() == plain.data_ptr(), "vLLM's own memory, no copy"
     assert bytes(view[3].numpy()) == plain[3].contiguous().view(torch.uint8).numpy().tobytes()
     # Heads and tokens swapped; kernel blocks of half the size: the same bytes in the same block.
     for same in (plain.transpose(1, 2), values.view(16, 2, 16, 64)):
-        ((other,),) = layer_blocks(cache, geometry, {"layer.0": same})
+        ((other,),) = layer_blocks(cache, {"layer.0": same})
         assert torch.equal(other, view)
     torn, small = torch.zeros(8, 2, 32, 128)[..., :64], torch.zeros(8, 2, 32, 32)
     for wrong, named in ((torn, "not contiguous"), (small, "layout")):
         with pytest.raises(ConfigError, match=named):
-            layer_blocks(cache, geometry, {"layer.0": wrong})
+            layer_blocks(cache, {"layer.0": wrong})
 
 
 # -- the namespace ---------------------------------------------------------------------------------
@@ -207,6 +213,10 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
     _change_the_last_weight(tmp_path / "drafter")
     found["another drafter"] = _fingerprint(folder, {"speculative_config": changes["speculative_config"]})
     found["more groups"] = _fingerprint(folder, groups=2)
+    # Of three layers one is on the other stage, or two are.
+    stages = [KVCacheGroupSpec([f"layer.{at}" for at in some], FULL) for some in ((0,), (1, 2), (0, 1), (2,))]
+    for cut in (stages[:2], stages[2:]):
+        found[str(cut)] = fingerprint_of(vllm_config(folder), _cache(FULL), [[group] for group in cut])[0]
     _change_the_last_weight(folder)
     found["one weight"] = _fingerprint(folder)
     assert len({first, *found.values()}) == 1 + len(found)

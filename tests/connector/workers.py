@@ -119,7 +119,8 @@ class Rank:
         config = copy.copy(bench.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = number
-        cache = replace(bench.cache, kv_cache_groups=bench.worker_groups)
+        stages = bench.worker_groups
+        cache = replace(bench.cache, kv_cache_groups=stages[number // config.parallel_config.tensor_parallel_size])
         tensors = {}
         self.views: list[tuple[int, np.ndarray]] = []
         """Of each layer, its group and its KV as words: (blocks, tokens, words)."""
@@ -130,7 +131,8 @@ class Rank:
                 tensors[name] = torch.zeros((cache.num_blocks, spec.block_size, words), dtype=torch.int64)
                 self.views.append((at, tensors[name].numpy().view(np.uint64)))
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-        with nullcontext() if threaded else mock.patch("kvdisk.worker.mover.Mover", GatedMover):
+        told = mock.patch("kvdisk.connector.worker_side.groups_by_stage", return_value=stages)  # all of one process
+        with told, nullcontext() if threaded else mock.patch("kvdisk.worker.mover.Mover", GatedMover):
             self.connector.register_kv_caches(tensors)
         self.ours = kvdisk_of(self.connector)
         self.mover = self.ours.worker.mover
