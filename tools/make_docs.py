@@ -144,7 +144,7 @@ cpu_bytes must be a size in bytes such as 1073741824 or '500GiB', not '4 gigs'.
 
 **Sizes** are bytes: an integer, or text with a unit. `KiB`, `MiB`, `GiB` and `TiB` are powers of
 1024, `kB`, `MB`, `GB` and `TB` powers of 1000; capitals do not matter. A size *over all ranks* is
-shared by the workers of tensor parallelism: each takes its share. **Times** are seconds. `null` is
+shared by the engine's workers: each takes its share. **Times** are seconds. `null` is
 the default. [Operating](OPERATING.md#limits-of-a-request) says what a request may ask for itself.
 
 | key | default | |

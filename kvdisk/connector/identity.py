@@ -40,8 +40,9 @@ def fingerprint_of(
 
     ``stages``: the KV-cache groups of each stage of a pipeline; none: the configuration's own.
 
-    Raises ConfigError where the weights have no identity (dummy, streamed), or where the hashes of
-    blocks are not the same in the next process: then nothing on NVMe could be found, or trusted.
+    Raises ConfigError where the weights have no identity (dummy, streamed), where the hashes of
+    blocks are not the same in the next process, or where not all workers see the files: then
+    nothing on NVMe could be found, or trusted.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -50,6 +51,8 @@ def fingerprint_of(
             f"The NVMe tier needs block hashes that are the same in every process, and {algorithm} is not: set "
             "prefix_caching_hash_algo to sha256."
         )
+    if parallel.nnodes_within_dp > 1:
+        raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
     final_config = model.hf_config.to_dict()
     final_config.pop("_name_or_path", None)
     facts: dict[str, Any] = {
@@ -77,7 +80,6 @@ def fingerprint_of(
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
     }
     return hashlib.sha256(text.encode()).digest(), description
 

@@ -165,8 +165,7 @@ def kv_groups(
 
     ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
-    ``by_stage``: so it is, the second layer being on a second stage, where all layers of a window
-    are.
+    ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
     """
     sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
@@ -178,17 +177,14 @@ def kv_groups(
         groups.append(KVCacheGroupSpec(["draft.0"], FullAttentionSpec(**sizes), is_eagle_group=True))
     if not (two_sizes or by_stage):
         return groups, [groups]
-    layers = {"full.0": groups[0].kv_cache_spec, "full.1": FullAttentionSpec(**sizes | {"head_size": 64})}
-
-    def uniform(*names: str) -> KVCacheGroupSpec:
-        specs = {name: layers[name] for name in names}
-        return KVCacheGroupSpec(list(names), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs))
-
     if by_stage:
+        second = replace(groups[0], layer_names=["full.1", "full.2"])
         others = [replace(group, layer_names=[]) for group in groups[1:]]
-        return [groups[0], *others], [[uniform("full.0"), *others], [uniform("full.1"), *groups[1:]]]
+        return [groups[0], *others], [[groups[0], *others], [second, *groups[1:]]]
     groups[0].layer_names.append("full.1")
-    return groups, [[uniform(*layers)]]
+    layers = {"full.0": groups[0].kv_cache_spec, "full.1": FullAttentionSpec(**sizes | {"head_size": 64})}
+    uniform = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
+    return groups, [[KVCacheGroupSpec(list(layers), uniform)]]
 
 
 class Bench:

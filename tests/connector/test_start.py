@@ -128,6 +128,12 @@ def test_geometry_of_uniform_and_window_groups():
     assert geometry.groups[0].payload_bytes == FULL.page_size_bytes + wide.page_size_bytes
     assert [group.window_tokens for group in geometry.groups] == [None, 64]
     assert geometry.slot_sizes == tuple(sorted({group.slot_bytes for group in geometry.groups}))
+    # A stage without layers of a group keeps its whole description.
+    stages = [[KVCacheGroupSpec([], uniform), groups[1]], [groups[0], KVCacheGroupSpec([], WINDOW)]]
+    for some in (stages, stages[::-1]):
+        first = KVCacheConfig(8, [], some[0], hash_block_size=32)
+        by_stage = geometry_of(_config(pipeline_parallel_size=2), first, some)
+        assert by_stage.groups == geometry.groups and by_stage.rank_count == 2
 
 
 @pytest.mark.parametrize(
@@ -228,6 +234,7 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
         ("load_config.load_format", "dummy", "load_format is 'dummy'"),
         ("cache_config.prefix_caching_hash_algo", "xxhash", "set prefix_caching_hash_algo to sha256"),
         ("model_config.model", "", "weight files"),
+        ("parallel_config.nnodes", 2, "all workers of an engine on one machine"),
     ],
 )
 def test_without_identity_the_nvme_tier_is_refused(folder, name, value, said):
