@@ -52,7 +52,7 @@ def run_tests(root: Path, tests: str) -> subprocess.CompletedProcess[str] | None
 def test_a_planted_bug_is_caught(bug: dict[str, str], tmp_path: Path) -> None:
     for name in ("kvdisk", "tests", "tools", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     planted = tmp_path / bug["file"]
     planted.write_text(planted.read_text().replace(bug["old"], bug["new"]))

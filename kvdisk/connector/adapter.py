@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, SimpleNamespace
+from copy import copy
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -257,10 +258,11 @@ def hash_by_content(request: Request, content: str) -> None:
 
     vLLM: the scheduler shows a new request before it looks for its blocks.
     """
-    hasher = request._block_hasher
+    hasher, known = request._block_hasher, copy(request.lora_request)
+    known.lora_name, known.lora_path = "", content
 
     def hash_blocks(changed: Request) -> list[BlockHash]:
-        adapter, changed.lora_request = changed.lora_request, SimpleNamespace(lora_name="", lora_path=content)
+        adapter, changed.lora_request = changed.lora_request, known
         try:
             hashes: list[BlockHash] = hasher(changed)
         finally:

@@ -239,8 +239,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._half.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the workers sent, of any rank and stage; as a child of ``MultiConnector`` also
-        another connector's."""
+        """Take what the first stage's workers sent; as a child of ``MultiConnector`` also another
+        connector's."""
         by_worker = [one.stages for one in metadata.values() if isinstance(one, KVDiskHandshake)]
         assert isinstance(self._half, SchedulerSide)
         self._half.take_worker_groups(by_worker)

@@ -106,7 +106,7 @@ class SchedulerSide:
             self._assemble(self._namespace)
 
     def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]]) -> None:
-        """Take the KV-cache groups of all stages, as each worker sent them: they have every layer's
+        """Take the KV-cache groups of all stages, as workers sent them: they have every layer's
         size, where ours may have one layer's.
 
         Comes once, after the pool and before the first request. Raises ConfigError where sizes are

@@ -51,8 +51,10 @@ class WorkerSide:
         self._parts = assemble_worker(self._config, geometry, rank_of(self._vllm_config), layers)
 
     def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
-        """Return what the scheduler cannot know of the KV cache, None where it knows all."""
-        return handshake_of(self._stages)
+        """Return what the scheduler cannot know of the KV cache, None where it knows all, or hears
+        it from the first stage: vLLM's connectors refuse to hear of others, unless they say so."""
+        first = rank_of(self._vllm_config) < self._vllm_config.parallel_config.tensor_parallel_size
+        return handshake_of(self._stages) if first else None
 
     @property
     def mover(self) -> Mover:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
+from other_connectors import ANOTHER
+from schedulers import BLOCK_TOKENS, BLOCKS, KVDISK, PROMPT, Bench, Engines, prompt_of
 from support.live_audit import audit_manager
 
 from kvdisk.blocks import Tier
@@ -22,9 +23,9 @@ LAYER = 2 * 4 * BLOCK_TOKENS * 2 * 32
 def start(engines: Engines, **more: object) -> Bench:
     """Make an engine of two stages, which have told their sizes as from another process."""
     bench = engines.make(by_stage=True, stages=2, **more)
-    told = [pickle.loads(pickle.dumps(rank.ours.get_handshake_metadata())) for rank in bench.ranks]  # noqa: S301 - our own
+    told = [pickle.loads(pickle.dumps(rank.connector.get_handshake_metadata())) for rank in bench.ranks]  # noqa: S301 - our own
     ranks = bench.config.parallel_config.tensor_parallel_size
-    by_worker = {divmod(at, ranks): one for at, one in enumerate(told)}
+    by_worker = {divmod(at, ranks): one for at, one in enumerate(told) if one is not None}
     bench.scheduler.connector.set_xfer_handshake_metadata_pp_aware(by_worker)
     return bench
 
@@ -68,6 +69,14 @@ def test_a_store_counts_when_the_last_stage_has_copied(engines):
     assert not bench.in_tier(Tier.CPU)
     bench.finish("a")
     assert len(bench.in_tier(Tier.CPU)) == BLOCKS
+
+
+def test_another_connector_beside_it_need_not_know_of_stages(engines):
+    bench = start(engines, others=(KVDISK, ANOTHER))
+    for name in "ab":
+        bench.serve(name, PROMPT)
+        bench.forget()
+    assert bench.loads() == [("b", BLOCKS)]
 
 
 def test_what_a_stage_has_not_told_is_not_guessed(engines):
