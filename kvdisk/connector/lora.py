@@ -70,13 +70,14 @@ class Adapters:
         if weights is None:
             raise ValueError(f"{folder} is no directory with its files")
         files = [folder / _CONFIG, weights]
-        times_ns = [time_ns for path in (folder, *files) for time_ns in (path.stat().st_ctime_ns, *_link_times(path))]
-        if max(times_ns) >= self._began_ns:
-            raise ValueError(f"{folder} has changed since this engine began, until the next start")
         if adapter.lora_path not in self._by_path:
             digest = hashlib.sha256(files[0].read_bytes())
             digest_file(weights, digest)
             self._by_path[adapter.lora_path] = digest.hexdigest()
+        # Asked last, so that it is true of what was read.
+        times_ns = [time_ns for path in (folder, *files) for time_ns in (path.stat().st_ctime_ns, *_link_times(path))]
+        if max(times_ns) >= self._began_ns:
+            raise ValueError(f"{folder} has changed since this engine began, until the next start")
         return f"{self._by_path[adapter.lora_path]} {adapter.is_3d_lora_weight} {self._settings.compute_hash()}"
 
 
