@@ -293,11 +293,19 @@ def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     """Say in one sentence why a store cannot be opened, and what would help."""
     cause = error.__cause__
     if isinstance(error, DeviceError) and error.errno in _DENIED and isinstance(cause, OSError):
-        return f"no permission to read {cause.filename or paths[0]}; run this as the user whose engine made it."
+        return _denied(cause.filename or paths[0])
     for path in paths:
-        if not os.path.lexists(path):
+        try:
+            path.lstat()
+        except PermissionError:
+            return _denied(path)
+        except OSError:
             return f"{path} does not exist."
         around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
         if around is not None and not os.path.lexists(path / STORE_FILE):
             return f"{path} is not a kvdisk store, but a part of {around}."
     return str(error).removeprefix("store_dirs: ").rstrip(".") + "."
+
+
+def _denied(path: object) -> str:
+    return f"no permission to read {path}; run this as the user whose engine made it."

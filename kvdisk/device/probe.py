@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdisk.device.base import Device, Op, Transfer
-from kvdisk.device.drives import prepare_directory, write_in_place
+from kvdisk.device.drives import list_directories, prepare_directory, write_in_place
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.segment import make_direct
 from kvdisk.errors import KvdiskError
@@ -84,6 +84,7 @@ def probe(
     kernel's queue or without. Waits a few seconds at most; raises nothing that a drive can cause.
     """
     name, direct = "posix", None
+    (directory,) = list_directories(directory)
     try:
         prepare_directory(directory)
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
