@@ -16,7 +16,7 @@ from typing import Any
 from kvdisk.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1}
-for _power, _prefix in enumerate("kmgtp", start=1):  # "500G", "500GB": SI, Kubernetes; "500Gi": Kubernetes, "500GiB": IEC
+for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("GiB") say, and Kubernetes ("G", "Gi")
     _UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
     _UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
 
@@ -111,9 +111,10 @@ class Config:
     store_dirs: tuple[Path, ...] = _setting((), _parse_dirs)
     """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are
     spread over the drives; the first directory has the indexes too, and stays the first. Paths are
-    absolute; a directory that is missing is made, its parent must exist. It must belong to the user
-    that runs the engine and be writable by nobody else, and is no symbolic link. Engines that name
-    the same directories share what they store.
+    absolute; a directory that is missing is made, its parent must exist; one that is a symbolic
+    link is refused. In one that others may write, such as a volume in a container, the store lies
+    in a subdirectory of the engine's user, `kvdisk-<user id>`. Engines of a user that name the same
+    directories share what they store.
 
     Default: none: CPU tier only
     Example: "/nvme/kv"
@@ -196,10 +197,10 @@ class Config:
     """
     device: str = _setting("auto", _one_of(DEVICES))
     """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
-    same, after a small file was written and read at the start, and a line of the log says what
-    serves; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes
-    of blocks are faster straight between drive and GPU. `"gds"`: all that can go that way does, or
-    the engine does not start.
+    same, after a small file was written and read at the start, and the log warns where the drive
+    is not served at its best; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it
+    also finds which sizes of blocks are faster straight between drive and GPU. `"gds"`: all that
+    can go that way does, or the engine does not start.
 
     Example: "posix"
     """
@@ -252,8 +253,8 @@ class Config:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from user values. Raises ConfigError, which names the key, and the one that
-        was meant where that is plain."""
+        """Build a Config from user values. Raises ConfigError, which names the key, and the known
+        one that is much like it."""
         for key in values:
             if key not in PARSERS:
                 near = difflib.get_close_matches(str(key), PARSERS, n=1, cutoff=_NEAR_MISS)

@@ -27,7 +27,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvdisk import __version__
-from kvdisk.config import parse_bytes
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 
@@ -153,14 +152,6 @@ def short_model(model: object) -> str:
     name = printable(model)
     parts = PurePosixPath(name).parts
     return name if len(parts) <= 3 else str(PurePosixPath("…", *parts[-2:]))
-
-
-def parse_size(key: str, text: str) -> int:
-    """Read bytes: ``64K``, ``64KiB``, ``2M`` (binary without a ``B``). Raises ConfigError."""
-    stripped = text.strip()
-    if stripped[-1:].lower() in {"k", "m", "g", "t"}:
-        stripped += "iB"
-    return parse_bytes(key, int(stripped) if stripped.isdigit() else stripped)
 
 
 def parse_age(key: str, text: str) -> int:

@@ -83,16 +83,18 @@ def prepare_directory(path: Path, *, create: bool = True) -> None:
 def _check_can_be_made(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
-    _check_writable(path.parent, "or name a directory of its own")
-
-
-def _check_writable(path: Path, way_out: str) -> None:
-    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-        status = path.stat()
+    _check_not_readonly(path.parent)
+    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        status = path.parent.stat()
         raise ConfigError(
-            f"store_dirs: user {os.geteuid()} has no permission to write in {path}, which belongs to user "
-            f"{status.st_uid} (mode {status.st_mode & 0o7777:o}): give it to that user, {way_out}"
+            f"store_dirs: user {os.geteuid()} has no permission to write in {path.parent}, which belongs to user "
+            f"{status.st_uid} (mode {status.st_mode & 0o7777:o}): give it to that user, or name a directory of theirs"
         )
+
+
+def _check_not_readonly(path: Path) -> None:
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(f"store_dirs: {path} is on a file system that is mounted to be read only")
 
 
 def check_directories(directories: Directories) -> None:
@@ -108,7 +110,7 @@ def check_directories(directories: Directories) -> None:
             check_directory(path)
             record = read_store(path)
             if record is None:
-                _check_writable(path, "or name another")
+                _check_not_readonly(path)
             elif path == listed[0]:
                 check_is_first(path, first := record)
             else:

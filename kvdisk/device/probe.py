@@ -65,12 +65,14 @@ def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
     """Return a new device for host memory, which is the caller's to close.
 
     ``wanted``: one of ``config.DEVICES``. ``auto`` and ``gds`` try the first directory, and log one
-    line. Without directories nothing is tried, and nothing will move.
+    line, as a warning where the kernel's queue or O_DIRECT cannot be used. Without directories
+    nothing is tried, and nothing will move.
     """
     if not directories or wanted == "posix":
         return PosixDevice()
     report = probe(directories[0])
-    logger.info("%s", report.line)
+    is_best = report.kernel_queue and report.direct
+    logger.log(logging.DEBUG if is_best else logging.WARNING, "%s", report.line)
     return PosixDevice(kernel_queue=report.kernel_queue)
 
 

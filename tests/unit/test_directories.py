@@ -109,7 +109,7 @@ def test_a_store_that_another_user_could_change_is_refused(volume, monkeypatch, 
         assert Store.open(volume).path == volume and mode_of(volume) == 0o700
         return
     for look in (Store.open, check_directories):
-        with pytest.raises(ConfigError, match="can be written by others .* set its mode to 700"):
+        with pytest.raises(ConfigError, match=r"can be written by others .* set its mode to 700"):
             look(volume)
     assert mode_of(volume) == mode
 
@@ -148,6 +148,14 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_made(v
             with pytest.raises(ConfigError, match=f"no permission to write in {volume.parent}, which"):
                 look(volume.parent / "absent")
     assert not list(volume.iterdir())
+
+
+@pytest.mark.parametrize("name", ["kv", "kv/to be made"])
+def test_a_file_system_that_cannot_be_written_is_refused(volume, monkeypatch, name):
+    volume.chmod(0o700)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match=f"{volume} is on a file system that is mounted to be read only"):
+        check_directories(volume.parent / name)
 
 
 @as_root
