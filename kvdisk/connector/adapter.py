@@ -76,7 +76,8 @@ def settings_looked_up() -> dict[str, Any] | None:
     while frame is not None and frame.f_code.co_name != "get_connector_class":
         frame = frame.f_back
     found = None if frame is None else frame.f_locals.get("kv_transfer_config")
-    return getattr(found, "kv_connector_extra_config", None)
+    is_ours = getattr(found, "kv_connector", None) == "KVDiskConnector"  # and not a class that builds on it
+    return getattr(found, "kv_connector_extra_config", None) if is_ours else None
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

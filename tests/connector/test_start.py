@@ -174,6 +174,15 @@ def test_what_is_right_passes_and_nothing_is_made_yet(tiny_llama, tmp_path):
     assert not (tmp_path / "kv").exists()
 
 
+def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, tmp_path, monkeypatch):
+    (tmp_path / "built_on.py").write_text(
+        "from kvdisk.connector import KVDiskConnector\nclass Own(KVDiskConnector):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    transfer = _transfer({"of_its_own": 1}, kv_connector="Own", kv_connector_module_path="built_on")
+    _configure(tiny_llama, transfer)
+
+
 def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
     monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 34))
     with pytest.raises(ConfigError, match=r"supports 0\.32 and 0\.33"):
