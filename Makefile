@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 MODEL ?=
 STORE ?= .demo/store
 PROMPT_TOKENS ?= 4000
+# Where the server listens.
+PORT ?= 8000
 
 BIN := .venv/bin
 # Two files of tests at a time: most of what they do is waiting.
@@ -14,7 +16,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture demo docs clean
+.PHONY: help install install-dev check test torture demo serve docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +45,9 @@ torture: install-dev ## the long tests; see docs/TESTING.md
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
+
+serve: install ## start vLLM's real server with kvdisk, and print what to type to see a hit
+	@$(BIN)/python tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")
 
 docs: ## build the documentation into site/, which opens without a network
 	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }

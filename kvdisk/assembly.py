@@ -6,17 +6,19 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvdisk import __version__
 from kvdisk.background import Background
-from kvdisk.config import Config
+from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
+from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import readable_indexes
@@ -29,13 +31,12 @@ from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
-from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace, WriteBudget
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
-from kvdisk.manager.store_policy import make_store_policy
+from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk")
 
+_COUNTS = ((10**9, " G"), (10**6, " M"), (10**3, " k"))
 _DEFAULT_STAGING_BYTES = 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
@@ -102,6 +104,23 @@ class SchedulerParts:
             logger.warning("kvdisk could not close its home in order, and the next start will look at it: %s", error)
 
 
+def check_settings(values: Mapping[str, Any]) -> Config:
+    """Return the Config of a user's values, looked at as far as can be without a model: keys,
+    values, classes, directories.
+
+    Writes nothing, and builds no object of a user's class. For before weights are loaded. Raises
+    ConfigError; CorruptRecord or DeviceError for what is wrong in a directory.
+    """
+    config = Config.from_mapping(values)
+    protocols = {"store_policy": StorePolicy, "cpu_admission": AdmissionPolicy, "nvme_admission": AdmissionPolicy}
+    for key, protocol in protocols.items():
+        if ":" in getattr(config, key):
+            find_own(key, getattr(config, key), protocol)
+    if config.store_dirs:
+        check_directories(config.store_dirs)
+    return config
+
+
 def assemble_scheduler(
     config: Config,
     geometry: Geometry,
@@ -136,7 +155,7 @@ def assemble_scheduler(
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
     manager = TierManager(parts, Tiers(cpu, nvme), make_store_policy(config.store_policy), time.time_ns(), neighbours)
-    _log_start(config, geometry, parts.catalog, home)
+    _log_start(parts, cpu_slots, home, nvme)
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
@@ -284,11 +303,35 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
     return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
 
 
-def _log_start(config: Config, geometry: Geometry, catalog: Catalog, home: Home | None) -> None:
+def _log_start(parts: Parts, cpu_slots: Sequence[int], home: Home | None, nvme: NvmeSpace | None) -> None:
+    """Say in three lines what is kept, where, and how much fits."""
+    config, geometry = parts.config, parts.geometry
     per_token = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.rank_count
-    where = "no NVMe tier" if home is None else f"NVMe {config.nvme_bytes} bytes in {home.path} ({len(catalog)} blocks)"
-    text = "kvdisk keeps %.0f bytes of KV a token: CPU %d bytes, %s."
-    logger.info(text, per_token, config.cpu_bytes, where)
+    logger.info("kvdisk %s keeps %s KiB of KV a token.", __version__, _short(per_token / 1024))
+    tiers = [(config.cpu_bytes, "CPU", cpu_slots)] if config.cpu_bytes else []
+    found = ""
+    if home is not None and nvme is not None:
+        made = "made" if home.fresh else "took over"
+        logger.info("kvdisk %s engine store %s in %s.", made, home.id, home.path.parent.parent)
+        tiers.append((home.cap_bytes, "NVMe", nvme.capacity))
+        found = f"; {len(parts.catalog):,} blocks found"
+    elif not config.store_dirs:
+        logger.info("kvdisk has no NVMe tier: store_dirs is not set.")
+    fits = ", ".join(
+        f"{name} {_short(size / (1 << 30))} GiB = {_in_words(geometry.tokens_in(slots))} tokens"
+        for size, name, slots in tiers
+    )
+    logger.info("kvdisk ready: %s%s.", fits, found)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
+
+
+def _in_words(count: int) -> str:
+    """Return a count in three digits or fewer: ``131 k``, ``4.9 M``."""
+    unit, name = next(((unit, name) for unit, name in _COUNTS if count >= unit), (1, ""))
+    return f"{count / unit:.{1 if name and count < 10 * unit else 0}f}{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +374,9 @@ def assemble_worker(
     arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
     staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
     files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-    host = choose_device(config.device, config.store_dirs)
-    disk, direct = _pair_with_gpu(config, geometry, lanes, host)
+    directories = list_directories(config.store_dirs) if config.store_dirs else ()
+    host = choose_device(config.device, directories)
+    disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
     resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct)
     mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
@@ -376,7 +420,7 @@ def _pair_with_gpu(
         )
         why = choice.line
         if choice.direct is not None or not demanded:
-            logger.info("%s", choice.line)
+            logger.debug("%s", choice.line)
             if choice.direct is None:
                 return disk, None
             disk.close()
@@ -384,5 +428,5 @@ def _pair_with_gpu(
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")
-    logger.info("kvdisk moves nothing straight between drive and GPU: %s", why)
+    logger.debug("kvdisk moves nothing straight between drive and GPU: %s", why)
     return disk, None

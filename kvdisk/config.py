@@ -15,24 +15,28 @@ from typing import Any
 
 from kvdisk.errors import ConfigError
 
-_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {f"{prefix}b": factor for prefix, factor in list(_UNITS.items()) if prefix in {"k", "m", "g", "t"}}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("GiB") say, and Kubernetes ("G", "Gi")
+    _UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
+    _UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "gds")
 EVICTIONS = ("credit", "lru", "s3fifo")
 ON_RESET = ("epoch", "keep")
+_NEAR_MISS = 0.8
+"""From which likeness on, of 1, an unknown key is taken for a misspelt one."""
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def parse_bytes(key: str, value: Any) -> int:
-    """Read a size: an integer of bytes or text such as ``"500GiB"`` or ``"1.5TB"``. Raises
-    ConfigError."""
+    """Read a size: an integer of bytes or text such as ``"500GiB"``, ``"500Gi"`` or ``"1.5TB"``.
+    Capitals do not matter, except that ``m`` alone is no unit: elsewhere it means a thousandth.
+    Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _UNITS:
+    if match is None or match[2].lower() not in _UNITS or match[2] == "m":
         raise ConfigError(f"{key} must be a size in bytes such as 1073741824 or '500GiB', not {value!r}.")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
@@ -107,9 +111,10 @@ class Config:
     store_dirs: tuple[Path, ...] = _setting((), _parse_dirs)
     """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are
     spread over the drives; the first directory has the indexes too, and stays the first. Paths are
-    absolute; a directory that is missing is made, its parent must exist. It must belong to the user
-    that runs the engine and be writable by nobody else, and is no symbolic link. Engines that name
-    the same directories share what they store.
+    absolute; a directory that is missing is made, its parent must exist; one that is a symbolic
+    link is refused. In one that others may write, such as a volume in a container, the store lies
+    in a subdirectory of the engine's user, `kvdisk-<user id>`. Engines of a user that name the same
+    directories share what they store.
 
     Default: none: CPU tier only
     Example: "/nvme/kv"
@@ -192,10 +197,10 @@ class Config:
     """
     device: str = _setting("auto", _one_of(DEVICES))
     """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
-    same, after a small file was written and read at the start, and a line of the log says what
-    serves; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it also finds which sizes
-    of blocks are faster straight between drive and GPU. `"gds"`: all that can go that way does, or
-    the engine does not start.
+    same, after a small file was written and read at the start, and the log warns where the drive
+    is not served at its best; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it
+    also finds which sizes of blocks are faster straight between drive and GPU. `"gds"`: all that
+    can go that way does, or the engine does not start.
 
     Example: "posix"
     """
@@ -248,12 +253,13 @@ class Config:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from user values. Raises ConfigError, which names the key and the nearest
-        known one."""
+        """Build a Config from user values. Raises ConfigError, which names the key, and the known
+        one that is much like it."""
         for key in values:
             if key not in PARSERS:
-                near = difflib.get_close_matches(key, PARSERS, n=1, cutoff=0.0)
-                raise ConfigError(f"kvdisk does not know the setting {key!r}; the nearest it knows is {near[0]!r}.")
+                near = difflib.get_close_matches(str(key), PARSERS, n=1, cutoff=_NEAR_MISS)
+                meant = f"; the nearest it knows is {near[0]!r}" if near else ""
+                raise ConfigError(f"kvdisk does not know the setting {key!r}{meant}.")
         config = cls(**{key: PARSERS[key](key, value) for key, value in values.items() if value is not None})
         config._check_together()
         return config
@@ -274,13 +280,9 @@ class Config:
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["parse"] for each in fields(Config)}
 
 
-def make_own(key: str, text: str, protocol: type) -> Any:
-    """Return a new object, built without arguments, of the class that a setting names as
-    ``module:Class``.
-
-    ``protocol``: the class must have all that it has. Raises ConfigError, so that a slip is told at
-    start.
-    """
+def find_own(key: str, text: str, protocol: type) -> type:
+    """Return the class that a setting names as ``module:Class``. ``protocol``: the class must have
+    all that it has. Raises ConfigError, so that a slip is told at start."""
     module, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)
@@ -293,6 +295,13 @@ def make_own(key: str, text: str, protocol: type) -> Any:
     missing = [name for name in wanted if not hasattr(found, name)]
     if missing:
         raise ConfigError(f"{key} names {text!r}, which does not have {', '.join(map(repr, missing))}.")
+    return found
+
+
+def make_own(key: str, text: str, protocol: type) -> Any:
+    """Return a new object, built without arguments, of the class that ``find_own`` finds. Raises
+    ConfigError."""
+    found = find_own(key, text, protocol)
     try:
         return found()
     except Exception as error:  # whatever the user's class raises

@@ -134,6 +134,14 @@ class Geometry:
         per_rank = cpu_bytes / self.rank_count
         return tuple(int(per_rank * share) // size for share, size in zip(self.shares, self.slot_sizes, strict=True))
 
+    def tokens_in(self, slots: Sequence[int]) -> int:
+        """Return the tokens all of whose blocks have slots. ``slots``: by size class."""
+        per_token = [0.0] * len(slots)
+        for group, size_class in zip(self.groups, self.size_classes, strict=True):
+            per_token[size_class] += 1 / group.block_tokens
+        tokens = int(min(count / needed for count, needed in zip(slots, per_token, strict=True)))
+        return tokens - tokens % self.step_tokens
+
 
 def round_up(value: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is not below ``value``."""

@@ -259,7 +259,7 @@ def quoted_lines(path: Path) -> list[str]:
     """Return the lines of a page's blocks that are neither commands nor anything with a
     language."""
     said = [block for language, block in blocks(path.read_text()) if not language]
-    return [line for block in said for line in block.splitlines() if re.match(r"kvdisk [a-z]+ |\w+ must be ", line)]
+    return [line for block in said for line in block.splitlines() if re.match(r"kvdisk \S+ |\w+ must be ", line)]
 
 
 def test_metrics_that_the_text_names_are_there():

@@ -40,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.bench import RUN_BYTES, Machine, move_all, shuffled
-from kvdisk.cli.output import parse_size, size
+from kvdisk.cli.output import size
+from kvdisk.config import parse_bytes
 from kvdisk.device.base import Op
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import nameless_file
@@ -241,12 +242,12 @@ def add_rows(table: Table, case: Case, found: dict[str, list[float]]) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("dir", type=Path, help="on the drive to measure")
-    parser.add_argument("--total", default="256M", help="bytes of one measurement, of the file, and of memory")
-    parser.add_argument("--sizes", nargs="+", default=["64K", "256K", "2M", "8M"], help="of blocks")
+    parser.add_argument("--total", default="256MiB", help="bytes of one measurement, of the file, and of memory")
+    parser.add_argument("--sizes", nargs="+", default=["64KiB", "256KiB", "2MiB", "8MiB"], help="of blocks")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    total_bytes = parse_size("--total", options.total)
-    sizes = [parse_size("--sizes", text) for text in options.sizes]
+    total_bytes = parse_bytes("--total", options.total)
+    sizes = [parse_bytes("--sizes", text) for text in options.sizes]
     # Writes first: what was never written is not read from the drive.
     cases = [Case(op, each, total_bytes // each) for each in sizes for op in (Op.WRITE, Op.READ)]
     console = Console(highlight=False)

@@ -236,12 +236,12 @@ def clear_store(store: Path) -> None:
     store.parent.mkdir(parents=True, exist_ok=True)
 
 
-def chosen_devices() -> list[str]:
-    """Return what the engines' logs say of the device that they chose, a line for each start."""
+def said_ready() -> list[str]:
+    """Return what the engines' logs say of the room that they have, a line for each start."""
     found = []
     for name in ("first", "second"):
         log = WORK / f"engine-{name}.log"
-        said = re.findall(r"kvdisk reads and writes .*", log.read_text(errors="replace")) if log.exists() else []
+        said = re.findall(r"kvdisk ready: .*", log.read_text(errors="replace")) if log.exists() else []
         found += [f"{name} start: {line}" for line in said]
     return found
 
@@ -295,7 +295,7 @@ def main() -> int:
         f"{DOCUMENTS} documents, {len(QUESTIONS)} users each, one after the other. TTFT is the time to the first token"
         " for those who ask a document first: nothing of it is on the GPU then. The 2nd user finds it there."
     )
-    for line in chosen_devices():
+    for line in said_ready():
         console.print(line, markup=False, soft_wrap=True)
     wrong = verdict(passes)
     for sentence in wrong:

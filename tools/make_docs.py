@@ -135,7 +135,8 @@ vllm serve MODEL --kv-transfer-config '{{"kv_connector":"KVDiskConnector","kv_ro
   "kv_connector_extra_config":{{"store_dirs":"/nvme/kv","nvme_bytes":"500GiB","cpu_bytes":"32GiB"}}}}'
 ```
 
-An unknown key, or a wrong value, ends the start with one sentence:
+An unknown key, a wrong value or a directory that is not fit ends the start in seconds, before the
+model is loaded, with one sentence. `kvdisk check` says the same without vLLM, and more:
 
 ```
 kvdisk does not know the setting 'stor_dirs'; the nearest it knows is 'store_dirs'.
@@ -143,8 +144,10 @@ cpu_bytes must be a size in bytes such as 1073741824 or '500GiB', not '4 gigs'.
 ```
 
 **Sizes** are bytes: an integer, or text with a unit. `KiB`, `MiB`, `GiB` and `TiB` are powers of
-1024, `kB`, `MB`, `GB` and `TB` powers of 1000; capitals do not matter. A size *over all ranks* is
-shared by the engine's workers: each takes its share. **Times** are seconds. `null` is
+1024, and so are `Ki`, `Mi`, `Gi` and `Ti`, as Kubernetes writes them. `kB`, `MB`, `GB`, `TB` and
+`K`, `M`, `G`, `T` are powers of 1000. Capitals do not matter, but `m` alone is refused. A size
+*over all ranks* is shared by the engine's workers: each takes its share. **Times** are seconds.
+`null` is
 the default. [Operating](OPERATING.md#limits-of-a-request) says what a request may ask for itself.
 
 | key | default | |

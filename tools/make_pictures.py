@@ -75,9 +75,10 @@ SHOWN = (
     Shown("clear", "clear STORE --yes", copy=True),
     Shown("report", "report STORE -o report.html"),
     Shown("top", "top STORE", columns=126, picture=True, live=25),
+    Shown("check", "check kvdisk.json --model Llama-3.1-8B"),
     Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB --drive-endurance 1.2PB"),
     Shown("replay", "replay TRACE", columns=120),
-    Shown("bench", "bench DRIVE -b 256K -b 2M", columns=112),
+    Shown("bench", "bench DRIVE -b 256KiB -b 2MiB", columns=112),
 )
 
 
@@ -139,6 +140,7 @@ LIVE = (
     *("--segment-blocks", "300", "--at-once", "6"),
 )
 WARM_S = 12.0
+SETTINGS = {"nvme_bytes": "32GiB", "cpu_bytes": "8GiB"}
 MODEL = "Llama-3.1-8B"
 MODEL_CONFIG = {
     "model_type": "llama",
@@ -155,7 +157,7 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
     """Make the output and the picture of one command."""
     typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
     typed = typed.replace("KEY", branching_key()).replace("TRACE", trace.name if trace else "")
-    with aside(store) if shown.copy else nullcontext(), desk(trace) as folder:
+    with aside(store) if shown.copy else nullcontext(), desk(store, trace) as folder:
         arguments = [str(COMMAND), *typed.split()]
         texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
         lines = [Text.from_ansi(text) for text in texts]
@@ -174,14 +176,16 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
 
 
 @contextmanager
-def desk(trace: Path | None) -> Iterator[Path]:
-    """Yield a directory to work in, in which a model's configuration lies, and the trace."""
+def desk(store: Path, trace: Path | None) -> Iterator[Path]:
+    """Yield a directory to work in, in which a model's configuration and kvdisk's own lie, and the
+    trace."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if trace is not None:
             (folder / trace.name).symlink_to(trace)
         (folder / MODEL).mkdir()
         (folder / MODEL / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        (folder / "kvdisk.json").write_text(json.dumps(SETTINGS | {"store_dirs": str(store)}))
         yield folder
 
 

@@ -26,7 +26,8 @@ from rich import box
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.cli.output import AsJson, Exit, parse_size, print_json, refusal, report_console, size
+from kvdisk.cli.output import AsJson, Exit, print_json, refusal, report_console, size
+from kvdisk.config import parse_bytes
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice
@@ -136,7 +137,7 @@ def bench(
     block_sizes: Annotated[
         list[str],
         typer.Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block; may be given several times."),
-    ] = ["64K", "256K", "1M", "2M", "8M"],  # noqa: B006 - typer copies it
+    ] = ["64KiB", "256KiB", "1MiB", "2MiB", "8MiB"],  # noqa: B006 - typer copies it
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast the drive under DIR is, and say which device an engine would choose there.
@@ -155,7 +156,7 @@ def bench(
     [cyan]2[/cyan]  nothing was measured: wrong usage, no room, no permission
     """
     try:
-        sizes = [parse_size("--block-size", text) for text in block_sizes]
+        sizes = [parse_bytes("--block-size", text) for text in block_sizes]
         found = measure(directory, sizes)
     except ConfigError as error:
         raise refusal(str(error)) from None

@@ -46,7 +46,6 @@ from kvdisk.cli.output import (
     make_table,
     number,
     parse_age,
-    parse_size,
     plural,
     print_json,
     print_list,
@@ -63,6 +62,7 @@ from kvdisk.cli.output import (
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
 from kvdisk.cli.verify import why_distrusted
+from kvdisk.config import parse_bytes
 from kvdisk.device.control import HomeSummary
 from kvdisk.device.listing import list_homes
 from kvdisk.device.rebuild import HomeShape
@@ -161,7 +161,7 @@ def _delete(
         store = Store.open(named, create=False)
         homes = [HomeState(home.summary, home.index, _why_whole(store, home)) for home in read_homes(named)]
         asked: dict[str, Any] = {
-            "to_bytes": None if to is None else parse_size("--to", to),
+            "to_bytes": None if to is None else parse_bytes("--to", to),
             "older_than_s": None if older_than is None else parse_age("--older-than", older_than),
             "namespace": None if namespace is None else _find_namespace(homes, namespace),
         }

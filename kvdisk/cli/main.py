@@ -9,6 +9,7 @@ import typer
 
 from kvdisk import __version__
 from kvdisk.cli.bench import bench
+from kvdisk.cli.check import check
 from kvdisk.cli.delete import clear, prune
 from kvdisk.cli.inspect import inspect
 from kvdisk.cli.repair import repair
@@ -24,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-for command in (inspect, top, report, verify, repair, prune, clear, size, replay, bench):
+for command in (inspect, top, report, verify, repair, prune, clear, check, size, replay, bench):
     app.command()(command)
 
 

@@ -27,7 +27,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvdisk import __version__
-from kvdisk.config import parse_bytes
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 
@@ -153,14 +152,6 @@ def short_model(model: object) -> str:
     name = printable(model)
     parts = PurePosixPath(name).parts
     return name if len(parts) <= 3 else str(PurePosixPath("…", *parts[-2:]))
-
-
-def parse_size(key: str, text: str) -> int:
-    """Read bytes: ``64K``, ``64KiB``, ``2M`` (binary without a ``B``). Raises ConfigError."""
-    stripped = text.strip()
-    if stripped[-1:].lower() in {"k", "m", "g", "t"}:
-        stripped += "iB"
-    return parse_bytes(key, int(stripped) if stripped.isdigit() else stripped)
 
 
 def parse_age(key: str, text: str) -> int:
@@ -293,11 +284,19 @@ def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     """Say in one sentence why a store cannot be opened, and what would help."""
     cause = error.__cause__
     if isinstance(error, DeviceError) and error.errno in _DENIED and isinstance(cause, OSError):
-        return f"no permission to read {cause.filename or paths[0]}; run this as the user whose engine made it."
+        return _denied(cause.filename or paths[0])
     for path in paths:
-        if not os.path.lexists(path):
+        try:
+            path.lstat()
+        except PermissionError:
+            return _denied(path)
+        except OSError:
             return f"{path} does not exist."
         around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
         if around is not None and not os.path.lexists(path / STORE_FILE):
             return f"{path} is not a kvdisk store, but a part of {around}."
     return str(error).removeprefix("store_dirs: ").rstrip(".") + "."
+
+
+def _denied(path: object) -> str:
+    return f"no permission to read {path}; run this as the user whose engine made it."

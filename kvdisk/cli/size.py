@@ -25,7 +25,6 @@ from kvdisk.cli.output import (
     AsJson,
     make_lines,
     number,
-    parse_size,
     plural,
     print_json,
     printable,
@@ -36,7 +35,7 @@ from kvdisk.cli.output import (
     store_paths,
 )
 from kvdisk.cli.output import size as in_words
-from kvdisk.config import Config
+from kvdisk.config import Config, parse_bytes
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
@@ -46,7 +45,7 @@ from kvdisk.manager.segments import NvmeLayout
 DAY_S = 86400
 _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
-_MOST_RANKS = 1024
+MOST_RANKS = 1024
 _MOST_BLOCK_TOKENS = 1 << 16
 _MOST_TOKENS = 1 << 40
 _MODEL_FIELDS = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_tokens")
@@ -119,7 +118,7 @@ def size(
     model: Annotated[
         Path, typer.Option("--model", metavar="CONFIG", help="A model's directory, or its config.json.", readable=False)
     ],
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=_MOST_RANKS, help="Tensor-parallel size.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=MOST_RANKS, help="Tensor-parallel size.")] = 1,
     nvme: Annotated[str | None, typer.Option("--nvme", metavar="BYTES", help="The NVMe tier: 500GiB.")] = None,
     cpu: Annotated[str | None, typer.Option("--cpu", metavar="BYTES", help="The CPU tier, over all ranks.")] = None,
     context: Annotated[
@@ -135,7 +134,7 @@ def size(
     dtype: Annotated[str | None, typer.Option(help="As vLLM is told, where that is not the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")] = "auto",
     drives: Annotated[
-        int, typer.Option(metavar="N", min=1, max=_MOST_RANKS, help="How many directories store_dirs has.")
+        int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="How many directories store_dirs has.")
     ] = 1,
     write_rate: Annotated[
         str | None,
@@ -162,12 +161,12 @@ def size(
     """
     try:
         known = read_model(model, dtype, kv_dtype)
-        block_tokens = block_size or (_MLA_BLOCK_TOKENS if known.mla else _BLOCK_TOKENS)
+        block_tokens = block_size or default_block_tokens(known)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
         geometry, writes = known.geometry(tp, block_tokens), _writes(write_rate)
         answer = _answer(known, geometry, tokens)
-        answer.cpu = fit_cpu(geometry, parse_size("--cpu", cpu), tokens) if cpu else None
-        answer.nvme = fit_nvme(geometry, parse_size("--nvme", nvme), drives, tokens) if nvme else None
+        answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens) if cpu else None
+        answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens) if nvme else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
         if block_size is None:
             answer.notes.append(f"blocks of {block_tokens} tokens are assumed; see --block-size")
@@ -197,8 +196,7 @@ def _answer(model: ModelKv, geometry: Geometry, context_tokens: int) -> Answer:
 def _endurance(text: str, writes: Writes | None) -> Endurance:
     """Read what drives take, as makers write it: ``600TB``, ``1.2PBW``. Raises ConfigError."""
     stripped = text.strip().upper().removesuffix("W")
-    scale = 1000 if stripped.endswith("PB") else 1
-    taken = scale * parse_size("--drive-endurance", stripped.replace("PB", "TB"))
+    taken = parse_bytes("--drive-endurance", stripped)
     return Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
 
 
@@ -207,13 +205,18 @@ def _writes(text: str | None) -> Writes | None:
     if text is None:
         return None
     if not Path(text).is_dir() and "/" not in text:
-        return Writes(parse_size("--write-rate", text), None, at_least=False)
+        return Writes(parse_bytes("--write-rate", text), None, at_least=False)
     paths = store_paths([Path(text)])
     with refusing(paths):
         return measure_writes(paths)
 
 
 # -- what fits, and what was written -----------------------------------------------------------
+
+
+def default_block_tokens(model: ModelKv) -> int:
+    """Return the tokens of a block unless vLLM is told otherwise."""
+    return _MLA_BLOCK_TOKENS if model.mla else _BLOCK_TOKENS
 
 
 def token_bytes(geometry: Geometry, parts: int) -> float:
@@ -239,12 +242,8 @@ def fit_nvme(geometry: Geometry, nvme_bytes: int, drive_count: int, context_toke
 
 
 def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: int, context_tokens: int) -> Fit:
-    """Count tokens all of whose blocks have slots. ``slots``: by size class."""
-    per_token = [0.0] * len(slots)
-    for group, size_class in zip(geometry.groups, geometry.size_classes, strict=True):
-        per_token[size_class] += 1 / group.block_tokens
-    tokens = int(min(count / needed for count, needed in zip(slots, per_token, strict=True)))
-    tokens -= tokens % geometry.step_tokens
+    """Count what has slots. ``slots``: by size class."""
+    tokens = geometry.tokens_in(slots)
     blocks = sum(tokens // group.block_tokens for group in geometry.groups)
     used_bytes = round(tokens * token_bytes(geometry, parts))
     return Fit(capacity_bytes, tokens, blocks, used_bytes, tokens // context_tokens)

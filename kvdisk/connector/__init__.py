@@ -19,10 +19,14 @@ __all__ = ["KVDiskConnector", "counters", "drain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the connector on first use."""
+    """Load the connector on first use, and judge the settings of an engine that looks it up."""
     if name == "KVDiskConnector":
+        from kvdisk.connector.adapter import settings_looked_up
         from kvdisk.connector.connector import KVDiskConnector
 
+        settings = settings_looked_up()
+        if settings is not None:
+            KVDiskConnector.requires_piecewise_for_cudagraph(settings)
         return KVDiskConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

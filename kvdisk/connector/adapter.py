@@ -59,23 +59,42 @@ _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 
 def vllm_minor_version() -> tuple[int, int]:
-    """Return vLLM's version as (major, minor)."""
-    major, minor = vllm.__version__.split(".")[:2]
+    """Return vLLM's version as (major, minor); (0, 0) of a build that has none."""
+    major, minor = vllm.__version_tuple__[:2]
     return int(major), int(minor)
+
+
+def refuse_version() -> None:
+    """Raise ConfigError, in one sentence, with a vLLM that is not supported."""
+    if vllm_minor_version() not in SUPPORTED_VERSIONS:
+        listed = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
+        raise ConfigError(f"kvdisk does not support vLLM {vllm.__version__} (it supports {listed}).")
+
+
+def settings_looked_up() -> dict[str, Any] | None:
+    """Return kvdisk's settings where vLLM's factory is looking the connector up, else None.
+
+    It does so whenever a configuration is built. The hook that is given the settings then is called
+    only where full CUDA graphs are planned: not on CPUs, nor with ``enforce_eager``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "get_connector_class":
+        frame = frame.f_back
+    found = None if frame is None else frame.f_locals.get("kv_transfer_config")
+    is_ours = getattr(found, "kv_connector", None) == "KVDiskConnector"  # and not a class that builds on it
+    return getattr(found, "kv_connector_extra_config", None) if is_ours else None
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
     support."""
+    refuse_version()
     refused = next(_unsupported(vllm_config, kv_cache_config), None)
     if refused is not None:
         raise ConfigError(f"kvdisk does not support {refused}.")
 
 
 def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    if vllm_minor_version() not in SUPPORTED_VERSIONS:
-        listed = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
-        yield f"vLLM {vllm.__version__} (it supports {listed})"
     if not kv_cache_config.kv_cache_groups:
         yield "models without KV cache, such as encoders"
     parallel, model = vllm_config.parallel_config, vllm_config.model_config

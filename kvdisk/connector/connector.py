@@ -24,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvdisk.assembly import check_settings
 from kvdisk.config import Config
-from kvdisk.connector.adapter import refuse_unsupported
+from kvdisk.connector.adapter import refuse_unsupported, refuse_version
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
@@ -153,6 +154,14 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @property
     def requires_kv_delivery(self) -> bool:
         """No: a store that is lost is a future miss."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so
+        what is wrong in ours is told before any weights are loaded. Raises ConfigError."""
+        refuse_version()
+        check_settings(extra_config)
         return False
 
     @classmethod

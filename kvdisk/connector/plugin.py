@@ -13,7 +13,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVDiskConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("KVDiskConnector", "kvdisk.connector.connector", "KVDiskConnector")
+        KVConnectorFactory.register_connector("KVDiskConnector", "kvdisk.connector", "KVDiskConnector")
 
 
 def join_log() -> None:

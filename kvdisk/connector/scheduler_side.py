@@ -83,7 +83,7 @@ class SchedulerSide:
         self._journal: Journal | None = None
         self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
-            logger.warning("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
+            logger.debug("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
     @property
     def _manager(self) -> TierManager:

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import pwd
+import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +23,8 @@ HOME_FILE = "HOME"
 LOCK_FILE = "lock"
 USES_FILE = "USES"
 HOMES = "homes"
+PRIVATE = "kvdisk-"
+"""With a user's number behind it: that user's store in a directory where others may write too."""
 INDEX = "index"
 
 _NUMBER_LIMIT = 1 << 62
@@ -160,6 +166,36 @@ def write_record(home_path: Path, record: HomeRecord) -> None:
     paths.write_control(home_path / HOME_FILE, asdict(record) | {"fingerprint": record.fingerprint.hex()})
 
 
+def store_directory(path: Path) -> Path:
+    """Return where the store of a directory that a user names lies: there; or in a directory of
+    this user's own in it, where the one that is named belongs to others or is open to them, as
+    volumes in containers are. Raises nothing: what is there is looked at later."""
+    own = path / f"{PRIVATE}{os.geteuid()}"
+    with suppress(OSError):
+        status = path.lstat()
+        named_is_store = not stat.S_ISDIR(status.st_mode) or os.path.lexists(path / STORE_FILE)
+        is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not named_is_store and (os.path.lexists(own) or not is_private):
+            return own
+    return path
+
+
+def why_no_store(path: Path) -> str:
+    """Say why there is nothing at a ``store_directory``. Raises OSError."""
+    if path.name != f"{PRIVATE}{os.geteuid()}" or not paths.is_directory(path.parent):
+        return f"{path} is not a directory"
+    around = path.parent
+    if not os.access(around, os.R_OK | os.X_OK, effective_ids=True):
+        return f"user {os.geteuid()} has no permission to read {around}, which belongs to {_user(around)}"
+    if others := sorted(around.glob(PRIVATE + "*")):
+        return f"the store in {around} belongs to {_user(others[0])}: run this as that user"
+    return f"{around} is not a kvdisk store"
+
+
+def _user(path: Path) -> str:
+    return f"user {path.lstat().st_uid}"
+
+
 def check_directory(path: Path) -> None:
     """Raise ConfigError unless ``path``, and ``homes`` in it, are directories that this user alone
     writes."""
@@ -175,11 +211,28 @@ def _check_own(path: Path) -> None:
         raise ConfigError(f"store_dirs: {path} is not a directory")
     status = path.lstat()
     if status.st_uid != os.geteuid():
-        raise ConfigError(f"store_dirs: {path} belongs to user {status.st_uid}, not to user {os.geteuid()}")
-    if status.st_mode & 0o022:
         raise ConfigError(
-            f"store_dirs: {path} can be written by others than its owner (mode {status.st_mode & 0o777:o})"
+            f"store_dirs: {path} belongs to user {status.st_uid}, not to user {os.geteuid()}: run this as its owner"
         )
+    if status.st_mode & 0o002 or (status.st_mode & 0o020 and _has_others(status.st_gid)):
+        raise ConfigError(
+            f"store_dirs: {path} can be written by others than its owner (mode {status.st_mode & 0o777:o}): set its "
+            "mode to 700 if nobody else has written there, or delete it"
+        )
+
+
+def _has_others(group: int) -> bool:
+    """Whether this machine knows another user of a group than this one and root.
+
+    A container knows none of the group that Kubernetes gives a volume (fsGroup), nor a host of a
+    user's private group.
+    """
+    members = {user.pw_name for user in pwd.getpwall() if user.pw_gid == group}
+    with suppress(KeyError):
+        members.update(grp.getgrgid(group).gr_mem)
+    with suppress(KeyError):
+        members.discard(pwd.getpwuid(os.geteuid()).pw_name)
+    return bool(members - {"root"})
 
 
 class StoreRecord(NamedTuple):

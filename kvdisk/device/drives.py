@@ -24,9 +24,12 @@ from kvdisk.device.control import (
     STORE_FILE,
     DriveName,
     HomeRecord,
+    StoreRecord,
     check_directory,
     home_ids,
     read_store,
+    store_directory,
+    why_no_store,
 )
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import ConfigError, KvdiskError
@@ -47,10 +50,10 @@ class Drive(NamedTuple):
 
 
 def list_directories(directories: Directories) -> tuple[Path, ...]:
-    """Return the directories as absolute paths, the first one first."""
+    """Return where a store of these directories lies, as absolute paths, the first one first."""
     listed = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
     assert listed, "a store has a directory"
-    return tuple(Path(directory).absolute() for directory in listed)
+    return tuple(store_directory(Path(directory).absolute()) for directory in listed)
 
 
 def make_store(path: Path, now_s: int, part_of: str | None) -> str:
@@ -64,13 +67,67 @@ def make_store(path: Path, now_s: int, part_of: str | None) -> str:
 
 
 def prepare_directory(path: Path, *, create: bool = True) -> None:
-    """Check that a directory may be a store's; with ``create`` make it where it is missing. Raises
-    ConfigError where it is not fit or its parent is missing too, OSError."""
-    if create and not os.path.lexists(path):
-        if not path.parent.is_dir():
-            raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
+    """Check that a directory may be a store's; with ``create`` make it where it is missing, and
+    keep others out that could write there. Raises ConfigError where it is not fit or cannot be
+    made, OSError."""
+    if not os.path.lexists(path):
+        if not create:
+            raise ConfigError(f"store_dirs: {why_no_store(path)}")
+        _check_can_be_made(path)
         paths.make_directory(path, exist_ok=True)
     check_directory(path)
+    if create and path.lstat().st_mode & 0o022:
+        path.chmod(paths.DIRECTORY_MODE)
+
+
+def _check_can_be_made(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
+    _check_not_readonly(path.parent)
+    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        status = path.parent.stat()
+        raise ConfigError(
+            f"store_dirs: user {os.geteuid()} has no permission to write in {path.parent}, which belongs to user "
+            f"{status.st_uid} (mode {status.st_mode & 0o7777:o}): give it to that user, or name a directory of theirs"
+        )
+
+
+def _check_not_readonly(path: Path) -> None:
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(f"store_dirs: {path} is on a file system that is mounted to be read only")
+
+
+def check_directories(directories: Directories) -> None:
+    """Raise ConfigError, CorruptRecord or DeviceError for what would keep this user's engine from a
+    store in these directories. Writes nothing."""
+    first: StoreRecord | None = None
+    listed = list_directories(directories)
+    for path in listed:
+        with paths.device_errors(f"opening {path}"):
+            if not os.path.lexists(path):
+                _check_can_be_made(path)
+                continue
+            check_directory(path)
+            record = read_store(path)
+            if record is None:
+                _check_not_readonly(path)
+            elif path == listed[0]:
+                check_is_first(path, first := record)
+            else:
+                _check_is_part(path, record, first.store_id if first else "", listed[0])
+
+
+def check_is_first(path: Path, record: StoreRecord) -> None:
+    """Raise ConfigError where a directory is a further one of a store."""
+    if record.part_of is not None:
+        raise ConfigError(f"store_dirs: {path} is part of another store, and cannot be the first directory of one")
+
+
+def _check_is_part(path: Path, record: StoreRecord, first_id: str, first_path: Path) -> None:
+    if record.part_of is None and record.store_id != first_id:
+        raise ConfigError(f"store_dirs: {path} is a store of its own, and cannot be part of the one in {first_path}")
+    if record.part_of not in {None, first_id}:
+        raise ConfigError(f"store_dirs: {path} is part of another store than the one in {first_path}")
 
 
 def open_further(
@@ -105,10 +162,7 @@ def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
                 raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
             path.chmod(paths.DIRECTORY_MODE)
             return make_store(path, now_s, first.store_id)
-    if record.part_of is None and record.store_id != first.store_id:
-        raise ConfigError(f"store_dirs: {path} is a store of its own, and cannot be part of the one in {first.path}")
-    if record.part_of not in {None, first.store_id}:
-        raise ConfigError(f"store_dirs: {path} is part of another store than the one in {first.path}")
+    _check_is_part(path, record, first.store_id, first.path)
     return record.store_id
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdisk.device.base import Device, Op, Transfer
-from kvdisk.device.drives import prepare_directory, write_in_place
+from kvdisk.device.drives import list_directories, prepare_directory, write_in_place
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.segment import make_direct
 from kvdisk.errors import KvdiskError
@@ -65,12 +65,14 @@ def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
     """Return a new device for host memory, which is the caller's to close.
 
     ``wanted``: one of ``config.DEVICES``. ``auto`` and ``gds`` try the first directory, and log one
-    line. Without directories nothing is tried, and nothing will move.
+    line, as a warning where the kernel's queue or O_DIRECT cannot be used. Without directories
+    nothing is tried, and nothing will move.
     """
     if not directories or wanted == "posix":
         return PosixDevice()
     report = probe(directories[0])
-    logger.info("%s", report.line)
+    is_best = report.kernel_queue and report.direct
+    logger.log(logging.DEBUG if is_best else logging.WARNING, "%s", report.line)
     return PosixDevice(kernel_queue=report.kernel_queue)
 
 
@@ -84,6 +86,7 @@ def probe(
     kernel's queue or without. Waits a few seconds at most; raises nothing that a drive can cause.
     """
     name, direct = "posix", None
+    (directory,) = list_directories(directory)
     try:
         prepare_directory(directory)
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):

@@ -45,6 +45,7 @@ from kvdisk.device.control import (
 from kvdisk.device.drives import (
     Directories,
     Drive,
+    check_is_first,
     folders_of,
     list_directories,
     list_folders,
@@ -104,10 +105,8 @@ class Store:
             store = cls(path, boot_id=boot_id, clock=clock)
             prepare_directory(path, create=create)
             record = read_store(path)
-            if record is not None and record.part_of is not None:
-                raise ConfigError(
-                    f"store_dirs: {path} is part of another store, and cannot be the first directory of one"
-                )
+            if record is not None:
+                check_is_first(path, record)
             if record is None or not os.path.lexists(path / LOCK_FILE):
                 if not create:
                     lacks = "" if record is None else f": it has no file named {LOCK_FILE}, as after a copy without it"

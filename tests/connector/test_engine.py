@@ -9,6 +9,7 @@ run in the order of its script; each assertion names what it shows.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,11 +64,20 @@ def _overwrite_payloads(store: Path, count: int, slot_bytes: int = SLOT_BYTES) -
             stream.write(b"\xa5" * 64)
 
 
+def _check_log_of_start(log: Path, store: Path) -> None:
+    """What a start without faults says: three lines, and no warning."""
+    said = re.findall(r"(INFO|WARNING|ERROR) .*\] (kvdisk\b.*)", log.read_text())
+    ready = r"kvdisk ready: CPU 0\.06 GiB = [\d.]+ k tokens, NVMe 0\.25 GiB = [\d.]+ k tokens; 0 blocks found\."
+    wanted = (r"kvdisk \S+ keeps [\d.]+ KiB of KV a token\.", rf"kvdisk made engine store \w+ in {store}\.", ready)
+    assert [level for level, _ in said] == ["INFO"] * 3, said
+    assert all(re.fullmatch(one, line) for one, (_, line) in zip(wanted, said, strict=True)), said
+
+
 def test_one_process(tiny_llama, tmp_path):
     store = tmp_path / "store"
     as_it_comes = _with_store(store, device="auto")
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=as_it_comes, **LIMITS) as engine:
-        assert (tmp_path / "log").read_text().count(f"kvdisk reads and writes {store} with the device ") == 1
+        _check_log_of_start(tmp_path / "log", store)
         # vLLM computes all of these: nothing is loaded before the first reset.
         other = _tokens(engine.generate([OTHER]))
         engine.drain()

@@ -21,7 +21,6 @@ LEFT_ALONE = {
     "has_connector_metadata": "the base keeps the step's metadata",
     "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
     "register_finished_partial_tail": "called for Mamba's state, and Mamba is refused",
-    "requires_piecewise_for_cudagraph": "False: no hook by layer does anything",
     "reset_capture_state": "hooks by layer do nothing, so a capture changes nothing",
     "restore_kv_caches": "called after sleep, which is refused",
     "role": "the base keeps it",

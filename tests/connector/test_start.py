@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from functools import reduce
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_child import environment
 from schedulers import vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -32,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdisk.connector import adapter
 from kvdisk.connector.adapter import geometry_of, layer_blocks, refuse_unsupported
+from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.plugin import register
 from kvdisk.errors import ConfigError
@@ -115,6 +120,89 @@ def test_what_is_not_supported_is_refused_by_name(changes, cache, named, monkeyp
     with pytest.raises(ConfigError, match=named) as refusal:
         refuse_unsupported(_config(**changes), cache)
     assert str(refusal.value).count("\n") == 0
+
+
+# -- what is told before weights are loaded --------------------------------------------------------
+
+MISSPELT = {"stor_dirs": "/nvme/kv"}
+SENTENCE = "kvdisk does not know the setting 'stor_dirs'; the nearest it knows is 'store_dirs'."
+
+
+def _transfer(settings: dict[str, Any], **more: Any) -> KVTransferConfig:
+    asked = {"kv_connector": "KVDiskConnector", "kv_connector_extra_config": settings} | more
+    return KVTransferConfig(kv_role="kv_both", **asked)
+
+
+def _configure(model: Path, transfer: KVTransferConfig, **more: Any) -> None:
+    """Have vLLM build an engine's configuration, and no more."""
+    EngineArgs(model=str(model), dtype="float32", kv_transfer_config=transfer, **more).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (MISSPELT, SENTENCE),
+        ({"cpu_bytes": "4 gigs"}, "cpu_bytes must be a size"),
+        ({"nvme_admission": "absent.module:Own"}, "whose module cannot be imported"),
+        ({"store_policy": "json:JSONDecoder"}, "which does not have"),
+        ({"store_dirs": "FILE", "nvme_bytes": "1GiB"}, "is not a directory"),
+        ({"store_dirs": "FILE/below", "nvme_bytes": "1GiB"}, "is not a directory"),
+    ],
+)
+def test_what_is_wrong_ends_vllms_configuration(tiny_llama, tmp_path, settings, said):
+    """On this CPU, where vLLM plans no CUDA graphs and asks no hook; and by the hook, which it asks
+    with them."""
+    (tmp_path / "FILE").touch()
+    if "store_dirs" in settings:
+        settings = settings | {"store_dirs": str(tmp_path / settings["store_dirs"])}
+    child = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    for transfer in (
+        _transfer(settings),
+        _transfer(settings, kv_connector_module_path="kvdisk.connector"),
+        _transfer({"connectors": [child]}, kv_connector="MultiConnector"),
+    ):
+        with pytest.raises(ConfigError, match=said) as refusal:
+            _configure(tiny_llama, transfer)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(ConfigError, match=said):
+        KVDiskConnector.requires_piecewise_for_cudagraph(settings)
+
+
+def test_what_is_right_passes_and_nothing_is_made_yet(tiny_llama, tmp_path):
+    settings = {"store_dirs": str(tmp_path / "kv"), "nvme_bytes": "1Gi"}
+    _configure(tiny_llama, _transfer(settings), enforce_eager=True)
+    assert not KVDiskConnector.requires_piecewise_for_cudagraph(settings)
+    assert not (tmp_path / "kv").exists()
+
+
+def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, tmp_path, monkeypatch):
+    (tmp_path / "built_on.py").write_text(
+        "from kvdisk.connector import KVDiskConnector\nclass Own(KVDiskConnector):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    transfer = _transfer({"of_its_own": 1}, kv_connector="Own", kv_connector_module_path="built_on")
+    _configure(tiny_llama, transfer)
+
+
+def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
+    monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 34))
+    with pytest.raises(ConfigError, match=r"supports 0\.32 and 0\.33"):
+        _configure(tiny_llama, _transfer({}))
+
+
+def test_an_engine_ends_in_seconds_with_the_sentence_last(tiny_llama):
+    """A whole engine, in a process of its own."""
+    script = (
+        "import sys; from vllm import LLM; from vllm.config import KVTransferConfig as Transfer\n"
+        f"settings = {MISSPELT!r}\n"
+        "LLM(sys.argv[1], enforce_eager=True, kv_transfer_config=Transfer(\n"
+        "  kv_connector='KVDiskConnector', kv_role='kv_both', kv_connector_extra_config=settings))"
+    )
+    command = [sys.executable, "-c", script, str(tiny_llama)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment("own", 1))
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and done.stderr.rstrip().endswith(f"ConfigError: {SENTENCE}"), said
+    assert "EngineCore" not in said, "no process of an engine was started, so no weights were read"
 
 
 # -- sizes and tensors -----------------------------------------------------------------------------

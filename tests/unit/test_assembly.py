@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from unittest.mock import Mock
 
 import pytest
 from support.fake_pool import FakePool
 
+from kvdisk import __version__, assembly
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError, DeviceError
@@ -19,6 +22,34 @@ GEOMETRY = Geometry((GroupGeometry(0, 16, 8192),), 2, 16)
 def test_memory_for_no_block_is_refused():
     with pytest.raises(ConfigError, match="cpu_bytes 16383 holds no block of each kind"):
         assemble_scheduler(Config(cpu_bytes=16383), GEOMETRY, FakePool(4, print), None, {})
+
+
+@pytest.mark.parametrize("with_nvme", [False, True])
+def test_a_start_says_in_three_lines_what_fits(tmp_path, caplog, with_nvme):
+    """In GiB and tokens; a second start says what it found."""
+    nvme = {"store_dirs": (tmp_path / "kv",), "nvme_bytes": 1 << 30} if with_nvme else {}
+    config = Config(cpu_bytes=3 << 29, **nvme)
+    for verb in ("made", "took over"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "kvdisk"):
+            assemble_scheduler(config, GEOMETRY, FakePool(4, print), b"\x3f" * 32, {}).close()
+        said = [record.getMessage() for record in caplog.records]
+        tokens = f"{GEOMETRY.tokens_in(GEOMETRY.cpu_slots(3 << 29)) / 1e6:.1f} M tokens"
+        cpu = f"kvdisk ready: CPU 1.5 GiB = {tokens}"
+        assert said[0] == f"kvdisk {__version__} keeps 1 KiB of KV a token." and len(said) == 3
+        if with_nvme:
+            assert re.fullmatch(rf"kvdisk {verb} engine store \w+ in {tmp_path}/kv\.", said[1])
+            assert re.fullmatch(rf"{cpu}, NVMe 1 GiB = [\d.]+ [kM] tokens; 0 blocks found\.", said[2])
+        else:
+            assert said[1:] == ["kvdisk has no NVMe tier: store_dirs is not set.", f"{cpu}."]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0"), (999, "999"), (1000, "1.0 k"), (131_072, "131 k"), (4_900_000, "4.9 M"), (2 * 10**9, "2.0 G")],
+)
+def test_counts_in_words(count, said):
+    assert assembly._in_words(count) == said
 
 
 @pytest.mark.parametrize(

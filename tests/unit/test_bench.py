@@ -23,7 +23,7 @@ def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(tmp_path):
     for name in ("torch", "vllm"):
         (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
     first = os.pathsep.join(filter(None, [str(absent), os.environ.get("PYTHONPATH")]))
-    done = run("bench", place, "-b", "64K", "-b", "256K", "--json", PYTHONPATH=first)
+    done = run("bench", place, "-b", "64KiB", "-b", "256KiB", "--json", PYTHONPATH=first)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert not list(place.iterdir())
@@ -43,14 +43,14 @@ def test_wrong_usage_and_a_drive_without_room_are_refused_in_one_line(tmp_path, 
         ((tmp_path, "-b", "5000"), "multiple of 4 KiB"),
         ((tmp_path, "-b", "lots"), "--block-size must be a size"),
         ((tmp_path / "absent",), "is not a directory"),
-        ((tmp_path, "-b", "64K"), "and leaves 1.0 GiB free"),
+        ((tmp_path, "-b", "64KiB"), "and leaves 1.0 GiB free"),
     ):
         done = run_here("bench", *arguments)
         assert done.exit_code == 2
         assert words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
     full.f_bavail += 1
-    done = run_here("bench", tmp_path, "-b", "64K")
+    done = run_here("bench", tmp_path, "-b", "64KiB")
     assert done.exit_code == 0
     (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith("68 KiB  ")]
     assert all(figure.replace(",", "").isdigit() for figure in line[3:7])
@@ -63,6 +63,6 @@ def test_a_drive_that_fails_or_hangs_while_it_is_measured_is_an_exit_code(tmp_pa
     monkeypatch.setattr(bench, "SILENT_S", 0.05)
     monkeypatch.setattr(bench, "_given_up", [])
     monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(MemoryDevice(), plan))
-    done = run_here("bench", tmp_path, "-b", "64K")
+    done = run_here("bench", tmp_path, "-b", "64KiB")
     assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ") and said in done.stderr
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())

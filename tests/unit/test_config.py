@@ -32,13 +32,17 @@ def test_values_are_read(key, value, read):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [(7, 7), ("7", 7), ("2k", 2000), ("2KiB", 2048), ("1.5 MiB", 3 << 19), ("3TiB", 3 << 40), ("4b", 4)],
-)
+    [
+        (7, 7), ("7", 7), ("2k", 2000), ("2KiB", 2048), ("1.5 MiB", 3 << 19), ("3TiB", 3 << 40), ("4b", 4),
+        ("500Gi", 500 << 30), ("500G", 500 * 10**9), ("500GB", 500 * 10**9), ("500GiB", 500 << 30), ("2M", 2 * 10**6),
+        ("64Ki", 64 << 10), ("2Pi", 2 << 50), ("1.2PB", 12 * 10**14),
+    ],
+)  # fmt: skip
 def test_sizes(text, size):
     assert parse_bytes("x", text) == size
 
 
-@pytest.mark.parametrize("wrong", [-1, "5 apples", "", None, True, 1.5, "GiB"])
+@pytest.mark.parametrize("wrong", [-1, "5 apples", "500m", "1i", "", None, True, 1.5, "GiB"])
 def test_wrong_sizes(wrong):
     with pytest.raises(ConfigError, match="cpu_bytes must be a size"):
         parse_bytes("cpu_bytes", wrong)
@@ -47,7 +51,9 @@ def test_wrong_sizes(wrong):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"stor_dirs": "/x"}, "'store_dirs'"),
+        ({"stor_dirs": "/x"}, "'stor_dirs'; the nearest it knows is 'store_dirs'.$"),
+        ({"directory": "/x"}, "the setting 'directory'.$"),
+        ({1: "/x"}, "the setting 1.$"),
         ({"store_dirs": "/x"}, "needs nvme_bytes"),
         ({"nvme_bytes": 1}, "needs store_dirs"),
         ({"cpu_bytes": 0}, "no tier"),

@@ -13,6 +13,7 @@ import pytest
 
 from kvdisk.device import paths
 from kvdisk.device.control import DriveName, HomeRecord, read_record, write_record
+from kvdisk.device.drives import check_directories
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord
 
@@ -47,8 +48,7 @@ def _homes_elsewhere(path):
     ("make", "why"),
     [
         (lambda path: path.symlink_to(path.parent), "symbolic link"),
-        (lambda path: (path.mkdir(), path.chmod(0o720)), "can be written by others"),
-        (lambda path: (path.mkdir(), path.chmod(0o702)), "can be written by others"),
+        (lambda path: (Store.open(path), path.chmod(0o702)), "can be written by others"),
         (lambda path: (path / "thesis").mkdir(parents=True), "holds other files .thesis"),
         (lambda path: (path / "homes" / ("a" * 32)).mkdir(parents=True), "is not a kvdisk store"),
         (lambda path: (Store.open(path), (path / "STORE").write_text('{"format_version": 2}')), "newer"),
@@ -64,6 +64,8 @@ def test_what_is_not_fit_is_refused_in_one_sentence_and_left_alone(tmp_path, mak
         with pytest.raises(ConfigError, match=why) as caught:
             Store.open(path, create=create)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=why):
+        check_directories(path)
     assert sorted(tmp_path.rglob("*")) == before
 
 

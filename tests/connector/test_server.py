@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real server, as ``make serve`` starts it, through HTTP with OpenAI's client: streaming,
+cancelled, restarted."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_child import START_S, environment
+from openai import OpenAI
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_TOKENS = 32
+PROMPT = [(7 * at + at // 50) % 500 for at in range(1000)]
+WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+"""Of the prompt, in full blocks: what can be loaded."""
+
+
+@contextmanager
+def server(model: Path, store: Path, log: Path) -> Iterator[OpenAI]:
+    """Start the server; yield a client of it, and end it in order."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    options = ["--model", model, "--store", store, "--port", port, "--cpu-bytes", "64Mi", "--nvme-bytes", "256Mi"]
+    command = [sys.executable, ROOT / "tools" / "serve.py", *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=environment("own", 1),
+        )
+        assert process.stdout is not None
+        try:
+            said = next((line for line in process.stdout if "# second" in line), "")
+            assert f"localhost:{port}/v1/completions" in said, log.read_text()[-3000:]
+            yield OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=START_S, max_retries=0)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.stdout.read()
+            assert process.wait(START_S) == 0
+
+
+def ask(client: OpenAI, prompt: list[int] = PROMPT) -> tuple[str, int]:
+    """Return the answer, and how many tokens of the prompt were not computed."""
+    done = client.completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0)
+    assert done.usage is not None and done.usage.prompt_tokens_details is not None
+    return done.choices[0].text, done.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def ask_streaming(client: OpenAI) -> tuple[str, int]:
+    """Return the same of an answer that comes in pieces."""
+    text, cached = "", 0
+    options = {"include_usage": True}
+    for piece in client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=8, temperature=0, stream=True, stream_options=options
+    ):
+        text += "".join(choice.text for choice in piece.choices)
+        if piece.usage is not None and piece.usage.prompt_tokens_details is not None:
+            cached = piece.usage.prompt_tokens_details.cached_tokens or 0
+    return text, cached
+
+
+def hit_tokens(client: OpenAI) -> dict[str, float]:
+    """Return what /metrics says was hit, by tier."""
+    text = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    found = re.findall(r'^vllm:kvdisk_hit_tokens_total\{.*tier="(\w+)".*\} ([\d.e+]+)$', text, re.MULTILINE)
+    return {tier: float(value) for tier, value in found}
+
+
+@pytest.mark.timeout(1800)
+def test_a_client_sees_hits_streaming_after_a_cancelled_request_and_after_a_restart(tiny_llama, tmp_path):
+    store = tmp_path / "store"
+    with server(tiny_llama, store, tmp_path / "first.log") as client:
+        cold, cached = ask(client)
+        assert cached == 0
+        assert ask(client) == (cold, WHOLE)
+        assert ask_streaming(client) == (cold, WHOLE)
+        stream = client.completions.create(
+            model="demo", prompt=[*PROMPT, 3, 4, 5], max_tokens=900, temperature=0, stream=True
+        )
+        next(iter(stream))
+        stream.close()
+        assert ask(client) == (cold, WHOLE), "a client that left has done no harm"
+        assert hit_tokens(client)["cpu"] >= 3 * WHOLE
+    with server(tiny_llama, store, tmp_path / "second.log") as client:
+        assert ask(client) == (cold, WHOLE), "from NVMe"
+        assert hit_tokens(client)["nvme"] >= WHOLE

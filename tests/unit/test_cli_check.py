@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk check``: what it refuses is what an engine refuses, and what it says is so."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from cli_stores import PLAIN, leave_home, run, run_here
+
+from kvdisk.assembly import check_settings
+from kvdisk.cli import check
+from kvdisk.cli.bench import Speed
+from kvdisk.cli.size import fit_cpu, fit_nvme
+from kvdisk.device.base import Op
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8}
+LLAMA |= {"num_key_value_heads": 4, "torch_dtype": "bfloat16"}
+TOKEN_BYTES = 2 * 2 * 4 * 64 * 2
+
+
+def written(place: Path, settings: Any, **whole: Any) -> Path:
+    """Write kvdisk's settings, or with ``whole`` what vLLM is given."""
+    file = place / "kvdisk.json"
+    file.write_text(json.dumps(whole | {"kv_connector_extra_config": settings} if whole else settings))
+    return file
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"store_dirs": str(tmp_path / "kv"), "nvme_bytes": "64Mi", "cpu_bytes": "32Mi"}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What a drive is said to be."""
+    found = Mock(chosen="device: auto would use posix-aio: right")
+    found.machine.file_system = "ext4"
+    speeds = [Speed("posix-aio", op, False, 4096, (rate,)) for op, rate in ((Op.READ, 4.096e9), (Op.WRITE, 2.048e9))]
+    found.drive = [Mock(direct=True, speeds=speeds)]
+    monkeypatch.setattr(check, "measure", Mock(return_value=found))
+    return found
+
+
+def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    file = written(tmp_path, settings)
+    done = run("check", file, "--model", tmp_path, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "kvdisk.json"]
+    (one,) = found["directories"]
+    assert (one["path"], one["state"], one["mode"]) == (settings["store_dirs"], "to be made", 0o700)
+    assert one["user"] == os.geteuid() and one["device"].startswith("posix-") and one["read_bytes_per_s"] > 1e6
+    geometry = Geometry((GroupGeometry(0, 16, 16 * TOKEN_BYTES),), 1, 16)
+    assert found["token_bytes"] == TOKEN_BYTES
+    assert found["cpu"]["tokens"] == fit_cpu(geometry, 32 << 20).tokens
+    assert found["nvme"]["tokens"] == fit_nvme(geometry, 64 << 20, 1).tokens
+
+
+def test_the_default_output_fits_a_terminal_and_says_what_loads_bring(tmp_path, settings, measured):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    leave_home(tmp_path / "kv", PLAIN, 1, last_use_s=1000)
+    done = run_here("check", written(tmp_path, settings), "--model", tmp_path)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert "An engine can start with this." in lines
+    assert f"a store; user {os.geteuid()}, mode 0700" in done.stdout
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert "reads 4,096 MB/s = 2,000,000 tokens/s" in done.stdout
+    assert "writes 2,048 MB/s = 1,000,000 tokens/s" in done.stdout
+    assert "fewer than 2,000,000 prompt tokens a second" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"nvme_bytes": "900Ti"}, "its part of nvme_bytes is 900.0 TiB"),
+        ({"cpu_bytes": "900Ti"}, "cpu_bytes is 900.0 TiB, and this machine has"),
+        ("direct", "takes no O_DIRECT"),
+        ("threads", "threads would move blocks"),
+        ("unmeasured", "was not measured: no permission"),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_said_and_is_an_exit_code(tmp_path, settings, measured, change, said):
+    if change == "direct":
+        measured.drive[0].direct = False
+    elif change == "threads":
+        measured.drive[0].speeds = [Speed("posix-threads", op, False, 4096, (1e9,)) for op in Op]
+    elif change == "unmeasured":
+        check.measure.side_effect = ConfigError("no permission.")
+    else:
+        settings |= change
+    done = run_here("check", written(tmp_path, settings))
+    assert done.exit_code == 1 and said in " ".join(done.stdout.split())
+    assert "An engine can start with this." in done.stdout
+
+
+def test_what_an_engine_refuses_is_refused_in_its_words(tmp_path, settings, measured):
+    (tmp_path / "file").touch()
+    for change in (
+        {"stor_dirs": "/x"},
+        {"eviction": "arc"},
+        {"store_dirs": str(tmp_path / "file")},
+        {"store_dirs": str(tmp_path / "absent" / "kv")},
+        {"nvme_admission": "absent.module:Own"},
+    ):
+        wrong = settings | change
+        with pytest.raises(ConfigError) as engine:
+            check_settings(wrong)
+        done = run_here("check", written(tmp_path, wrong))
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr == f"kvdisk: {str(engine.value).rstrip('.')}.\n"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    done = run_here("check", written(tmp_path, settings | {"nvme_bytes": "1Mi"}), "--model", tmp_path)
+    assert done.exit_code == 2 and "give it more" in done.stderr
+
+
+@pytest.mark.parametrize("among_others", [False, True])
+def test_what_vllm_is_given_is_read_as_well(tmp_path, settings, measured, among_others):
+    mine = {"kv_connector": check.CONNECTOR, "kv_role": "kv_both"}
+    if among_others:
+        settings = {"connectors": [{"kv_connector": "Other"}, mine | {"kv_connector_extra_config": settings}]}
+        mine = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    done = run_here("check", written(tmp_path, settings, **mine), "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["nvme_bytes"] == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no JSON"),
+        ("[]", "has no settings of KVDiskConnector"),
+        ('{"kv_connector": "Other"}', "has no settings of KVDiskConnector"),
+        ('{"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}', "has no settings of KVDiskConnector"),
+        ('{"kv_connector": "KVDiskConnector", "kv_role": "kv_producer"}', "set kv_role to kv_both"),
+    ],
+)
+def test_what_is_no_configuration(tmp_path, text, said):
+    file = tmp_path / "kvdisk.json"
+    if text is not None:
+        file.write_text(text)
+    done = run_here("check", file)
+    assert (done.exit_code, done.stdout) == (2, "") and said in done.stderr and done.stderr.count("\n") == 1
