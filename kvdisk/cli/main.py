@@ -19,6 +19,7 @@ from kvdisk.cli.report.command import report
 from kvdisk.cli.size import size
 from kvdisk.cli.top import top
 from kvdisk.cli.verify import verify
+from kvdisk.cli.why import why
 
 
 class Commands(TyperGroup):
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-for command in (inspect, top, report, verify, repair, prune, clear, size, replay, bench):
+for command in (inspect, why, top, report, verify, repair, prune, clear, size, replay, bench):
     app.command()(command)
 
 
