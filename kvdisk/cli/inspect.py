@@ -225,12 +225,17 @@ def _summary(survey: Survey) -> Table:
     if totals.fill is not None:
         fill = Text.assemble((bar(totals.fill, _BAR_LETTERS), "cyan"), f" {share(totals.fill)}: ")
         fill.append(f"{size(totals.used_bytes)} of {size(totals.cap_bytes)}")
-    lines.add_row("Fill", fill.append(f"; {size(totals.allocated_bytes)} allocated"))
+    lines.add_row("Fill", fill)
     alive, stopped = totals.live_homes, totals.homes - totals.live_homes
     owners = [f"{count} {text}" for count, text in ((alive, "in use"), (stopped, "of stopped engines")) if count]
     unread = totals.unreadable_homes
     without = f"; {unread} cannot be read" if unread else ""
-    lines.add_row("Engine stores", Text.assemble(f"{totals.homes}: {', '.join(owners)}", (without, "red")))
+    lines.add_row(
+        "Engine stores",
+        Text.assemble(
+            f"{totals.homes}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated", (without, "red")
+        ),
+    )
     stored = ""
     if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
         stored = f", stored {ago(totals.oldest_stored_s, now_s)} to {ago(totals.newest_stored_s, now_s)}"

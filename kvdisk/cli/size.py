@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvdisk import __version__
 from kvdisk.cli.indexes import read_homes
-from kvdisk.cli.model_kv import ModelKv, read_model
+from kvdisk.cli.model_kv import ModelKv, default_block_tokens, read_model
 from kvdisk.cli.output import (
     AsJson,
     make_lines,
@@ -44,7 +44,6 @@ from kvdisk.index.lmdb_index import map_bytes_for
 from kvdisk.manager.segments import NvmeLayout
 
 DAY_S = 86400
-_BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
 _MOST_RANKS = 1024
 _MOST_BLOCK_TOKENS = 1 << 16
@@ -162,7 +161,7 @@ def size(
     """
     try:
         known = read_model(model, dtype, kv_dtype)
-        block_tokens = block_size or (_MLA_BLOCK_TOKENS if known.mla else _BLOCK_TOKENS)
+        block_tokens = block_size or default_block_tokens(known)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
         geometry, writes = known.geometry(tp, block_tokens), _writes(write_rate)
         answer = _answer(known, geometry, tokens)

@@ -560,8 +560,8 @@ def _tier(name: str, tier: TierFigures) -> Text:
 
 
 def _waiting(waiting: Mapping[str, Any]) -> Text:
-    jobs = ", ".join(f"{job} {waiting['jobs'][job]:,.0f}" for job in JOBS)
-    text = Text.assemble(("jobs ", "bold"), jobs)
+    jobs = ", ".join(f"{job} {waiting['jobs'][job]:,.0f}" for job in JOBS if waiting["jobs"][job])
+    text = Text.assemble(("jobs ", "bold"), jobs or "none")
     text.append("".join(f", {waiting[name]:,.0f} {what}" for name, what in _WAITING.items() if waiting[name]))
     if waiting["write_budget_bytes"] is not None:
         text.append(f", may write {size(int(waiting['write_budget_bytes']))} now")

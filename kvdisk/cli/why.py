@@ -101,14 +101,14 @@ def why(
         str | None, typer.Option("--namespace", metavar="N", help="How its id or its model begins; else the last used.")
     ] = None,
     salt: Annotated[str | None, typer.Option("--cache-salt", metavar="TEXT", help="Of the request.")] = None,
-    lora: Annotated[str | None, typer.Option("--lora", metavar="NAME=PATH", help="The request's adapter.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how far a prompt would hit, where that ends, and why; and which namespace has more of it.
 
     Looks at what is on the drive, so not at what only the memory of an engine has. Where another
-    namespace has more, the fields of the fingerprint that differ are named. Images and embeddings
-    in a prompt are not considered. The tokens of a chat: what POST /tokenize of the server answers.
+    namespace has more, the fields of the fingerprint that differ are named. Images in a prompt
+    and LoRA adapters are not considered. The tokens of a chat are what the server's /tokenize
+    answers.
 
     [bold]Exit codes[/bold]
 
@@ -121,7 +121,7 @@ def why(
     named = store_paths(directories)
     with refusing(named):
         ids = _token_ids(tokens, prompt, tokenizer)
-        answer = explain(named, ids, namespace, _extra_keys(salt, lora))
+        answer = explain(named, ids, namespace, salt)
     print_json(answer, 1) if as_json else _print(answer, report_console())
     raise typer.Exit(Exit.WRONG if answer.problems else Exit.FINE)
 
@@ -165,29 +165,20 @@ def _tokenize(text: str, path: Path) -> list[int]:
 
 # -- vLLM's hashes -----------------------------------------------------------------------------
 
-ExtraKeys = Callable[[int], tuple[Any, ...] | None]
-"""Returns what beside its tokens goes into the hash of the block that begins at this token."""
-
-
-def _extra_keys(salt: str | None, lora: str | None) -> ExtraKeys:
-    adapter = () if lora is None else (("lora", *lora.split("=", 1)),)
-    if lora is not None and "=" not in lora:
-        raise ConfigError("--lora is NAME=PATH, as --lora-modules of vLLM")
-    salted = (("cache_salt", salt),) if salt else ()
-    return lambda start: adapter + (salted if start == 0 else ()) or None
-
 
 def chain_hashes(
-    tokens: Sequence[int], hash_tokens: int, algorithm: str, seed: str | None, extra_keys: ExtraKeys = lambda _: None
+    tokens: Sequence[int], hash_tokens: int, algorithm: str, seed: str | None, salt: str | None = None
 ) -> list[bytes]:
     """Return the hash of each full block of ``hash_tokens`` as vLLM makes it, with all before it.
 
     ``algorithm``: sha256 or sha256_cbor. ``seed``: PYTHONHASHSEED of the engine, None where unset.
+    ``salt``: the request's cache_salt, which the first block's hash has.
     """
     encode, hashes = ENCODINGS[algorithm], []
     parent = hashlib.sha256(encode(NONE_HASH_SEED if seed is None else seed)).digest()
     for start in range(0, len(tokens) - hash_tokens + 1, hash_tokens):
-        named = (parent, tuple(tokens[start : start + hash_tokens]), extra_keys(start))
+        extra = (("cache_salt", salt),) if salt and start == 0 else None
+        named = (parent, tuple(tokens[start : start + hash_tokens]), extra)
         parent = hashlib.sha256(encode(named)).digest()
         hashes.append(parent)
     return hashes
@@ -224,13 +215,13 @@ class _Searched:
     """A prompt in one namespace. ``keys``: by KV-cache group. ``epochs``: of what is on the drive;
     where a block has several, the shared one."""
 
-    def __init__(self, namespace: ReadNamespace, tokens: Sequence[int], extra_keys: ExtraKeys) -> None:
+    def __init__(self, namespace: ReadNamespace, tokens: Sequence[int], salt: str | None) -> None:
         assert namespace.record is not None
         self.namespace, self.facts = namespace, namespace.record.description.get("facts")
         self.geometry = _geometry(namespace)
         algorithm, seed = _hash_of(self.facts)
         hash_tokens = self.geometry.hash_tokens
-        hashes = chain_hashes(tokens, hash_tokens, algorithm, seed, extra_keys)
+        hashes = chain_hashes(tokens, hash_tokens, algorithm, seed, salt)
         scales = [(group.group, group.block_tokens // hash_tokens) for group in self.geometry.groups]
         self.keys = [make_block_keys(hashes[scale - 1 :: scale], group) for group, scale in scales]
         columns = namespace.blocks.columns
@@ -286,7 +277,7 @@ def _geometry(namespace: ReadNamespace) -> Geometry:
 
 def _hash_of(facts: object) -> tuple[str, str | None]:
     """Return algorithm and seed; vLLM's defaults where HOME does not say, as an older kvdisk."""
-    found = None
+    found: Any = None
     with suppress(AttributeError, TypeError, ValueError):
         found = json.loads(facts.get("hash"))  # type: ignore[attr-defined]
     is_known = isinstance(found, list) and len(found) == 2 and found[0] in ENCODINGS
@@ -297,7 +288,7 @@ def explain(
     directories: Sequence[Path],
     tokens: Sequence[int],
     wanted: str | None = None,
-    extra_keys: ExtraKeys = lambda _: None,
+    salt: str | None = None,
 ) -> Answer:
     """Look for a prompt in a store. ``wanted``: as ``find_namespace``; None: the namespace in use,
     or that was used last.
@@ -309,11 +300,11 @@ def explain(
     if not known:
         raise ConfigError(f"{directories[0]} is empty, so nothing would hit")
     mine = max(known, key=_recency) if wanted is None else find_namespace(homes, wanted)
-    asked = _Searched(mine, tokens, extra_keys)
+    asked = _Searched(mine, tokens, salt)
     others = []
     for one in known:
         with suppress(ConfigError):  # of an older kvdisk: nobody is asked about it
-            others.append(_Searched(one, tokens, extra_keys))
+            others.append(_Searched(one, tokens, salt))
     more = sorted((one for one in others if one.hit_tokens > asked.hit_tokens), key=lambda one: -one.hit_tokens)
     problems = tuple(f"engine store {home.id[:ID_LETTERS]}: {home.problem}" for home in homes if home.problem)
     return Answer(

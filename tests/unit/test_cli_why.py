@@ -73,7 +73,6 @@ def test_where_a_hit_ends_and_why(path: Path) -> None:
         assert (found["found"]["hit_tokens"], found["prompt_tokens"]) == (hit, len(tokens)), words
         assert words in found["ends"] and not found["elsewhere"]
     assert answered(path, PROMPT, "--cache-salt", "x")["found"]["hit_tokens"] == 0
-    assert answered(path, PROMPT, "--lora", "tuned=/a")["found"]["hit_tokens"] == 0
 
 
 def test_groups_of_several_sizes_need_what_an_engine_needs(path: Path) -> None:
@@ -141,7 +140,6 @@ def test_forms_of_a_prompt_and_what_is_refused(path: Path, tmp_path: Path) -> No
         (["--tokens", tmp_path / "none"], "cannot be read"),
         (["--tokens", tmp_path / "bad"], "does not hold token ids"),
         (["--tokens", path.parent / "tokens", "--namespace", "zz"], "no namespace of this store"),
-        (["--tokens", path.parent / "tokens", "--lora", "x"], "--lora is NAME=PATH"),
         (["--prompt", words, "--tokenizer", tmp_path / "none"], "cannot be read as a tokenizer"),
     ):
         done = run_here("why", path, *options)
