@@ -78,6 +78,12 @@ def test_every_command_has_its_section_and_its_exit_codes():
                 assert not [option for option in names if f"`{option}" not in section and f", {option}" not in section]
 
 
+@pytest.mark.parametrize("path", sorted((DOCS / "output").glob("*.txt")), ids=lambda path: path.stem)
+def test_what_a_command_prints_by_default_fits_a_terminal(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
 # --- Commands. ---
 
 

@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rich": ("kvdisk/cli/",),
     "typer": ("kvdisk/cli/",),
     "pyarrow": ("kvdisk/cli/export.py",),
+    "tokenizers": ("kvdisk/cli/why.py",),
     "pytest": ("kvdisk/testing/",),
     "huggingface_hub": ("kvdisk/connector/identity.py",),
 }

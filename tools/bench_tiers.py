@@ -36,10 +36,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from machine import Machine
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.bench import RUN_BYTES, Machine, move_all, shuffled
+from kvdisk.cli.bench import RUN_BYTES, move_all, shuffled
 from kvdisk.cli.output import size
 from kvdisk.config import parse_bytes
 from kvdisk.device.base import Op

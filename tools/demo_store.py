@@ -25,6 +25,7 @@ import numpy as np
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
+from kvdisk.cli.why import chain_hashes
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
@@ -63,7 +64,7 @@ class Model(NamedTuple):
     def description(self) -> dict[str, Any]:
         """What HOME says of it."""
         said = {"model": self.name, "dtype": self.dtype, "kv_dtype": self.kv_dtype, "tensor_parallel": self.ranks}
-        return said | {"geometry": describe_geometry(self.geometry)}
+        return said | {"geometry": describe_geometry(self.geometry), "facts": {"hash": '["sha256", null]'}}
 
 
 SMALL = Model("Qwen/Qwen2.5-0.5B-Instruct", "torch.bfloat16", "auto", 1, 24 * 2 * 2 * 64 * 2 * BLOCK_TOKENS)
@@ -81,6 +82,7 @@ class Block:
     uses: int = 0
     last_use_s: int = 0
     followers: int = 0
+    tokens: tuple[int, ...] = ()
     generation: int = 0
     slot: Slot = FIRST_SLOT
 
@@ -102,11 +104,12 @@ class Prompts:
     def extend(self, parent: Block | None, count: int, ago_s: float) -> Block:
         """Compute and store so many blocks behind ``parent``, so many seconds ago; return the
         last."""
-        for _ in range(count):
-            key = make_block_key(self.chance.randbytes(32), 0)
+        before, more = prompt_of(parent), [self.chance.randrange(1000, 100_000) for _ in range(count * BLOCK_TOKENS)]
+        for at, name in enumerate(chain_hashes([*before, *more], BLOCK_TOKENS, "sha256", None)[-count:]):
             if parent is not None:
                 parent.followers += 1
-            parent = Block(key, parent, int(self.now_s - ago_s))
+            tokens = tuple(more[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS])
+            parent = Block(make_block_key(name, 0), parent, int(self.now_s - ago_s), tokens=tokens)
             self.blocks.append(parent)
         assert parent is not None
         return parent
@@ -138,6 +141,15 @@ class Prompts:
             if number:
                 self.use(end, ago_s)
             self.extend(end, self.chance.randint(1, 4), ago_s)
+
+
+def prompt_of(last: Block | None) -> list[int]:
+    """Return the tokens of a chain up to ``last``."""
+    blocks = []
+    while last is not None:
+        blocks.append(last)
+        last = last.parent
+    return [token for block in reversed(blocks) for token in block.tokens]
 
 
 def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped: float) -> LmdbIndex:
@@ -221,11 +233,10 @@ def prompts_of(number: int, now_s: int) -> Prompts:
     return prompts
 
 
-def branching_key() -> str:
-    """Return, in hex digits, the key of the last block of the first document: several questions
-    follow it."""
+def branching_block() -> Block:
+    """Return the last block of the first document: several questions follow it."""
     blocks = prompts_of(len(PLANS) - 1, 0).blocks
-    return next(block for block in blocks if block.followers == DOCUMENT_QUESTIONS).key.hex()
+    return next(block for block in blocks if block.followers == DOCUMENT_QUESTIONS)
 
 
 @contextmanager

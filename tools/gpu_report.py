@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from machine import Machine
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
-from kvdisk.cli.bench import Machine
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice

@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_store import branching_key, demo_store
+from demo_store import branching_block, demo_store, prompt_of
 from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
 from rich.console import CONSOLE_SVG_FORMAT, Console
@@ -38,7 +38,7 @@ COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
 SCALE = 1.6
-ROWS = 60
+ROWS = 24
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 4000
 
 
@@ -60,25 +60,26 @@ class Shown:
 
     name: str
     typed: str
-    columns: int = 100
+    columns: int = 80
     picture: bool = False
     copy: bool = False
     live: float = 0
 
 
 SHOWN = (
-    Shown("inspect", "inspect STORE", columns=110, picture=True),
+    Shown("inspect", "inspect STORE", picture=True),
     Shown("inspect-1", "inspect STORE KEY"),
+    Shown("why", "why STORE --tokens prompt.json"),
     Shown("verify", "verify STORE"),
     Shown("repair", "repair STORE", copy=True),
     Shown("prune", "prune STORE --older-than 1d --yes", copy=True),
     Shown("clear", "clear STORE --yes", copy=True),
     Shown("report", "report STORE -o report.html"),
-    Shown("top", "top STORE", columns=126, picture=True, live=25),
+    Shown("top", "top STORE", picture=True, live=25),
     Shown("check", "check kvdisk.json --model Llama-3.1-8B"),
-    Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB --drive-endurance 1.2PB"),
-    Shown("replay", "replay TRACE", columns=120),
-    Shown("bench", "bench DRIVE -b 256KiB -b 2MiB", columns=112),
+    Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB"),
+    Shown("replay", "replay TRACE"),
+    Shown("bench", "bench DRIVE --model Llama-3.1-8B --prefill 4000"),
 )
 
 
@@ -156,7 +157,7 @@ MODEL_CONFIG = {
 def show(shown: Shown, store: Path, trace: Path | None) -> None:
     """Make the output and the picture of one command."""
     typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
-    typed = typed.replace("KEY", branching_key()).replace("TRACE", trace.name if trace else "")
+    typed = typed.replace("KEY", branching_block().key.hex()[:12]).replace("TRACE", trace.name if trace else "")
     with aside(store) if shown.copy else nullcontext(), desk(store, trace) as folder:
         arguments = [str(COMMAND), *typed.split()]
         texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
@@ -177,12 +178,13 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
 
 @contextmanager
 def desk(store: Path, trace: Path | None) -> Iterator[Path]:
-    """Yield a directory to work in, in which a model's configuration and kvdisk's own lie, and the
+    """Yield a directory to work in, with a model's configuration, kvdisk's own, a prompt, and the
     trace."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if trace is not None:
             (folder / trace.name).symlink_to(trace)
+        (folder / "prompt.json").write_text(json.dumps([*prompt_of(branching_block()), *range(60)]))
         (folder / MODEL).mkdir()
         (folder / MODEL / "config.json").write_text(json.dumps(MODEL_CONFIG))
         (folder / "kvdisk.json").write_text(json.dumps(SETTINGS | {"store_dirs": str(store)}))

@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from demo import WORK, DemoError, build_model
 from engine_child import EngineChild, EngineError
+from machine import Machine
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.bench import Machine
 from kvdisk.cli.survey import survey_store
 
 CONNECTED, ALONE = "with kvdisk", "vLLM alone"

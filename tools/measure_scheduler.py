@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from machine import Machine
 from rich.console import Console
 from rich.table import Table
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -43,7 +44,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvdisk.blocks import Tier
-from kvdisk.cli.bench import Machine
 from kvdisk.config import Config
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.messages import JobKind, JobResult, Plan, Report

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk bench``: how fast a drive is, and which device an engine would choose there.
+"""``kvdisk bench``: whether a drive is fast enough for a model and a GPU.
 
 The mover is not in it. ``Bench`` is what ``--json`` prints; its shape changes only with
-``json_version``.
+``json_version``. More of a drive: ``tools/bench_tiers.py``.
 """
 
 from __future__ import annotations
@@ -10,32 +10,28 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
+from rich.text import Text
 
-from kvdisk import __version__
-from kvdisk.cli.output import AsJson, Exit, print_json, refusal, report_console, size
-from kvdisk.config import parse_bytes
+from kvdisk.cli.model_kv import default_block_tokens, read_model
+from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
-from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, probe
 from kvdisk.errors import ConfigError, DeviceError
-from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
+from kvdisk.geometry import Geometry
 
-JSON_VERSION = 3
+JSON_VERSION = 4
 LEFT_FREE_BYTES = 1 << 30
 """What a run leaves free on the file system, or it does not begin."""
 SILENT_S = 30.0
@@ -43,109 +39,56 @@ SILENT_S = 30.0
 RUN_BYTES = 8 << 20
 """What a worker moves at once of neighbouring slots."""
 ROUNDS = 3
-_STAGING_SLOTS = 4
+BLOCK_BYTES = 2 << 20
+"""Of a block of no known model."""
 _given_up: list[object] = []
 """A device that has not ended what it holds, and its memory: the drive may still come to it."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """This machine, and the drive of a directory. None: not known."""
-
-    processor: str | None
-    cores: int
-    memory_bytes: int
-    file_system: str | None
-    drive: str | None
-    kernel: str
-    python: str
-    kvdisk: str
-    load: float
-
-    @classmethod
-    def here(cls, directory: Path) -> Machine:
-        """Describe this machine and the drive that ``directory`` is on."""
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return cls(
-            processor=next(iter(names), None),
-            cores=len(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            file_system=_file_system(directory),
-            drive=_drive(os.stat(directory).st_dev),
-            kernel=platform.release(),
-            python=platform.python_version(),
-            kvdisk=__version__,
-            load=os.getloadavg()[0],
-        )
-
-    @property
-    def sentence(self) -> str:
-        """The description in one line."""
-        return (
-            f"{self.cores} cores ({self.processor or 'unknown'}), {size(self.memory_bytes)} memory,"
-            f" {self.file_system or 'unknown file system'} on {self.drive or 'an unknown drive'},"
-            f" Linux {self.kernel}, Python {self.python}, load {self.load:.1f}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What a device reached. ``bytes_each``: of a transfer. ``run``: whether that is a run of
-    neighbours. ``samples``: bytes per second, of each round.
-    """
-
-    device: str
-    op: Op
-    run: bool
-    bytes_each: int
-    samples: tuple[float, ...]
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The median."""
-        return statistics.median(self.samples)
-
-
-@dataclass(slots=True)
-class DriveReport:
-    """Figures for one size of slots. ``direct``: whether the file was opened with O_DIRECT."""
-
-    block_bytes: int
-    run_bytes: int
-    direct: bool
-    speeds: list[Speed] = field(default_factory=list)
-
-
-@dataclass
 class Bench:
-    """What a run gave. Do not compare figures of two runs.
+    """What a drive reached, in bytes a second, medians. Do not compare figures of two runs.
 
-    ``drive``: figures of each block size. ``chosen``: what a start would use, in words.
-    ``straight_to_gpu``: what would move straight between drive and GPU.
+    ``device``: what an engine would choose, with O_DIRECT or without (null: not known), and
+    ``why``, in words. ``block_bytes``: of a slot, a block with its header. ``read``, ``write``: of
+    single blocks; ``run_read``: of neighbours, up to 8 MiB. ``token_bytes``: of a token in slots,
+    on all ranks; ``tokens_per_s``: loaded as single blocks; both null without a model.
+    ``prefill_tokens_per_s``: as it was given. ``verdict``: a sentence.
     """
 
-    machine: Machine
-    drive: list[DriveReport]
-    chosen: str
-    straight_to_gpu: str
+    path: Path
+    device: str
+    direct: bool | None
+    why: str
+    block_bytes: int
+    read: float
+    run_read: float
+    write: float
+    token_bytes: float | None
+    tokens_per_s: float | None
+    prefill_tokens_per_s: float | None
+    verdict: str
     json_version: int = JSON_VERSION
 
 
 def bench(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory on the drive to measure.")],
-    block_sizes: Annotated[
-        list[str],
-        typer.Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block; may be given several times."),
-    ] = ["64KiB", "256KiB", "1MiB", "2MiB", "8MiB"],  # noqa: B006 - typer copies it
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="CONFIG", help="A model's directory, or its config.json.", readable=False),
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=1024, help="Tensor-parallel size.")] = 1,
+    prefill: Annotated[
+        float | None, typer.Option(metavar="N", min=1, help="Prompt tokens that the GPU computes in a second.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast the drive under DIR is, and say which device an engine would choose there.
+    """Say whether the drive under DIR is fast enough for a model and a GPU.
 
-    The figures are medians. Figures of two runs are not
-    comparable: a drive's speed changes from one to the next by more than
-    what is looked for. The file that is measured on has no name; nothing is
-    left of it.
+    It is, where it loads a prompt sooner than the GPU computes it. How fast that is vLLM logs as
+    "Avg prompt throughput" while it computes prompts. Measures for some seconds, on a file without
+    a name, of which nothing is left. Figures of two runs are not comparable: a drive's speed
+    changes from one to the next.
 
     [bold]Exit codes[/bold]
 
@@ -156,8 +99,11 @@ def bench(
     [cyan]2[/cyan]  nothing was measured: wrong usage, no room, no permission
     """
     try:
-        sizes = [parse_bytes("--block-size", text) for text in block_sizes]
-        found = measure(directory, sizes)
+        geometry = None
+        if model is not None:
+            known = read_model(model)
+            geometry = known.geometry(tp, default_block_tokens(known))
+        found = measure(directory, geometry, prefill)
     except ConfigError as error:
         raise refusal(str(error)) from None
     except DeviceError as error:
@@ -168,12 +114,9 @@ def bench(
         _print(found)
 
 
-def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
+def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -> Bench:
     """Measure the drive. Raises ConfigError: no room, no permission; DeviceError: the drive
     failed."""
-    for block_bytes in block_sizes:
-        if block_bytes % ALIGNMENT or not 2 * ALIGNMENT <= block_bytes <= 1 << 30:
-            raise ConfigError(f"--block-size must be a multiple of 4 KiB, 8 KiB to 1 GiB, not {block_bytes} bytes.")
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory.")
     status = os.statvfs(directory)
@@ -183,41 +126,60 @@ def measure(directory: Path, block_sizes: Sequence[int]) -> Bench:
             f"{directory} has {size(free_bytes)} free; this run needs {size(FILE_BYTES)} and leaves"
             f" {size(LEFT_FREE_BYTES)} free."
         )
-    slot_sizes = [HEADER_BYTES + block_bytes for block_bytes in block_sizes]
     try:
         with tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory) as private:
             found = probe(Path(private))
-            straight = _straight_to_gpu(Path(private), sorted(set(slot_sizes)))
     except OSError as error:
         raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
+    block_bytes = max(geometry.slot_sizes) if geometry else BLOCK_BYTES
     try:
-        drive = [measure_drive(directory, slot_bytes) for slot_bytes in slot_sizes]
+        read, run_read, write = measure_drive(directory, min(block_bytes, RUN_BYTES))
     except Silence:
         raise DeviceError(errno.ETIMEDOUT, f"nothing was heard of it for {SILENT_S:g} s") from None
     except OSError as error:
         raise DeviceError(error.errno or errno.EIO, "the drive that is measured") from error
-    return Bench(Machine.here(directory), drive, f"device: auto would use {found.name}: {found.why}", straight)
+    token_bytes = tokens_per_s = None
+    if geometry is not None:
+        in_slots = sum(group.slot_bytes / group.block_tokens for group in geometry.groups)
+        token_bytes = in_slots * geometry.part_count
+        tokens_per_s = read / token_bytes
+    verdict = _verdict(tokens_per_s, prefill)
+    speeds = (block_bytes, read, run_read, write)
+    return Bench(directory, found.name, found.direct, found.why, *speeds, token_bytes, tokens_per_s, prefill, verdict)
 
 
-def measure_drive(directory: Path, block_bytes: int) -> DriveReport:
-    """Move a file of ``directory`` that nobody sees in blocks and in runs. Raises DeviceError,
-    Silence, OSError."""
-    block_bytes = min(block_bytes, RUN_BYTES)
+def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
+    """Answer the question, or say what is still to be told."""
+    if tokens_per_s is None:
+        return "name a model to hear how many tokens a second that is: --model CONFIG"
+    if prefill is None:
+        return f"worth it where the GPU computes less than {tokens_per_s:,.0f} tokens/s; --prefill N compares"
+    if tokens_per_s >= prefill:
+        return f"fast enough: it loads a prompt {tokens_per_s / prefill:.1f} times as fast as the GPU computes it"
+    return f"too slow: the GPU computes a prompt {prefill / tokens_per_s:.1f} times as fast as it loads it"
+
+
+def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, float]:
+    """Move a file of ``directory`` that nobody sees in blocks and in runs; return the bytes a
+    second of reads, of runs read, and of writes. Raises DeviceError, Silence, OSError."""
     memory = memoryview(mmap.mmap(-1, FILE_BYTES))
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
-    with nameless_file(directory, FILE_BYTES) as (fd, direct), ExitStack() as stack:
-        report, device = DriveReport(block_bytes, RUN_BYTES, direct), stack.enter_context(closing(PosixDevice()))
+    with nameless_file(directory, FILE_BYTES) as (fd, _), ExitStack() as stack:
+        device = stack.enter_context(closing(PosixDevice()))
         device.attach_memory(memory)
         device.attach_file(fd)
+
+        def speed(op: Op, each_bytes: int) -> float:
+            return statistics.median(
+                move_all(device, op, shuffled(fd, memory, each_bytes, RUN_BYTES)) for _ in range(ROUNDS)
+            )
+
         try:
-            for op in (Op.WRITE, Op.READ):
-                for run, size in ((False, block_bytes), (True, RUN_BYTES)):
-                    samples = [move_all(device, op, shuffled(fd, memory, size, RUN_BYTES)) for _ in range(ROUNDS)]
-                    report.speeds.append(Speed(device.name, op, run, size, tuple(samples)))
+            write = speed(Op.WRITE, block_bytes)
+            return speed(Op.READ, block_bytes), speed(Op.READ, RUN_BYTES), write
         except Silence:
             _given_up.append((stack.pop_all(), memory))
             raise
-    return report
 
 
 def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
@@ -249,61 +211,21 @@ def move_all(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> f
     return sum(transfer.buffers[0].nbytes for batch in batches for transfer in batch) / max(took_s, 1e-9)
 
 
-def _straight_to_gpu(directory: Path, slot_sizes: Sequence[int]) -> str:
-    why = gds_unavailable()
-    if why is None:
-        try:
-            from kvdisk.worker.copier import CudaLanes
-            from kvdisk.worker.direct import choose_direct
-
-            lanes = CudaLanes()
-        except (ImportError, AssertionError, RuntimeError) as error:  # no torch, none with CUDA, or no GPU
-            why = str(error)
-    if why is not None:
-        return f"nothing would go straight between drive and GPU: {why}"
-    counts = [_STAGING_SLOTS] * len(slot_sizes)
-    choice = choose_direct(directory, slot_sizes, counts, lanes, GdsDevice, always=False)
-    if choice.direct is not None:
-        choice.direct.staging.close()
-    return choice.line
-
-
-def _file_system(directory: Path) -> str | None:
-    """Return a file system's type: that of the longest mount point above a directory."""
-    types: dict[Path, str] = {}
-    with suppress(OSError, IndexError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            before, _, behind = line.partition(" - ")
-            types[Path(before.split()[4].replace("\\040", " "))] = behind.split()[0]
-    resolved = Path(os.path.realpath(directory))
-    return next((types[mount] for mount in (resolved, *resolved.parents) if mount in types), None)
-
-
-def _drive(number: int) -> str | None:
-    """Return the model, or the name, of the drive with a device number, if it is one."""
-    link = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not link.exists():
-        return None
-    path = link.resolve()
-    if not (path / "queue").exists():  # a partition; the drive is the directory above
-        path = path.parent
-    with suppress(OSError):
-        return (path / "device" / "model").read_text().strip() or path.name
-    return path.name
-
-
 # -- for people --------------------------------------------------------------------------------
 
 
 def _print(found: Bench) -> None:
-    console = report_console()
-    console.print(found.machine.sentence)
-    console.print("\nMemory and NVMe, the device alone, MB/s")
-    table = Table("slots of", "device", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("read", "write", "runs read", "runs written"):
-        table.add_column(name, justify="right")
-    for report in found.drive:
-        speeds = sorted(report.speeds, key=lambda speed: (speed.run, speed.op is Op.WRITE))
-        rates = (f"{speed.bytes_per_s / 1e6:,.0f}" for speed in speeds)
-        table.add_row(size(report.block_bytes).replace(".0 ", " "), speeds[0].device, *rates)
-    console.print(table, found.chosen, found.straight_to_gpu, sep="\n")
+    lines, block = make_lines(), size(found.block_bytes)
+    lines.add_row("Drive", f"{printable(found.path)}, device {found.device}: {found.why}")
+    lines.add_row("Reads", f"{_rate(found.read)} in blocks of {block}, {_rate(found.run_read)} where they lie in a row")
+    lines.add_row("Writes", _rate(found.write))
+    if found.token_bytes is not None and found.tokens_per_s is not None:
+        lines.add_row("Model", f"{size(round(found.token_bytes))} a token: {found.tokens_per_s:,.0f} tokens/s loaded")
+    if found.prefill_tokens_per_s is not None:
+        lines.add_row("GPU", f"{found.prefill_tokens_per_s:,.0f} tokens/s computed")
+    lines.add_row("Verdict", Text(found.verdict, "bold"))
+    report_console().print(lines)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.1f} GB/s"

@@ -24,6 +24,7 @@ from kvdisk.cli.indexes import NONE, HomeColumns, ReadHome, ReadNamespace, by_na
 from kvdisk.cli.output import (
     ID_LETTERS,
     ago,
+    engine_store,
     folded,
     left,
     make_lines,
@@ -44,7 +45,8 @@ from kvdisk.errors import ConfigError, CorruptRecord, KvdiskError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.index.base import SegmentRecord
 
-CHAIN_SHOWN = 6
+CHAIN_SHOWN = 2
+_NAME_LETTERS = 16
 MOST_NAMED = 5
 """Hashes that are named where a key's beginning is that of several."""
 _ATTEMPTS = 3
@@ -135,7 +137,7 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
     groups = tuple(sorted(set(map(group_of, keys))))
     blocks = tuple(block for namespace, rows in found if rows for block in _blocks(namespace, rows, groups[0]))
     problems = tuple(
-        f"engine store {copy['home']}: rank {rank.rank}: {problem}"
+        f"{engine_store(copy['home'])}: rank {rank.rank}: {problem}"
         for block in blocks
         for copy in block.copies
         for rank in copy["ranks"]
@@ -248,7 +250,7 @@ def print_block(found: FoundKey, console: Console, *, everything: bool) -> None:
 
 def _summary(found: FoundKey, block: FoundBlock) -> Table:
     lines, tokens = make_lines(), block.block_tokens
-    lines.add_row("Block", Text(block.key, "bold cyan"))
+    lines.add_row("Key", Text(block.key, "bold cyan"))
     name = printable(block.fingerprint)[:ID_LETTERS]
     epoch = f", epoch {block.epoch}" if block.epoch else ""
     lines.add_row("Namespace", Text.assemble((name, "magenta"), f"  {printable(block.model)}{epoch}"))
@@ -262,7 +264,7 @@ def _summary(found: FoundKey, block: FoundBlock) -> Table:
     else:
         lines.add_row("Tokens", f"{number(block.start_tokens)} up to {number(block.start_tokens + tokens)} of a prompt")
     ending = "nothing: the end of its chain"
-    lines.add_row("Followed by", plural(block.children, "block") if block.children else ending)
+    lines.add_row("Next", plural(block.children, "block") if block.children else ending)
     return lines
 
 
@@ -270,15 +272,12 @@ def _copy_lines(copy: Mapping[str, Any], now_s: int) -> Table:
     lines, uses, last_use_s = make_lines(), copy["uses"], copy["last_use_s"]
     owner = ("in use", "green") if copy["owner"] == "alive" else ("of a stopped engine", "yellow")
     lines.add_row("", "")
-    lines.add_row("Copy", Text.assemble("engine store ", (copy["home"], "cyan"), "  ", owner))
-    folder = next((rank.file.parents[2] for rank in copy["ranks"] if rank.file), None)
-    if folder is not None:
-        lines.add_row("Directory", printable(folder))
-    lines.add_row("Place", f"segment {copy['segment']}, slot {copy['slot']}, drive {printable(copy['drive'])}")
-    lines.add_row("Generation", str(copy["generation"]))
-    lines.add_row("Stored", ago(copy["stored_s"], now_s))
+    lines.add_row("Copy", Text.assemble(f"{engine_store(copy['home'])}  ", owner))
+    place = f"segment {copy['segment']}, slot {copy['slot']}, drive {printable(copy['drive'])}"
+    lines.add_row("Place", f"{place}; generation {copy['generation']}")
     used = f"{plural(uses, 'time')}, last {ago(last_use_s, now_s)}" if uses else "never"
-    lines.add_row("Used", "? (USES does not tell of it yet)" if uses is None else used)
+    used = "not known yet" if uses is None else used
+    lines.add_row("Stored", f"{ago(copy['stored_s'], now_s)}; used {used}")
     return lines
 
 
@@ -308,7 +307,7 @@ def _chain_table(block: FoundBlock, width: int, most: int | None) -> Table:
     for position, name in enumerate(chain):
         if position not in hidden:
             end = number(None if tokens is None or not is_whole else (position + 1) * tokens)
-            table.add_row(str(position) if is_whole else "?", end, name)
+            table.add_row(str(position) if is_whole else "?", end, name[:_NAME_LETTERS])
         elif position == hidden.start:
             table.add_row("…", "", Text(f"{number(len(hidden))} more (see --all)", "dim"))
     return table

@@ -19,7 +19,7 @@ import typer
 from kvdisk import __version__
 from kvdisk.assembly import check_settings
 from kvdisk.cli.bench import measure
-from kvdisk.cli.model_kv import read_model
+from kvdisk.cli.model_kv import default_block_tokens, read_model
 from kvdisk.cli.output import (
     AsJson,
     Exit,
@@ -32,19 +32,16 @@ from kvdisk.cli.output import (
     report_console,
 )
 from kvdisk.cli.output import size as in_words
-from kvdisk.cli.size import MOST_RANKS, Fit, default_block_tokens, fit_cpu, fit_nvme, token_bytes
+from kvdisk.cli.size import MOST_RANKS, Fit, fit_cpu, fit_nvme, token_bytes
 from kvdisk.config import Config
-from kvdisk.device.base import Op
 from kvdisk.device.control import STORE_FILE
 from kvdisk.device.drives import list_directories
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
-from kvdisk.geometry import HEADER_BYTES, Geometry
+from kvdisk.geometry import Geometry
 
 CONNECTOR = "KVDiskConnector"
-_BLOCK_BYTES = 1 << 20
-_LEAST_BLOCK_BYTES = 8192
 
 
 @dataclass
@@ -62,7 +59,6 @@ class Directory:
     mode: int
     free_bytes: int
     wanted_bytes: int
-    file_system: str | None = None
     direct: bool | None = None
     device: str | None = None
     read_bytes_per_s: float | None = None
@@ -169,24 +165,22 @@ def look(config: Config, geometry: Geometry | None) -> Answer:
     into a tier, DeviceError where a drive fails."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     answer = Answer(config.cpu_bytes, config.nvme_bytes, memory_bytes, [], [])
-    block_bytes = _BLOCK_BYTES
     if geometry is not None:
         answer.cpu = fit_cpu(geometry, config.cpu_bytes) if config.cpu_bytes else None
         if config.nvme_bytes is not None:
             answer.nvme = fit_nvme(geometry, config.nvme_bytes, len(config.store_dirs))
         answer.token_bytes = round(token_bytes(geometry, geometry.part_count))
-        block_bytes = max(_LEAST_BLOCK_BYTES, max(geometry.slot_sizes) - HEADER_BYTES)
     if config.cpu_bytes > memory_bytes:
         answer.problems.append(
             f"cpu_bytes is {in_words(config.cpu_bytes)}, and this machine has {in_words(memory_bytes)} of memory"
         )
     for path in list_directories(config.store_dirs) if config.store_dirs else ():
-        answer.directories.append(_look_at(path, config, block_bytes, answer.problems))
+        answer.directories.append(_look_at(path, config, geometry, answer.problems))
     answer.ok = not answer.problems
     return answer
 
 
-def _look_at(path: Path, config: Config, block_bytes: int, problems: list[str]) -> Directory:
+def _look_at(path: Path, config: Config, geometry: Geometry | None, problems: list[str]) -> Directory:
     """Return what there is to say of a directory that an engine could use; add what is not as it
     should be."""
     there = path.exists()
@@ -206,18 +200,16 @@ def _look_at(path: Path, config: Config, block_bytes: int, problems: list[str]) 
             f"{in_words(found.wanted_bytes)}: the tier stops growing when the drive is full"
         )
     try:
-        bench = measure(place, [block_bytes])
+        bench = measure(place, geometry, None)
     except (ConfigError, DeviceError) as error:
         problems.append(f"the drive of {path} was not measured: {str(error).rstrip('.')}")
         return found
-    (drive,) = bench.drive
-    rates = {speed.op: speed.bytes_per_s for speed in drive.speeds if not speed.run}
-    found.file_system, found.direct, found.device = bench.machine.file_system, drive.direct, drive.speeds[0].device
-    found.read_bytes_per_s, found.write_bytes_per_s = rates[Op.READ], rates[Op.WRITE]
-    if not drive.direct:
+    found.direct, found.device = bench.direct, bench.device
+    found.read_bytes_per_s, found.write_bytes_per_s = bench.read, bench.write
+    if not bench.direct:
         problems.append(f"{path} takes no O_DIRECT: blocks go through the kernel's cache, and take memory there")
-    if found.device == "posix-threads":
-        problems.append(f"threads would move blocks of {path}, not the kernel's queue, and slower: {bench.chosen}")
+    if bench.device == "posix-threads":
+        problems.append(f"threads would move blocks of {path}, not the kernel's queue, and slower: {bench.why}")
     return found
 
 
@@ -238,7 +230,7 @@ def _print(answer: Answer) -> None:
         lines.add_row("", f"room for {in_words(one.free_bytes)}, {in_words(one.wanted_bytes)} wanted")
         if one.read_bytes_per_s is not None and one.write_bytes_per_s is not None:
             direct = "with O_DIRECT" if one.direct else "without O_DIRECT"
-            lines.add_row("", f"{one.file_system or 'unknown file system'}, {one.device} {direct}")
+            lines.add_row("", f"{one.device} {direct}")
             lines.add_row("", f"reads {_rate(one.read_bytes_per_s, answer)}")
             lines.add_row("", f"writes {_rate(one.write_bytes_per_s, answer)}")
     console.print(lines)

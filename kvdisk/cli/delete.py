@@ -32,14 +32,17 @@ from rich.text import Text
 
 from kvdisk import __version__
 from kvdisk.blocks import BlockKey
-from kvdisk.cli.indexes import ReadHome, by_namespace, read_homes
+from kvdisk.cli.indexes import ReadHome, find_namespace, read_homes
 from kvdisk.cli.output import (
     ID_LETTERS,
     AsJson,
     Exit,
     StoreDirectories,
+    Yes,
     ago,
     ask,
+    can_ask,
+    engine_store,
     folded,
     left,
     make_lines,
@@ -61,20 +64,18 @@ from kvdisk.cli.output import (
 )
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
-from kvdisk.cli.verify import why_distrusted
+from kvdisk.cli.verify import why_unusable
 from kvdisk.config import parse_bytes
 from kvdisk.device.control import HomeSummary
 from kvdisk.device.listing import list_homes
-from kvdisk.device.rebuild import HomeShape
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError, StoreLocked
+from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import cut_home
 
-OnlyOrphans = Annotated[
-    bool, typer.Option("--orphans", help="Leave engine stores that an engine owns alone, instead of refusing.")
+OnlyStopped = Annotated[
+    bool, typer.Option("--stopped", help="Leave engine stores that an engine owns alone, instead of refusing.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def prune(
@@ -89,14 +90,14 @@ def prune(
         str | None,
         typer.Option("--namespace", metavar="N", help="Only of this namespace: how its id begins, or its model."),
     ] = None,
-    orphans: OnlyOrphans = False,
+    stopped: OnlyStopped = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete a part of a store: the oldest, what is old, or one namespace.
 
-    Only what stopped engines left is deleted. The plan is shown, and asked
+    Only engine stores of stopped engines are changed. The plan is shown, and asked
     for, before anything is deleted. Of several conditions all must hold. A
     block was used when it was stored, or when one that comes after it in its
     prompt was. Whole engine stores and segments give space back to the drive;
@@ -115,19 +116,19 @@ def prune(
     """
     if to is None and older_than is None and namespace is None:
         raise refusal("say what to delete: --to, --older-than or --namespace; kvdisk clear deletes everything.")
-    _delete(directories, to, older_than, namespace, orphans=orphans, dry_run=dry_run, yes=yes, as_json=as_json)
+    _delete(directories, to, older_than, namespace, stopped=stopped, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 def clear(
     directories: StoreDirectories,
-    orphans: OnlyOrphans = False,
+    stopped: OnlyStopped = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete everything that is in a store; the store itself stays, empty.
 
-    Refuses while an engine uses the store, unless --orphans says to leave its
+    Refuses while an engine uses the store, unless --stopped says to leave its
     part alone. The plan is shown, and asked for, before anything is deleted.
 
     [bold]Exit codes[/bold]
@@ -141,7 +142,7 @@ def clear(
 
     [cyan]3[/cyan]  nothing was deleted, or one engine store less, because an engine owns it
     """
-    _delete(directories, None, None, None, orphans=orphans, dry_run=dry_run, yes=yes, as_json=as_json)
+    _delete(directories, None, None, None, stopped=stopped, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 def _delete(
@@ -150,7 +151,7 @@ def _delete(
     older_than: str | None,
     namespace: str | None,
     *,
-    orphans: bool,
+    stopped: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -159,28 +160,32 @@ def _delete(
     named, now_s = store_paths(directories), int(time.time())
     with refusing(named):
         store = Store.open(named, create=False)
-        homes = [HomeState(home.summary, home.index, _why_whole(store, home)) for home in read_homes(named)]
+        homes = [
+            HomeState(home.summary, home.index, why_unusable(home, store.boot_id) or "") for home in read_homes(named)
+        ]
         asked: dict[str, Any] = {
             "to_bytes": None if to is None else parse_bytes("--to", to),
             "older_than_s": None if older_than is None else parse_age("--older-than", older_than),
-            "namespace": None if namespace is None else _find_namespace(homes, namespace),
+            "namespace": None if namespace is None else bytes.fromhex(find_namespace(homes, namespace).id),
         }
         plan = make_plan(homes, now_s, **asked)
         for home in homes:
             if None in home.summary.folders and any(one.id == home.id for one in plan.homes):
-                not_named = f"engine store {home.id} has a part on a drive that was not named"
+                not_named = f"{engine_store(home.id)} has a part on a drive that was not named"
                 raise ConfigError(f"{not_named}; name all directories of the store.")
-    if plan.in_use and not orphans:
+    if plan.in_use and not stopped:
         others = "" if len(plan.in_use) == 1 else " and others"
-        owned = f"{_owned(plan)} ({plan.in_use[0]}{others}) that would have to change"
-        way_out = "stop them, or say --orphans to delete only what stopped engines left"
+        owned = f"{_owned(plan)} ({plan.in_use[0][:ID_LETTERS]}{others}) that would have to change"
+        way_out = "stop them, or say --stopped to delete only the engine stores of stopped engines"
         raise refusal(f"{owned}; {way_out}.", Exit.IN_USE)
     before, after = _held([home.summary for home in homes]), None
     must_ask = bool(plan.homes) and not (yes or dry_run)
     if not as_json or must_ask:
         _show_plan(store.path, before, plan, report_console(stderr=as_json), now_s)
-    if must_ask:
-        ask(f"Delete {size(plan.goes['bytes'])} from {printable(named[0])}?")
+    if must_ask and not can_ask():
+        raise refusal("nothing was deleted, since there is no terminal to ask on; say --yes to delete without asking.")
+    if must_ask and not ask(f"Delete {size(plan.goes['bytes'])} from {printable(named[0])}?"):
+        raise refusal("nothing was deleted.")
     if not dry_run:
         with refusing(named):
             carry_out(store, plan)
@@ -237,38 +242,6 @@ class HomeState(ReadHome):
         parents = self.blocks.parents.copy()
         depths, _ = climb(parents)  # a chain that bites its own tail, as in a damaged index, is cut
         return fold_up(self.blocks.columns.stored_s.astype(np.int64), parents, depths, max), depths
-
-
-def _why_whole(store: Store, home: ReadHome) -> str:
-    """Say why an engine store cannot be cut; "" where it can, or has an owner."""
-    record = home.summary.record
-    if record is None:
-        return "its HOME file cannot be read"
-    if home.problem is not None or home.summary.alive:
-        return home.problem or ""
-    try:
-        HomeShape.of(record.fingerprint, record.description)
-    except CorruptRecord as error:
-        return str(error)
-    return why_distrusted(home, record, store.boot_id) or ""
-
-
-def _find_namespace(homes: Sequence[ReadHome], wanted: str) -> bytes:
-    """Return the fingerprint that begins so, or whose model has that name or ends with it.
-
-    Raises ConfigError where there is none, or more than one.
-    """
-    records = [one.record for one in by_namespace(homes) if one.record is not None]
-    names = {record.fingerprint: str(record.description.get("model", "")) for record in records}
-    begin, end = wanted.lower(), f"/{wanted.rstrip('/')}"
-    found = [one for one in names if one.hex().startswith(begin) or f"/{names[one].rstrip('/')}".endswith(end)]
-    found = found if wanted.strip("/") else []
-    if not found:
-        raise ConfigError(f"no namespace of this store begins with, or is of a model named, {wanted}.")
-    if len(found) > 1:
-        listed = ", ".join(f"{one.hex()[:12]} ({names[one]})" for one in sorted(found))
-        raise ConfigError(f"{wanted} stands for more than one namespace: {listed}.")
-    return found[0]
 
 
 # -- the plan: no I/O, no clock ----------------------------------------------------------------
@@ -371,10 +344,10 @@ def _choose(home: HomeState, before_s: int | None, excess_bytes: float, plan: Pl
     all_old = before_s is None or (record is not None and record.last_use_s < before_s and not alive)
     if home.why_whole:
         if all_old:
-            plan.notes += [] if fits or alive else [f"engine store {home.id} goes as a whole: {home.why_whole}"]
+            plan.notes += [] if fits or alive else [f"{engine_store(home.id)} goes as a whole: {home.why_whole}"]
             return _plan_for(home, home.segment_bytes)
         if record is not None:  # else nobody knows how old it is
-            plan.kept.append(f"engine store {home.id} stays as it is: {home.why_whole}")
+            plan.kept.append(f"{engine_store(home.id)} stays as it is: {home.why_whole}")
         return None
     columns, (last_use_s, _) = home.records.columns, home.ages
     is_old = last_use_s < (math.inf if before_s is None or all_old else before_s)
@@ -520,7 +493,7 @@ def _show_result(
         stays = f"{size(after['allocated_bytes'])} in {plural(after['homes'], 'engine store')} stay"
         said = f"{freed}, {count}; {stays if after['homes'] else 'the store is empty'}."
         console.print(Text.assemble(("\nDeleted ", "green"), said))
-        others = [f"engine store {home.id}: {home.why}" for home in plan.homes if home.result != "deleted"]
+        others = [f"{engine_store(home.id)}: {home.why}" for home in plan.homes if home.result != "deleted"]
         print_list("Left alone", others, console, None, "")
     if plan.short_bytes:
         short = f"{size(plan.short_bytes)} more than asked for stay"

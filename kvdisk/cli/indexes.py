@@ -8,7 +8,7 @@ A process of its own reads the indexes: see ``kvdisk.index.reader_process``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -17,17 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
-from kvdisk.device.control import HomeRecord, HomeSummary, read_record
+from kvdisk.cli.output import by_prefix
+from kvdisk.device import paths
+from kvdisk.device.control import HomeRecord, HomeSummary, home_ids, read_record
 from kvdisk.device.drives import Directories
 from kvdisk.device.listing import list_homes
 from kvdisk.device.segment import DriveFolder
+from kvdisk.device.store import Store
 from kvdisk.device.uses import USES_RECORD, UsesRecords, find_uses, read_uses
-from kvdisk.errors import CorruptRecord
+from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.reader_process import IndexContent, read_indexes
 
 NONE = -1
+NOT_NAMED = "was not looked at"
 _MOST_RANKS = 1 << 16
 _MOST_TOKENS = 1 << 20
 _EPOCH_BITS, _KIND_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
@@ -117,8 +121,14 @@ class ReadHome:
         """Why the index cannot be read; None where it can. One that has neither files nor an index
         is new."""
         if self.index.problem is not None:
-            return f"its index cannot be read ({self.index.problem})"
-        return "its index is missing" if self.summary.segments and not self.index.exists else None
+            return f"its index cannot be read ({self.index.problem}); {self.remedy} rebuilds it"
+        is_missing = self.summary.segments and not self.index.exists
+        return f"its index is missing; {self.remedy} rebuilds it" if is_missing else None
+
+    @property
+    def remedy(self) -> str:
+        """What rebuilds a damaged index, in words."""
+        return "a restart of its engine" if self.summary.alive else "kvdisk repair"
 
     @property
     def ranks(self) -> int:
@@ -148,9 +158,11 @@ class ReadHome:
 
 @dataclass(frozen=True)
 class ReadNamespace:
-    """The engine stores of one namespace. One whose HOME cannot be read is alone."""
+    """The engine stores of one namespace, by the fingerprint in hex. One whose HOME cannot be read
+    is alone, by its own id."""
 
-    homes: tuple[ReadHome, ...]
+    id: str
+    homes: tuple[ReadHome, ...] = field(compare=False)
 
     @property
     def record(self) -> HomeRecord | None:
@@ -175,13 +187,42 @@ def read_homes(directories: Directories, wanted: Callable[[HomeSummary], bool] =
     return [ReadHome(*each) for each in zip(summaries, indexes, strict=True)]
 
 
+def find_home(directories: Sequence[Path], wanted: str | None) -> str | None:
+    """Return the id of the engine store that begins so; None of None. Raises ConfigError, and as
+    ``list_homes``."""
+    store = Store.open(directories, create=False)
+    with paths.device_errors(f"reading {store.path}"):
+        ids = home_ids(store.path)
+    return None if wanted is None else by_prefix(wanted, ids, "engine store")
+
+
 def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
     """Put engine stores together that serve the same requests."""
-    groups: dict[object, list[ReadHome]] = {}
+    groups: dict[str, list[ReadHome]] = {}
     for home in homes:
         record = home.summary.record
-        groups.setdefault(record.fingerprint if record else home.id, []).append(home)
-    return [ReadNamespace(tuple(group)) for group in groups.values()]
+        groups.setdefault(record.fingerprint.hex() if record else home.id, []).append(home)
+    return [ReadNamespace(name, tuple(group)) for name, group in groups.items()]
+
+
+def find_namespace(homes: Sequence[ReadHome], wanted: str) -> ReadNamespace:
+    """Return the namespace whose model has this name, or whose fingerprint or model begins so.
+
+    Raises ConfigError where there is none, or more than one.
+    """
+    wanted = wanted.lower().strip("/")
+    models = {one: str(one.record.description.get("model")) for one in by_namespace(homes) if one.record is not None}
+    found = [one for one, model in models.items() if wanted and f"/{model.lower()}".endswith(f"/{wanted}")]
+    if wanted and not found:
+        for one, model in models.items():
+            names = (one.id, model.lower(), model.lower().rstrip("/").rpartition("/")[2])
+            found += [one] if any(name.startswith(wanted) for name in names) else []
+    if not found:
+        raise ConfigError(f"no namespace of this store begins with, or is of a model named, {wanted}.")
+    if len(found) > 1:
+        listed = ", ".join(sorted(f"{one.id[:12]} ({models[one]})" for one in found))
+        raise ConfigError(f"{wanted} stands for more than one namespace: {listed}.")
+    return found[0]
 
 
 def why_no_record(path: Path) -> str | None:
@@ -192,7 +233,7 @@ def why_no_record(path: Path) -> str | None:
     except FileNotFoundError:
         return "its HOME file is missing, as after an interrupted deletion; the next engine that starts removes it"
     except CorruptRecord as error:
-        return f"its HOME file cannot be read ({str(error).replace(f'{path}/', '')})"
+        return f"its HOME file cannot be read ({str(error).replace(f'{path}/', '')}); prune and clear remove it"
     except OSError as error:
         return f"its HOME file cannot be read ({error.strerror})"
     return None
@@ -200,7 +241,7 @@ def why_no_record(path: Path) -> str | None:
 
 def not_named(drive: int) -> str:
     """Say that a directory of the store is missing among the arguments."""
-    return f"drive {drive} was not looked at, name its directory too"
+    return f"drive {drive} {NOT_NAMED}, name its directory too"
 
 
 def described_geometry(record: HomeRecord | None) -> dict[str, object]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +14,14 @@ import typer
 from rich.bar import Bar
 from rich.columns import Columns
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvdisk.cli.block import print_block, survey_block
 from kvdisk.cli.export import export_blocks
+from kvdisk.cli.indexes import NOT_NAMED
 from kvdisk.cli.output import (
     ID_LETTERS,
-    WIDE,
     AsJson,
     Exit,
     ago,
@@ -55,14 +55,13 @@ from kvdisk.cli.survey import (
     survey_store,
 )
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import FILE_EPOCH
 
 LEAST_DIGITS = 8
 MOST_PREFIXES = 10_000
-SEGMENTS_SHOWN = 16
-PROBLEMS_SHOWN = 20
+LINES = 20
+"""Of what is printed by default."""
+MODELS_SHOWN, MOST_MODELS, PROBLEMS_SHOWN, SEGMENTS_SHOWN = 4, 50, 3, 16
 _BAR_LETTERS = 24
-_FILL_BAR_LETTERS = 8
 _FINE_BAR_LETTERS = 10
 
 DirectoriesAndKey = Annotated[
@@ -77,12 +76,18 @@ DirectoriesAndKey = Annotated[
 
 def inspect(
     directories: DirectoriesAndKey,
-    as_json: AsJson = False,
-    everything: Annotated[bool, typer.Option("--all", help="List every segment and every problem.")] = False,
+    stores: Annotated[bool, typer.Option("--stores", help="Show engine stores and drives.")] = False,
+    segments: Annotated[
+        bool, typer.Option("--segments", help="Show how full and how fragmented segments are.")
+    ] = False,
+    ages: Annotated[bool, typer.Option("--ages", help="Show ages of blocks, and how often they were used.")] = False,
     prefixes: Annotated[
-        int,
-        typer.Option("--prefixes", metavar="N", min=0, max=MOST_PREFIXES, help="Show the N biggest shared prefixes."),
-    ] = PREFIXES,
+        int | None,
+        typer.Option(
+            "--prefixes", metavar="N", min=0, max=MOST_PREFIXES, help="Show the N biggest prefixes as a tree."
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show all of these, with every problem.")] = False,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -90,12 +95,13 @@ def inspect(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --export.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what a store holds: namespaces, engine stores, segments, drives; the ages of blocks, and
-    their reuse.
+    """Show what a store holds: its health and fill, its models, and what is used again and again.
 
-    With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it may look
-    into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
+    Fill is the bytes of the slots that hold blocks, of the caps (nvme_bytes) of the engines that
+    live. With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it
+    may look into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 
@@ -122,9 +128,12 @@ def inspect(
             problems = block.problems
             print_json(block, JSON_VERSION) if as_json else print_block(block, console, everything=everything)
         else:
-            survey = survey_store(paths, prefixes=prefixes)
+            survey = survey_store(paths, prefixes=PREFIXES if prefixes is None else prefixes)
             problems = survey.problems
-            print_json(survey, JSON_VERSION) if as_json else print_survey(survey, console, everything=everything)
+            chosen = {"stores": stores, "segments": segments, "ages": ages, "prefixes": prefixes is not None}
+            views = [view for view, is_chosen in chosen.items() if is_chosen or everything]
+            views[:0] = ["models"] if everything else []
+            print_json(survey, JSON_VERSION) if as_json else print_survey(survey, console, views, everything=everything)
     raise typer.Exit(Exit.WRONG if problems else Exit.FINE)
 
 
@@ -147,61 +156,102 @@ def _export(paths: Sequence[Path], target: Path, force: bool, as_json: bool) -> 
     return done.problems
 
 
-def print_survey(survey: Survey, console: Console, *, everything: bool) -> None:
-    """Print what a store holds. ``everything``: all segments and problems, however many.
+def print_survey(survey: Survey, console: Console, views: Collection[str] = (), *, everything: bool = False) -> None:
+    """Print what a store holds: the verdict, and models with the biggest shared prefixes, at most
+    LINES lines; or instead the ``views``: models, stores, segments, ages, prefixes.
 
-    ``console`` must not read markup: names come from files.
+    ``everything``: all problems and segments, however many. ``console`` must not read markup: names
+    come from files.
     """
-    width = console.width
-    console.print(_summary(survey))
-    if survey.homes:
-        if survey.namespaces:
-            console.print(namespaces_table(survey, width))
+    width, most = console.width, None if everything else PROBLEMS_SHOWN
+    lines = _summary(survey)
+    console.print(lines)
+    print_list("Problems", survey.problems, console, most, "--all lists them")
+    if survey.homes and not views:
+        told = [-(-(len(problem) + 4) // width) for problem in survey.problems[:PROBLEMS_SHOWN]]
+        more = 3 if len(survey.problems) > PROBLEMS_SHOWN else 2
+        heads = len(console.render_lines(lines, pad=False))
+        _print_models(survey, console, LINES - heads - (sum(told) + more if told else 0))
+    if "models" in views:
+        console.print("", namespaces_table(survey, width, MOST_MODELS), sep="\n")
+    if "stores" in views and survey.homes:
         console.print(homes_table(survey, width))
-        if any(home.segments for home in survey.homes):
-            console.print(segments_table(survey, width, None if everything else SEGMENTS_SHOWN))
         if len(survey.drives) > 1:
             console.print(_drives(survey, width))
-        if survey.totals.blocks:
-            console.print(_histograms(survey, width))
-        for namespace in survey.namespaces:
-            _print_prefixes(survey, namespace, console)
-    title = plural(len(survey.problems), "problem")
-    print_list(title, survey.problems, console, None if everything else PROBLEMS_SHOWN, "--all lists them")
+    if "segments" in views and survey.homes:
+        console.print(segments_table(survey, width, None if everything else SEGMENTS_SHOWN))
+    if "ages" in views and survey.totals.blocks:
+        console.print(_histograms(survey, width))
+    for namespace in survey.namespaces if "prefixes" in views else ():
+        _print_prefixes(survey, namespace, console)
+
+
+def _print_models(survey: Survey, console: Console, room: int) -> None:
+    """Print the models, and the biggest shared prefixes, in so many lines."""
+    console.print("", namespaces_table(survey, console.width, MODELS_SHOWN), sep="\n")
+    room -= 3 + min(len(survey.namespaces), MODELS_SHOWN + 1) + 4
+    shared = sorted(
+        (prefix for each in survey.namespaces for prefix in _shared_of(each) if prefix.chains > 1),
+        key=lambda prefix: -(prefix.tokens or 0),
+    )
+    if shared and room > 0:
+        rows = [("", prefix) for prefix in shared[:room]]
+        console.print("", prefix_table("", rows, survey.surveyed_s, console.width), sep="\n")
+    console.print(Text("More: --stores, --segments, --ages, --prefixes N, or --all", "dim"))
+
+
+def _shared_of(namespace: Namespace) -> list[Prefix]:
+    return [prefix for _, prefix in each_prefix(namespace.prefixes.tree)]
+
+
+def _verdict(survey: Survey) -> Text:
+    """Say whether the store is healthy, or what to do."""
+    if survey.ok:
+        return Text("healthy" if survey.homes else "empty: cleared, or no engine has used it yet", "bold green")
+    if any("kvdisk repair" in problem for problem in survey.problems):
+        return Text("damaged: run kvdisk repair", "bold red")
+    only_unnamed = all(NOT_NAMED in problem for problem in survey.problems)
+    return Text("seen in part: name all directories of the store" if only_unnamed else "damaged", "bold red")
 
 
 def _summary(survey: Survey) -> Table:
     lines, totals, store, now_s = make_lines(), survey.totals, survey.store, survey.surveyed_s
     made = "" if store.created_s is None else f"  (made {ago(store.created_s, now_s)})"
+    lines.add_row("Verdict", _verdict(survey))
     lines.add_row("Store", Text.assemble((printable(store.path), "bold cyan"), (made, "dim")))
     if not survey.homes:
-        lines.add_row("Engine stores", "none: no engine has used this store yet")
         return lines
+    fill = Text(f"{size(totals.used_bytes)}, and no cap, since no engine lives")
+    if totals.fill is not None:
+        fill = Text.assemble((bar(totals.fill, _BAR_LETTERS), "cyan"), f" {share(totals.fill)}: ")
+        fill.append(f"{size(totals.used_bytes)} of {size(totals.cap_bytes)}")
+    lines.add_row("Fill", fill)
     alive, stopped = totals.live_homes, totals.homes - totals.live_homes
     owners = [f"{count} {text}" for count, text in ((alive, "in use"), (stopped, "of stopped engines")) if count]
-    lines.add_row("Engine stores", f"{totals.homes} ({', '.join(owners)}) in {plural(totals.namespaces, 'namespace')}")
     unread = totals.unreadable_homes
-    without = f", without {plural(unread, 'engine store')} that cannot be read" if unread else ""
-    lines.add_row("Blocks", Text.assemble(f"{number(totals.blocks)} in {size(totals.used_bytes)}", (without, "red")))
-    if totals.cap_bytes:
-        fraction = totals.allocated_bytes / totals.cap_bytes
-        said = f"{size(totals.allocated_bytes)} of {size(totals.cap_bytes)}  "
-        allocated = Text.assemble(said, (bar(fraction, _BAR_LETTERS), "cyan"), f" {share(fraction)}")
-    else:
-        allocated = Text.assemble(size(totals.allocated_bytes), ("  (no live engine, so no cap)", "dim"))
-    lines.add_row("Allocated", allocated)
+    without = f"; {unread} cannot be read" if unread else ""
+    lines.add_row(
+        "Engine stores",
+        Text.assemble(
+            f"{totals.homes}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated", (without, "red")
+        ),
+    )
+    stored = ""
     if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
-        oldest, newest = ago(totals.oldest_stored_s, now_s), ago(totals.newest_stored_s, now_s)
-        lines.add_row("Stored", f"oldest {oldest}, newest {newest}")
+        stored = f", stored {ago(totals.oldest_stored_s, now_s)} to {ago(totals.newest_stored_s, now_s)}"
+    lines.add_row("Blocks", f"{number(totals.blocks)}{stored}")
+    if survey.reuse.blocks is not None:
+        known = sum(survey.reuse.blocks)
+        reused = known - survey.reuse.blocks[0]
+        lines.add_row("Used again", f"{number(reused)} of {plural(known, 'block')} ({share(reused / max(1, known))})")
     return lines
 
 
-def namespaces_table(survey: Survey, width: int) -> Table:
-    """Return the table of namespaces."""
-    headers = ("TP", "Block\nsize", "Epochs", "Engine\nstores", "Blocks", "Stored")
-    columns = (left("Namespace", "magenta"), folded("Model"), left("KV dtype"), *map(right, headers))
-    table = make_table("Namespaces", width, *columns)
-    for each in survey.namespaces:
+def namespaces_table(survey: Survey, width: int, most: int) -> Table:
+    """Return the table of namespaces, at most so many."""
+    columns = (left("Namespace", "magenta"), Column("Model", no_wrap=True, overflow="ellipsis"), left("KV dtype"))
+    table = make_table("", width, *columns, *map(right, ("TP", "Block", "Blocks", "Bytes")))
+    for each in survey.namespaces[:most]:
         unread = each.unreadable_homes == len(each.homes)
         dtype = each.dtype if each.kv_dtype in {None, "auto"} else each.kv_dtype
         table.add_row(
@@ -210,25 +260,17 @@ def namespaces_table(survey: Survey, width: int) -> Table:
             printable(dtype).removeprefix("torch."),
             printable(each.ranks if each.tensor_parallel is None else each.tensor_parallel),
             "/".join(dict.fromkeys(printable(group["block_tokens"]) for group in each.groups)) or "?",
-            _epochs(each),
-            number(len(each.homes)),
             number(None if unread else each.blocks),
             size(None if unread else each.used_bytes),
         )
+    if len(survey.namespaces) > most:
+        table.add_row("", Text(f"{len(survey.namespaces) - most} more (see --json)", "dim"))
     return table
 
 
-def _epochs(namespace: Namespace) -> str:
-    """Return the shared epoch, 0, where it has blocks, and how many are one engine's own."""
-    epochs = {each["epoch"] for each in namespace.epochs}
-    private = len(epochs - {FILE_EPOCH})
-    shared = str(FILE_EPOCH) if FILE_EPOCH in epochs or not private else ""
-    return " ".join(filter(None, [shared, f"+{private} own" if private else ""]))
-
-
 def homes_table(survey: Survey, width: int) -> Table:
-    """Return the table of engine stores."""
-    headers = ("Blocks", "Allocated", "Cap", "Fill", "Fragmented", "Last use")
+    """Return the table of engine stores. A cap counts while its engine lives."""
+    headers = ("Blocks", "Bytes", "Allocated", "Cap", "Last use")
     names = (left("Engine store", "cyan"), left("Namespace", "magenta"), left("Engine"))
     table = make_table("Engine stores", width, *names, *map(right, headers))
     for home in survey.homes:
@@ -238,39 +280,36 @@ def homes_table(survey: Survey, width: int) -> Table:
             "?" if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
             Text("alive", "green") if home.alive else stopped,
             number(home.blocks),
+            size(home.used_bytes),
             size(home.allocated_bytes),
-            size(home.cap_bytes),
-            share(home.fill),
-            _share_or_dash(home.fragmentation),
+            size(home.cap_bytes) if home.alive else "-",
             ago(home.last_use_s, survey.surveyed_s),
         )
     return table
 
 
 def segments_table(survey: Survey, width: int, most: int | None) -> Table:
-    """Return the table of segments, at most so many of each engine store."""
-    numbers = map(right, ("Segment", "Drive", "Slot", "Slots", "Used"))
-    wide = map(right, ("Fragmented", "Run") if width >= WIDE else ())
-    columns = (left("Engine store", "cyan"), *numbers, left("Fill"), *wide, folded("Files"))
-    table = make_table("Segments", width, *columns)
+    """Return the table of segments, at most so many of each engine store.
+
+    A read: how many blocks are read at a time, where chains are read in order.
+    """
+    numbers = map(right, ("Segment", "Drive", "Slots", "Used", "Fragmented", "A read"))
+    table = make_table("Segments", width, left("Engine store", "cyan"), *numbers, folded("Files"))
     for home in survey.homes:
         for at, segment in enumerate(home.segments[:most]):
             run = "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}"
-            fill = "" if segment.fill is None else bar(segment.fill, _FILL_BAR_LETTERS)
             table.add_row(
                 "" if at else home.id[:ID_LETTERS],
                 str(segment.segment),
                 str(segment.drive),
-                size(segment.slot_bytes),
                 number(segment.slots),
-                number(segment.used_slots),
-                Text.assemble((fill, "cyan"), f" {share(segment.fill):>5}"),
-                *([_share_or_dash(segment.fragmentation), run] if width >= WIDE else []),
+                share(segment.fill),
+                "-" if segment.fragmentation is None else share(segment.fragmentation),
+                run,
                 _files(segment),
             )
         if most is not None and len(home.segments) > most:
-            between = [""] * (len(table.columns) - 3)
-            table.add_row("", f"{len(home.segments) - most} more", *between, "(see --all)")
+            table.add_row("", f"{len(home.segments) - most} more", *[""] * 5, "(see --all)")
         table.add_section()
     return table
 
@@ -289,10 +328,6 @@ def _drives(survey: Survey, width: int) -> Table:
             size(drive.allocated_bytes if drive.path else None),
         )
     return table
-
-
-def _share_or_dash(fraction: float | None) -> str:
-    return "-" if fraction is None else share(fraction)
 
 
 def _files(segment: Segment) -> Text:
@@ -357,7 +392,7 @@ def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> N
 def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, width: int) -> Table:
     """Return a table of prefixes, each with what leads to it."""
     headers = ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use")
-    table = make_table(title, width, left("First block", "cyan"), *map(right, headers))
+    table = make_table(title, width, left("Shared prefix", "cyan"), *map(right, headers))
     for guides, prefix in listed:
         start, tokens, last = prefix.start_tokens, prefix.tokens, prefix.last_use_s
         uses = dict.fromkeys([number(prefix.first_uses), number(prefix.last_uses)])

@@ -3,29 +3,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvdisk import __version__
 from kvdisk.cli.bench import bench
 from kvdisk.cli.check import check
 from kvdisk.cli.delete import clear, prune
 from kvdisk.cli.inspect import inspect
+from kvdisk.cli.output import standard_output
 from kvdisk.cli.repair import repair
 from kvdisk.cli.replay.command import replay
 from kvdisk.cli.report.command import report
 from kvdisk.cli.size import size
 from kvdisk.cli.top import top
 from kvdisk.cli.verify import verify
+from kvdisk.cli.why import why
+
+
+class Commands(TyperGroup):
+    """The commands; what is printed is written before one ends, or one sentence says why not."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was typed."""
+        with standard_output():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="kvdisk",
+    cls=Commands,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-for command in (inspect, top, report, verify, repair, prune, clear, check, size, replay, bench):
+for command in (inspect, why, top, report, verify, repair, prune, clear, check, size, replay, bench):
     app.command()(command)
 
 

@@ -46,6 +46,7 @@ _LAYER_KINDS = {"full_attention": False, "attention": False, "global": False, "s
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _KV_DTYPE_BYTES = _DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _LIMIT = 1 << 24
+_BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 
 
 class ModelKv(NamedTuple):
@@ -101,6 +102,10 @@ def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]
 def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:
     """Read a model's directory, or its config.json. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ConfigError(
+            f"--model wants a model's directory, or its config.json, and there is no {path}{_hub_place(path)}."
+        )
     try:
         whole = json.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -110,6 +115,19 @@ def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> 
     if not isinstance(whole, dict):
         raise ConfigError(f"{file} is not a model's configuration: it holds no object.")
     return model_of(whole, dtype, kv_dtype)
+
+
+def _hub_place(path: Path) -> str:
+    """Say where the configuration of a model lies that vLLM has loaded by this name."""
+    if path.is_absolute() or len(path.parts) > 2:
+        return ""
+    name = "models--" + "--".join(path.parts if len(path.parts) == 2 else ("*", *path.parts))
+    return f"; what vLLM has loaded lies in ~/.cache/huggingface/hub/{name}/snapshots/*"
+
+
+def default_block_tokens(model: ModelKv) -> int:
+    """Return the tokens of a block where vLLM is told none."""
+    return _MLA_BLOCK_TOKENS if model.mla else _BLOCK_TOKENS
 
 
 def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
@@ -35,15 +35,19 @@ StoreDirectories = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes as integers.")]
-OnlyHome = Annotated[str | None, typer.Option("--home", metavar="ID", help="Only the engine store with this id.")]
+OnlyHome = Annotated[
+    str | None, typer.Option("--engine-store", metavar="ID", help="Only the engine store whose id begins so.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 ID_LETTERS = 8
 WIDE = 100
 """Columns from which on a table has room for everything."""
 _UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 _AGES_S = _UNITS_S | {"m": 60, "w": 7 * 86400}
-_LONGEST_AGE_S = 99 * 86400
+YEAR_S = 365 * 86400
 _JUST_NOW_S = 5
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Exit(IntEnum):
@@ -112,12 +116,14 @@ def bar(fraction: float, width: int) -> str:
 
 
 def ago(then_s: int | None, now_s: int) -> str:
-    """Return how long ago something was: ``3 min ago``; its date where that is long, or ahead;
-    ``?`` for None."""
+    """Return how long ago something was: ``3 min ago``; its date where that is ahead; ``?`` for
+    None."""
     if then_s is None:
         return "?"
     age_s = now_s - then_s
-    if age_s > _LONGEST_AGE_S or age_s < -60:
+    if age_s > YEAR_S:
+        return "more than a year ago"
+    if age_s < -60:
         return time.strftime("%Y-%m-%d", time.localtime(then_s))
     if age_s < _JUST_NOW_S:
         return "just now"
@@ -128,6 +134,8 @@ def ago(then_s: int | None, now_s: int) -> str:
 def duration(seconds: float) -> str:
     """Return a length of time in its largest two units: ``3 h 12 min``."""
     seconds = int(seconds)
+    if seconds > YEAR_S:
+        return "more than a year"
     for (unit, unit_s), (part, part_s) in pairwise(_UNITS_S.items()):
         if seconds >= unit_s:
             rest = seconds % unit_s // part_s
@@ -145,6 +153,11 @@ def printable(value: object) -> str:
     if value is None:
         return "?"
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
+
+
+def engine_store(home_id: str) -> str:
+    """Return an engine store's name for people: as much of its id as every command takes."""
+    return f"engine store {home_id[:ID_LETTERS]}"
 
 
 def short_model(model: object) -> str:
@@ -180,10 +193,10 @@ def make_lines() -> Table:
 
 
 def make_table(title: str, width: int, *columns: Column) -> Table:
-    """Return an empty table with a title, closer where the terminal is narrow."""
+    """Return an empty table with a title, if any, closer where the terminal is narrow."""
     return Table(
         *columns,
-        title=f"\n{title}",
+        title=f"\n{title}" if title else None,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -235,12 +248,25 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
 
 
-def ask(question: str) -> None:
-    """Ask on the terminal, on standard error; end the command unless the answer is yes."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise refusal("nothing was deleted, since there is no terminal to ask on; say --yes to delete without asking.")
-    if not typer.confirm(question, default=False, err=True):
-        raise refusal("nothing was deleted.")
+def can_ask() -> bool:
+    """Whether there is a terminal to ask on."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask(question: str) -> bool:
+    """Ask on the terminal, on standard error; return whether the answer is yes."""
+    return typer.confirm(question, default=False, err=True)
+
+
+def by_prefix(wanted: str, ids: Iterable[str], what: str) -> str:
+    """Return the one id that begins so. Raises ConfigError where there is none, or more than
+    one."""
+    found = [one for one in ids if wanted and one.startswith(wanted.lower())]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(f"there is no {what} {wanted}; kvdisk inspect --stores lists them")
+    raise ConfigError(f"{wanted} begins more than one {what}: {', '.join(one[:12] for one in sorted(found))}")
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -264,6 +290,19 @@ def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
     """Print one sentence on standard error; return what ends the command."""
     typer.echo(f"kvdisk: {printable(sentence)}", err=True)
     return typer.Exit(code)
+
+
+@contextmanager
+def standard_output() -> Iterator[None]:
+    """End the command with one sentence where what it prints finds no room, as in /dev/full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        # Python writes what is left once more at its end: let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise refusal(f"standard output cannot be written ({error.strerror}).") from None
 
 
 @contextmanager

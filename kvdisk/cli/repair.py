@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk repair``: makes the index of each stopped engine's store anew, from its slots.
+"""``kvdisk repair``: rebuilds the index of each damaged store of a stopped engine, from its slots.
 
-``--json`` prints an object with ``json_version`` (1) and ``homes``, a list of ``Repaired``.
+``--json`` prints an object with ``json_version`` (2) and ``homes``, a list of ``Repaired``.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import Literal
 
 import typer
 
+from kvdisk.cli.indexes import find_home, read_homes
 from kvdisk.cli.output import (
     AsJson,
     Exit,
     OnlyHome,
     StoreDirectories,
+    Yes,
+    ask,
+    can_ask,
+    engine_store,
     plural,
     print_json,
     printable,
-    refusal,
     refusing,
     store_paths,
 )
-from kvdisk.device.control import home_ids
+from kvdisk.cli.survey import survey_home
+from kvdisk.cli.verify import why_unusable
 from kvdisk.device.home import Home
-from kvdisk.device.paths import device_errors
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import rebuild_index
@@ -47,12 +51,12 @@ class DroppedSegment:
 class Repaired:
     """How the repair of an engine store ended.
 
-    ``why``: null where it was rebuilt; else the rest is null. ``older_copies``: of the same blocks,
-    left out.
+    ``why``: null where it was rebuilt, or healthy. The rest is null unless it was rebuilt.
+    ``older_copies``: of the same blocks, left out.
     """
 
     id: str
-    result: Literal["rebuilt", "in use", "failed"]
+    result: Literal["rebuilt", "healthy", "in use", "failed"]
     why: str | None = None
     blocks: int | None = None
     segments: int | None = None
@@ -60,17 +64,18 @@ class Repaired:
     dropped_segments: tuple[DroppedSegment, ...] | None = None
 
 
-def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson = False) -> None:
-    """Make the index of every engine store that no engine owns anew, from its slots.
+def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Rebuild the index of every damaged engine store that no engine owns, from its slots.
 
     An engine does this by itself when it starts and finds its index lost or
     damaged; this is for looking at once. Headers are read and no block: each
     is checked when it is loaded, and by kvdisk verify. Segments whose files
-    are of no use are removed.
+    are of no use are removed. A healthy engine store is rebuilt only where you
+    say so, or with --yes.
 
     [bold]Exit codes[/bold]
 
-    [cyan]0[/cyan]  every engine store asked for was rebuilt
+    [cyan]0[/cyan]  every engine store asked for is healthy, or was rebuilt
 
     [cyan]1[/cyan]  one could not be rebuilt; the report says why
 
@@ -82,21 +87,28 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, as_json: AsJson
     logging.getLogger("kvdisk").addHandler(logging.NullHandler())  # what it would say is in the report
     paths = store_paths(directories)
     with refusing(paths):
+        wanted = find_home(paths, home)
         store = Store.open(paths, create=False)
-        with device_errors(f"reading {store.path}"):
-            ids = home_ids(store.path)
-    if home is not None and home not in ids:
-        raise refusal(f"{paths[0]} has no engine store {home}.")
-    reports = [_repair(store, home_id) for home_id in (ids if home is None else [home])]
+        homes = read_homes(paths, lambda one: wanted in {None, one.id})
+        stopped = [one for one in homes if not (one.summary.alive or why_unusable(one, store.boot_id))]
+        healthy = {one.id for one in stopped if not survey_home(one).problems}
+    whole = plural(len(healthy), "engine store")
+    said = f"{whole} of stopped engines {'is' if len(healthy) == 1 else 'are'} healthy"
+    if healthy and not yes and not as_json and len(healthy) == len(homes):
+        typer.echo(f"{said}: there is nothing to repair.")
+        yes = can_ask() and ask("Rebuild from the slots all the same?")
+    reports = [
+        Repaired(one.id, "healthy") if one.id in healthy and not yes else _repair(store, one.id) for one in homes
+    ]
     if as_json:
-        print_json({"json_version": 1, "homes": reports})
+        print_json({"json_version": 2, "homes": reports})
     else:
-        for report in reports:
+        for report in reports if yes or len(healthy) < len(homes) else ():
             _print(report)
         if not reports:
-            typer.echo("There is no engine store to repair.")
-    codes = {"rebuilt": Exit.FINE, "in use": Exit.IN_USE, "failed": Exit.WRONG}
-    raise typer.Exit(max((codes[report.result] for report in reports), default=Exit.FINE))
+            typer.echo(f"{printable(paths[0])} is empty: there is nothing to repair.")
+    codes = {"in use": Exit.IN_USE, "failed": Exit.WRONG}
+    raise typer.Exit(max((codes.get(report.result, Exit.FINE) for report in reports), default=Exit.FINE))
 
 
 @contextmanager
@@ -131,10 +143,11 @@ def _repair(store: Store, home_id: str) -> Repaired:
 
 def _print(report: Repaired) -> None:
     if report.result != "rebuilt":
-        typer.echo(f"engine store {report.id}: {report.result}, {printable(report.why)}")
+        why = f", {printable(report.why)}" if report.why else ""
+        typer.echo(f"{engine_store(report.id)}: {report.result}{why}")
         return
     blocks, segments = plural(report.blocks or 0, "block"), plural(report.segments or 0, "segment")
-    typer.echo(f"engine store {report.id}: {blocks} in {segments} recovered")
+    typer.echo(f"{engine_store(report.id)}: {blocks} in {segments} recovered")
     if report.older_copies:
         typer.echo(f"  older copies of the same blocks left out: {report.older_copies}")
     for one in report.dropped_segments or ():

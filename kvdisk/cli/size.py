@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvdisk import __version__
 from kvdisk.cli.indexes import read_homes
-from kvdisk.cli.model_kv import ModelKv, read_model
+from kvdisk.cli.model_kv import ModelKv, default_block_tokens, read_model
 from kvdisk.cli.output import (
     AsJson,
     make_lines,
@@ -43,7 +43,6 @@ from kvdisk.index.lmdb_index import map_bytes_for
 from kvdisk.manager.segments import NvmeLayout
 
 DAY_S = 86400
-_BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 _CONTEXT_TOKENS = 32768
 MOST_RANKS = 1024
 _MOST_BLOCK_TOKENS = 1 << 16
@@ -212,11 +211,6 @@ def _writes(text: str | None) -> Writes | None:
 
 
 # -- what fits, and what was written -----------------------------------------------------------
-
-
-def default_block_tokens(model: ModelKv) -> int:
-    """Return the tokens of a block unless vLLM is told otherwise."""
-    return _MLA_BLOCK_TOKENS if model.mla else _BLOCK_TOKENS
 
 
 def token_bytes(geometry: Geometry, parts: int) -> float:

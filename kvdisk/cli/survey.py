@@ -7,7 +7,8 @@ The shape of the JSON changes only with ``json_version``. ``*_s`` are whole seco
 epoch. ``null`` is what cannot be known, since a file cannot be read, or is not there (no block, no
 live owner). A block, or a slot, has a part on every rank and counts once; bytes are those of all
 ranks together. Used bytes: of slots that hold blocks, with their headers. Allocated bytes: what the
-file system holds, with index and control files. A home is an engine store; the one used last comes
+file system holds, with index and control files. Fill: used bytes of all engine stores / the caps of
+live engines together, which bound a store. A home is an engine store; the one used last comes
 first.
 """
 
@@ -37,7 +38,7 @@ from kvdisk.cli.indexes import (
     read_homes,
     why_no_record,
 )
-from kvdisk.cli.output import plural
+from kvdisk.cli.output import engine_store, plural
 from kvdisk.cli.prefixes import PrefixTree, find_prefixes
 from kvdisk.device import paths
 from kvdisk.device.control import STORE_FILE
@@ -48,7 +49,7 @@ from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import SegmentSpec
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 PREFIXES = 12
 """How many prefixes a survey looks for in each namespace."""
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 30 * 86400)
@@ -91,9 +92,9 @@ class Segment:
 class Home:
     """An engine store. ``owner``: "alive" while a process of its engine lives, else "orphan".
 
-    ``clean``: its last owner closed it in order; false while one lives. ``fill``: used_bytes /
-    cap_bytes. ``read_run_bytes``: bytes of one rank that are read at a time, in the mean.
-    ``drives``: the stores' ids of its drives. ``problems``: sentences.
+    ``clean``: its last owner closed it in order; false while one lives. ``cap_bytes``: of its last
+    owner; it counts while that lives. ``read_run_bytes``: bytes of one rank that are read at a
+    time, in the mean. ``drives``: the stores' ids of its drives. ``problems``: sentences.
     """
 
     id: str
@@ -107,7 +108,6 @@ class Home:
     used_bytes: int | None
     blocks: int | None
     slots: int
-    fill: float | None
     fragmentation: float | None
     read_run_blocks: float | None
     read_run_bytes: float | None
@@ -203,8 +203,8 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all engine stores but ``unreadable_homes``. ``cap_bytes``: of live owners
-    together."""
+    """Sums over all engine stores but ``unreadable_homes``. ``cap_bytes``: of live owners together;
+    null, as ``fill``, where none lives."""
 
     namespaces: int
     homes: int
@@ -215,6 +215,7 @@ class Totals:
     used_bytes: int
     allocated_bytes: int
     cap_bytes: int | None
+    fill: float | None
     oldest_stored_s: int | None
     newest_stored_s: int | None
 
@@ -257,7 +258,7 @@ def survey_store(
     """
     path, *further = list_directories(directories)
     for _ in range(_ATTEMPTS):
-        found = [(read, _survey_home(read)) for read in read_homes([path, *further])]
+        found = [(read, survey_home(read)) for read in read_homes([path, *further])]
         # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
         there = [each for each in found if each[1].path.exists()]
         if len(there) == len(found) and not any(home.alive and home.problems for _, home in found):
@@ -269,7 +270,7 @@ def survey_store(
     with paths.device_errors(f"reading {path / STORE_FILE}"):
         said = paths.read_control(path / STORE_FILE)
     store = StoreFile(path, said.get("store_id"), said["format_version"], said.get("created_s"))
-    problems = tuple(f"engine store {home.id}: {problem}" for home in homes for problem in home.problems)
+    problems = tuple(f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems)
     columns, now_s = [home.blocks for home in read if home.blocks is not None], int(time.time())
     return Survey(
         surveyed_s=now_s,
@@ -288,10 +289,11 @@ def survey_store(
 # -- engine stores -----------------------------------------------------------------------------
 
 
-def _survey_home(read: ReadHome) -> Home:
+def survey_home(read: ReadHome) -> Home:
+    """Describe an engine store. Raises DeviceError."""
     summary, record, blocks = read.summary, read.summary.record, read.blocks
     files: dict[int, list[SegmentFileSummary]] = {}
-    with paths.device_errors(f"reading engine store {summary.id}"):
+    with paths.device_errors(f"reading {engine_store(summary.id)}"):
         # Files that are newer than the index: it may name segments that were not there before.
         for file in scan_folders(summary.folders):
             files.setdefault(file.segment, []).append(file)
@@ -319,7 +321,6 @@ def _survey_home(read: ReadHome) -> Home:
         used_bytes=used_bytes,
         blocks=count,
         slots=_sum(segments, "slots"),
-        fill=used_bytes / record.cap_bytes if record and record.cap_bytes > 0 and used_bytes is not None else None,
         fragmentation=fragmentation(segments),
         read_run_blocks=read_run_blocks(segments),
         read_run_bytes=read_run_bytes(segments),
@@ -420,9 +421,9 @@ def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
                 if error.errno != errno.ENOENT:
                     yield str(error)
                 elif segment.used_slots:
-                    yield f"segment {segment.segment} of rank {rank} is missing"
+                    yield f"segment {segment.segment} of rank {rank} is missing; {read.remedy} drops the others' part"
             except KvdiskError as error:
-                yield str(error).replace(f"{read.summary.path}/", "")
+                yield f"{str(error).replace(f'{read.summary.path}/', '')}; {read.remedy} drops that segment"
 
 
 # -- sums --------------------------------------------------------------------------------------
@@ -470,14 +471,15 @@ def _sums(homes: Sequence[Home]) -> dict[str, Any]:
 
 
 def _totals(homes: Sequence[Home]) -> Totals:
-    caps = [home.cap_bytes for home in homes if home.alive and home.cap_bytes is not None]
+    cap_bytes = sum(home.cap_bytes or 0 for home in homes if home.alive) or None
     return Totals(
         namespaces=len({home.fingerprint for home in homes} - {None}),
         homes=len(homes),
         live_homes=sum(home.alive for home in homes),
         slots=_sum(homes, "slots"),
         allocated_bytes=_sum(homes, "allocated_bytes"),
-        cap_bytes=sum(caps) if caps else None,
+        cap_bytes=cap_bytes,
+        fill=_sum(homes, "used_bytes") / cap_bytes if cap_bytes else None,
         **_sums(homes),
     )
 

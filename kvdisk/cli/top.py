@@ -10,9 +10,15 @@ the Unix epoch.
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +37,7 @@ from kvdisk.cli.output import (
     ago,
     bar,
     duration,
+    engine_store,
     folded,
     left,
     make_lines,
@@ -57,18 +64,18 @@ from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS
 JSON_VERSION = 1
 STALE_S = 3.0
 """After so long without new figures an engine is idle: it writes them when they change."""
-HISTORY = 32
+HISTORY = 12
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
-_BAR_LETTERS = 16
-_FLOWS = {"GPU → memory": ("gpu_to_cpu",), "memory → GPU": ("cpu_to_gpu",), "→ NVMe": WRITES, "NVMe →": READS}
+_BAR_LETTERS = 8
+_FLOWS = {"GPU → CPU": ("gpu_to_cpu",), "CPU → GPU": ("cpu_to_gpu",)}
 _WAITING = {
-    "backlog_blocks": "blocks to be written",
-    "uncommitted_changes": "changes to be committed",
-    "limbo_blocks": "slots to come free",
+    "backlog_blocks": "blocks to write",
+    "uncommitted_changes": "changes to commit",
+    "limbo_blocks": "slots to free",
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -178,7 +185,7 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Watch a store in use: each engine's hits, rates, fill and queues, and each drive's bytes;
-    until ctrl-C.
+    until q or ctrl-C.
 
     Reads what engines tell of themselves, which is new once a second at most; engines may come and
     go.
@@ -188,7 +195,7 @@ def top(
 
     [bold]Exit codes[/bold]
 
-    [cyan]0[/cyan]  a frame was shown, also after ctrl-C
+    [cyan]0[/cyan]  a frame was shown, also after q or ctrl-C
 
     [cyan]2[/cyan]  none: not a store, no permission, a newer format, or wrong usage
     """
@@ -210,16 +217,47 @@ def top(
 
 
 def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float) -> None:
-    """Show frames until KeyboardInterrupt. A look that fails is noted in the frame before."""
+    """Show frames until q or KeyboardInterrupt. A look that fails is noted in the frame before."""
     note = ""
-    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
+    with (
+        _keyboard() as typed_q,
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live,
+    ):
         while True:
             live.update(draw(frame, console.width, note), refresh=True)
-            time.sleep(interval_s)
+            if typed_q(interval_s):
+                return
             try:
                 frame, note = reader.read(), ""
             except KvdiskError as error:
                 note = f"The store cannot be read, this is how it was {time.time() - frame.time_s:.0f} s ago: {error}"
+
+
+@contextmanager
+def _keyboard() -> Iterator[Callable[[float], bool]]:
+    """Yield a call that waits so many seconds, or until q is typed, and says whether it was."""
+    fd = sys.stdin.fileno() if sys.stdin.isatty() else None
+
+    def typed_q(seconds: float) -> bool:
+        if fd is None:
+            time.sleep(seconds)
+            return False
+        end_s = time.monotonic() + seconds
+        while select.select([fd], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            typed = os.read(fd, 64)
+            if not typed or b"q" in typed.lower():  # a terminal that is gone gives nothing
+                return True
+        return False
+
+    if fd is None:
+        yield typed_q
+        return
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield typed_q
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -308,8 +346,8 @@ class TopReader:
             if not owner.alive
         ]
         orphans.sort(key=lambda orphan: -(orphan.last_use_s or 0))
-        problems = [f"engine store {each.home}: {each.problem}" for each in engines if each.problem]
-        problems += [f"engine store {each.home}: HOME cannot be read" for each in orphans if each.last_use_s is None]
+        problems = [f"{engine_store(each.home)}: {each.problem}" for each in engines if each.problem]
+        problems += [f"{engine_store(each.home)}: HOME cannot be read" for each in orphans if each.last_use_s is None]
         drives: dict[str, list[tuple[_Watched, DriveTelemetry]]] = {}
         for watched in self._watched.values():
             for drive in watched.last.drives:
@@ -445,14 +483,10 @@ def _head(frame: Frame) -> RenderableType:
         lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), orphans))
         return lines
     lines.add_row("Engines", f"{totals.engines} alive{orphans}")
-    found = [Text.assemble("hits ", (share(totals.hit_rate), "bold"), " since their start")]
-    for tier, capacity_bytes in totals.capacity_bytes.items():
-        if capacity_bytes:
-            found.append(Text(f"{TIER_WORDS[tier]} {size(totals.used_bytes[tier])} of {size(capacity_bytes)}"))
-    lines.add_row("Totals", Text("   ").join(found))
-    if totals.written_bytes_per_s is not None:
-        written, read = per_second(totals.written_bytes_per_s), per_second(totals.read_bytes_per_s)
-        lines.add_row("NVMe now", f"{written} written   {read} read")
+    lines.add_row("Hits", Text.assemble((share(totals.hit_rate), "bold"), " of prompt tokens since their start"))
+    sizes = {tier: (totals.used_bytes[tier], most) for tier, most in totals.capacity_bytes.items() if most}
+    tiers = (f"{TIER_WORDS[tier]} {size(used)} of {size(most)}" for tier, (used, most) in sizes.items())
+    lines.add_row("Hold", "   ".join(tiers))
     return lines
 
 
@@ -463,7 +497,7 @@ def _drives(frame: Frame, width: int) -> RenderableType:
     for drive in frame.drives:
         state = Text("fine", "green")
         if drive.quarantined:
-            state = Text(f"left alone by {drive.quarantined} of {drive.engines}", "bold red")
+            state = Text(f"not used by {drive.quarantined} of {drive.engines}", "bold red")
         table.add_row(
             printable(drive.path),
             per_second(drive.read_bytes_per_s),
@@ -501,40 +535,39 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"
     if engine.idle:
         about += f", idle for {duration(now_s - engine.figures_s)}"
-    flows = [f"{name} {per_second(engine.flow(routes))}" for name, routes in _FLOWS.items()]
-    lines = [*(_tier(name, tier) for name, tier in engine.tiers.items()), Text("   ".join(flows))]
-    if any(engine.writes) or any(engine.reads):
-        written, read = (spark(engine.writes), "yellow"), (spark(engine.reads), "magenta")
-        lines.append(Text.assemble("written ", written, "   read ", read))
-    lines += [_waiting(engine.waiting), _failures(engine.failures)]
+    flows = "   ".join(f"{name} {per_second(engine.flow(routes))}" for name, routes in _FLOWS.items())
+    written, read = (spark(engine.writes), "yellow"), (spark(engine.reads), "magenta")
+    to_nvme, from_nvme = (per_second(engine.flow(routes)) for routes in (WRITES, READS))
+    drive = Text.assemble(f"→ NVMe {to_nvme} ", written, f"   NVMe → {from_nvme} ", read)
+    lines = [*(_tier(name, tier) for name, tier in engine.tiers.items()), Text(flows), drive, _waiting(engine.waiting)]
+    lines += [_failures(engine.failures)] if engine.failures else []
     return Panel(Group(*lines), title=title, title_align="left", subtitle=Text(about, "dim"), subtitle_align="right")
 
 
 def _tier(name: str, tier: TierFigures) -> Text:
     fill, evicted = tier.used_bytes / tier.capacity_bytes, tier.evicted_blocks_per_s
-    held = f"{size(int(tier.used_bytes))} of {size(int(tier.capacity_bytes))}"
     now, ever = ("-" if rate is None else share(rate) for rate in (tier.hit_rate_now, tier.hit_rate))
+    ever = f"({ever} in all)"
     return Text.assemble(
-        (f"{TIER_WORDS[name]:<6}", "bold"),
-        (bar(fill, _BAR_LETTERS), "cyan"),
-        f" {share(fill):>5}   {held:<22}   hits ",
+        (f"{TIER_WORDS[name]:<5}", "bold"),
+        "hits ",
         (f"{now:>5}", "bold green"),
-        (f" ({ever} in all)", "dim"),
-        f"   evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
+        (f" {ever:<14}  ", "dim"),
+        (bar(fill, _BAR_LETTERS), "cyan"),
+        f" {share(fill):>5} of {size(int(tier.capacity_bytes)):<9}",
+        f"  evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
     )
 
 
 def _waiting(waiting: Mapping[str, Any]) -> Text:
-    jobs = ", ".join(f"{job} {waiting['jobs'][job]:,.0f}" for job in JOBS)
-    text = Text.assemble(("jobs ", "bold"), jobs)
-    text.append("".join(f"   {waiting[name]:,.0f} {what}" for name, what in _WAITING.items() if waiting[name]))
+    jobs = ", ".join(f"{job} {waiting['jobs'][job]:,.0f}" for job in JOBS if waiting["jobs"][job])
+    text = Text.assemble(("jobs ", "bold"), jobs or "none")
+    text.append("".join(f", {waiting[name]:,.0f} {what}" for name, what in _WAITING.items() if waiting[name]))
     if waiting["write_budget_bytes"] is not None:
-        text.append(f"   may write {size(int(waiting['write_budget_bytes']))} now")
+        text.append(f", may write {size(int(waiting['write_budget_bytes']))} now")
     return text
 
 
 def _failures(failures: Mapping[str, int]) -> Text:
-    if not failures:
-        return Text("no failures", "dim green")
     said = [f"{number(count)} {FAILURES[name]}" for name, count in failures.items()]
     return Text.assemble(("failures  ", "bold red"), (", ".join(said), "red"))

@@ -27,14 +27,14 @@ from rich.text import Text
 
 from kvdisk import __version__
 from kvdisk.blocks import group_of
-from kvdisk.cli.indexes import ReadHome, Records, not_named, places_of, read_homes, why_no_record
+from kvdisk.cli.indexes import ReadHome, Records, find_home, not_named, places_of, read_homes, why_no_record
 from kvdisk.cli.output import (
-    ID_LETTERS,
     AsJson,
     Exit,
     OnlyHome,
     StoreDirectories,
     byte_progress,
+    engine_store,
     make_lines,
     plural,
     print_json,
@@ -180,9 +180,8 @@ def verify(
         seed = secrets.randbelow(1 << 31)
     named = store_paths(directories)
     with refusing(named), byte_progress("verifying") as watch:
-        verdict = verify_store(named, home_id=home, percent=percent, seed=seed or 0, watch=watch)
-    if home is not None and not verdict.homes and not verdict.stopped:
-        raise refusal(f"{named[0]} has no engine store {home}.")
+        home_id = find_home(named, home)
+        verdict = verify_store(named, home_id=home_id, percent=percent, seed=seed or 0, watch=watch)
     if as_json:
         head = {"json_version": 1, "kvdisk_version": __version__, "ok": verdict.ok, "totals": verdict.totals}
         print_json(head | vars(replace(verdict, seconds=round(verdict.seconds, 3))))
@@ -337,6 +336,21 @@ class HomeCheck:
                 verdict.wrong.append(replace(finding, slots=still))
 
 
+def why_unusable(home: ReadHome, boot_id: str) -> str | None:
+    """Say why no engine could take this engine store over as it is; None where one could, or where
+    it has an owner."""
+    record = home.summary.record
+    if record is None:
+        return "its HOME file cannot be read"
+    if home.problem is not None or home.summary.alive:
+        return home.problem
+    try:
+        HomeShape.of(record.fingerprint, record.description)
+    except CorruptRecord as error:
+        return str(error)
+    return why_distrusted(home, record, boot_id)
+
+
 def why_distrusted(home: ReadHome, record: HomeRecord, boot_id: str) -> str | None:
     """Say why no engine would trust the index of this stopped engine's store; None where one
     would."""
@@ -441,12 +455,14 @@ def _print(verdict: Verdict, console: Console, most: int | None) -> None:
     if changed := totals["changed_slots"]:
         lines.add_row("Changed", f"{plural(changed, 'slot')} whose block was evicted meanwhile")
     lines.add_row("Result", _result(verdict))
+    if not verdict.ok:
+        lines.add_row("To do", _remedy(verdict))
     console.print(lines)
     for home in homes:
         gone = ["it was taken over or deleted meanwhile, what it held was read in part"] if home.gone else []
         for note in [*home.notes, *gone]:
-            print_note(f"engine store {home.id}: {note}", console)
-    wrong = [f"engine store {home.id}: {problem}" for home in homes for problem in home.problems]
+            print_note(f"{engine_store(home.id)}: {note}", console)
+    wrong = [f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems]
     wrong += [_wrong_line(finding) for finding in verdict.wrong]
     print_list("Wrong", wrong, console, most, "--all or --json lists them")
 
@@ -462,10 +478,17 @@ def _result(verdict: Verdict) -> Text:
     return text.append(", ".join([*said, plural(others, "other problem")] if others else said), "bold red")
 
 
+def _remedy(verdict: Verdict) -> str:
+    """Say what to do about what is wrong."""
+    if any("kvdisk repair" in problem for home in verdict.homes for problem in home.problems):
+        return "run kvdisk repair"
+    if any(finding.check == "file" and finding.path for finding in verdict.wrong):
+        return "run kvdisk repair: it drops segments whose files are of no use"
+    return "nothing: no engine uses what is wrong; if it comes again, test the drive and the memory"
+
+
 def _wrong_line(finding: Finding) -> str:
-    place = (
-        f"engine store {finding.home[:ID_LETTERS]} drive {finding.drive} segment {finding.segment} rank {finding.rank}"
-    )
+    place = f"{engine_store(finding.home)} drive {finding.drive} segment {finding.segment} rank {finding.rank}"
     path = f" ({finding.path})" if finding.path else ""
     if finding.slot is None:
         return f"{place}, all of its {plural(finding.slots, 'block')}: {finding.what}{path}"

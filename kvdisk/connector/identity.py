@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 4096
 _MOST_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
+_LONGEST_FACT = 80
 _UNSTABLE_HASHES = ("xxhash", "builtin")
 _NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
 
@@ -80,8 +81,21 @@ def fingerprint_of(
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "tensor_parallel": parallel.tensor_parallel_size,
+        "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description
+
+
+def _named_facts(facts: dict[str, Any]) -> dict[str, str]:
+    """Return each fact as JSON text, or a digest of a long one, for ``kvdisk why``, which says in
+    what two namespaces differ."""
+    parts = {f"model_config.{name}": value for name, value in facts["model_config"].items()} | facts
+    texts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in parts.items()}
+    del texts["model_config"]
+    return {
+        name: text if len(text) <= _LONGEST_FACT else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        for name, text in texts.items()
+    }
 
 
 def _platform_facts(vllm_config: VllmConfig) -> list[str]:

@@ -19,6 +19,7 @@ from torture_rounds import HERE, SLOT_BYTES
 
 from kvdisk.cli import verify
 from kvdisk.cli.survey import survey_store
+from kvdisk.cli.why import explain
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 
@@ -106,6 +107,7 @@ def test_one_process(tiny_llama, tmp_path):
 
     (home,) = list_homes(store)
     assert home.record is not None and home.record.clean, "an orderly end"
+    _check_why(store)
     _overwrite_payloads(store, other_blocks)  # those of OTHER, which were stored first
 
     config = as_it_comes | {"store_decode": True}
@@ -129,6 +131,13 @@ def test_one_process(tiny_llama, tmp_path):
         engine.drain()
         assert engine.counters()["loaded_blocks"] > loaded and engine.metrics()["num_preemptions"] >= 15
         engine.reset()  # asserts that every block was given back
+
+
+def _check_why(store: Path) -> None:
+    """``kvdisk why`` tells what the next engine will load, and where another prompt differs."""
+    assert explain([store], LONG[0], None).found.hit_tokens == _whole(LONG[0])
+    differing = explain([store], [*OTHER[:200], 5, *OTHER[201:]], None)
+    assert differing.found.hit_tokens == 192 and "differs from each within tokens 192 to 224" in differing.ends
 
 
 def _check_metrics(engine: EngineChild, warm: Sequence[Answer]) -> None:
@@ -216,6 +225,7 @@ def test_models_whose_layers_differ(model, limits, payloads, overwritten, tmp_pa
         assert home.record is not None
         groups = home.record.description["geometry"]["groups"]
         assert [group["payload_bytes"] for group in groups] == payloads
+        assert explain([store], LONG[0], None).found.hit_tokens == _whole(LONG[0]), "as it was loaded"
         _overwrite_payloads(store, overwritten, groups[0]["slot_bytes"])
         engine.reset()
         assert _tokens(engine.generate(prompts, together=False)) == _tokens(cold), "from NVMe, some of it overwritten"

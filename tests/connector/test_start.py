@@ -270,11 +270,19 @@ def folder(tiny_llama: Path, tmp_path: Path) -> Path:
 def _fingerprint(folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1) -> bytes:
     """Return what an engine of this model has; ``changes``: to its configuration, as
     "part.field"."""
+    return _identity(folder, changes, groups)[0]
+
+
+def _described(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    return _identity(folder, changes, 1)[1]
+
+
+def _identity(folder: Path, changes: dict[str, Any] | None, groups: int) -> tuple[bytes, dict[str, Any]]:
     config = vllm_config(folder)
     for name, value in (changes or {}).items():
         *parts, field = name.split(".")
         setattr(reduce(getattr, parts, config), field, value)
-    return fingerprint_of(config, _cache(*[FULL] * groups))[0]
+    return fingerprint_of(config, _cache(*[FULL] * groups))
 
 
 def _change_the_last_weight(folder: Path) -> None:
@@ -314,6 +322,15 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
     _change_the_last_weight(folder)
     found["one weight"] = _fingerprint(folder)
     assert len({first, *found.values()}) == 1 + len(found)
+
+
+def test_what_differs_has_a_name(folder):
+    """By which ``kvdisk why`` says why one namespace does not serve the other's requests."""
+    facts = [_described(folder, changes)["facts"] for changes in ({}, {"cache_config.cache_dtype": "fp8"})]
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"kv_dtype"}
+    assert facts[1]["kv_dtype"] == '"fp8"' and json.loads(facts[0]["hash"])[0] == "sha256"
+    assert {"vllm", "weights", "model_config.vocab_size", "platform"} <= facts[0].keys()
+    assert max(map(len, facts[0].values())) <= 80
 
 
 @pytest.mark.parametrize(

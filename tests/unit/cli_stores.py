@@ -89,12 +89,16 @@ def leave_home(path: Path, model: Model, segments: int, *, last_use_s: int, clea
     return home.id
 
 
-def run(*arguments: object, obey_modes: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, obey_modes: bool = False, stdout: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the installed command. ``obey_modes``: without root's power over permissions, where it
-    has it."""
+    has it. ``stdout``: the file that its output goes to."""
+    target = os.open(stdout, os.O_WRONLY) if stdout else subprocess.PIPE
     return subprocess.run(
         [str(COMMAND), *map(str, arguments)],
-        capture_output=True,
+        stdout=target,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
         env={name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | environment,
@@ -108,9 +112,9 @@ def drop_power() -> None:
         ctypes.CDLL(None).prctl(drop_from_bounding_set, power, 0, 0, 0)
 
 
-def run_here(*arguments: object) -> Result:
-    """Run the command in this process, which is quicker."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run_here(*arguments: object, typed: str | None = None) -> Result:
+    """Run the command in this process, which is quicker. ``typed``: on its standard input."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=typed)
 
 
 def inspect_json(path: Path, *, code: int = 0) -> dict[str, Any]:

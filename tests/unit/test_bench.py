@@ -15,45 +15,73 @@ from kvdisk.cli import bench
 from kvdisk.device.probe import FILE_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
+CONFIG = {
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(tmp_path):
     place, absent = tmp_path / "place", tmp_path / "absent"
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(CONFIG))
     for path in (place, absent):
         path.mkdir()
     for name in ("torch", "vllm"):
         (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
     first = os.pathsep.join(filter(None, [str(absent), os.environ.get("PYTHONPATH")]))
-    done = run("bench", place, "-b", "64KiB", "-b", "256KiB", "--json", PYTHONPATH=first)
+    done = run("bench", place, "--model", model, "--tp", "2", "--prefill", "1e9", "--json", PYTHONPATH=first)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert not list(place.iterdir())
-    assert found["json_version"] == 3 and found["machine"]["cores"] >= 1 and found["machine"]["file_system"]
-    assert [one["block_bytes"] for one in found["drive"]] == [68 << 10, 260 << 10]
-    for one in found["drive"]:
-        ways = [(speed["op"], speed["run"]) for speed in one["speeds"]]
-        assert sorted(ways) == [("read", False), ("read", True), ("write", False), ("write", True)]
-    assert found["chosen"].startswith("device: auto would use posix-")
-    assert "straight between drive and GPU" in found["straight_to_gpu"]
+    assert found["json_version"] == 4 and found["device"].startswith("posix-")
+    # Of 16 tokens on each of two ranks: 4 layers, 1 head, keys and values of 64 numbers of 2 bytes.
+    slot_bytes = 4096 + 16 * 4 * 1 * 2 * 64 * 2
+    assert (found["block_bytes"], found["token_bytes"]) == (slot_bytes, 2 * slot_bytes / 16)
+    assert found["tokens_per_s"] == pytest.approx(found["read"] / found["token_bytes"])
+    assert min(found["run_read"], found["write"]) > 0 and found["verdict"].startswith("too slow: ")
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "prefill", "words"),
+    [
+        (None, 500.0, "name a model"),
+        (9000.0, None, "worth it where the GPU computes less than 9,000 tokens/s"),
+        (9000.0, 4500.0, "fast enough: it loads a prompt 2.0 times as fast"),
+        (4500.0, 9000.0, "too slow: the GPU computes a prompt 2.0 times as fast"),
+    ],
+)
+def test_the_question_that_it_answers(tmp_path, monkeypatch, tokens_per_s, prefill, words):
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(CONFIG))
+    slot_bytes = 4096 + 16 * 4 * 2 * 2 * 64 * 2
+    speed = (tokens_per_s or 1.0) * slot_bytes / 16
+    monkeypatch.setattr(bench, "measure_drive", lambda *_: (speed, 2 * speed, speed))
+    options = [*(["--model", model] if tokens_per_s else []), *(["--prefill", prefill] if prefill else [])]
+    done = run_here("bench", tmp_path, *options)
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0 and len(lines) <= 10 and max(map(len, lines)) <= 80
+    assert words in " ".join(done.stdout.split())
 
 
 def test_wrong_usage_and_a_drive_without_room_are_refused_in_one_line(tmp_path, monkeypatch):
     real, full = os.statvfs, Mock(f_frsize=1, f_bavail=bench.LEFT_FREE_BYTES + FILE_BYTES - 1)
     monkeypatch.setattr(os, "statvfs", lambda path: full if path == tmp_path else real(path))
     for arguments, words in (
-        ((tmp_path, "-b", "5000"), "multiple of 4 KiB"),
-        ((tmp_path, "-b", "lots"), "--block-size must be a size"),
+        ((tmp_path, "--model", "org/name"), "--model wants a model's directory, or its config.json"),
         ((tmp_path / "absent",), "is not a directory"),
-        ((tmp_path, "-b", "64KiB"), "and leaves 1.0 GiB free"),
+        ((tmp_path,), "and leaves 1.0 GiB free"),
     ):
         done = run_here("bench", *arguments)
         assert done.exit_code == 2
         assert words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
     full.f_bavail += 1
-    done = run_here("bench", tmp_path, "-b", "64KiB")
-    assert done.exit_code == 0
-    (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith("68 KiB  ")]
-    assert all(figure.replace(",", "").isdigit() for figure in line[3:7])
+    assert run_here("bench", tmp_path).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -63,6 +91,6 @@ def test_a_drive_that_fails_or_hangs_while_it_is_measured_is_an_exit_code(tmp_pa
     monkeypatch.setattr(bench, "SILENT_S", 0.05)
     monkeypatch.setattr(bench, "_given_up", [])
     monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(MemoryDevice(), plan))
-    done = run_here("bench", tmp_path, "-b", "64KiB")
+    done = run_here("bench", tmp_path)
     assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ") and said in done.stderr
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())

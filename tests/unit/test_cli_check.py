@@ -14,9 +14,7 @@ from cli_stores import PLAIN, leave_home, run, run_here
 
 from kvdisk.assembly import check_settings
 from kvdisk.cli import check
-from kvdisk.cli.bench import Speed
 from kvdisk.cli.size import fit_cpu, fit_nvme
-from kvdisk.device.base import Op
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 
@@ -40,10 +38,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """What a drive is said to be."""
-    found = Mock(chosen="device: auto would use posix-aio: right")
-    found.machine.file_system = "ext4"
-    speeds = [Speed("posix-aio", op, False, 4096, (rate,)) for op, rate in ((Op.READ, 4.096e9), (Op.WRITE, 2.048e9))]
-    found.drive = [Mock(direct=True, speeds=speeds)]
+    found = Mock(device="posix-aio", direct=True, why="right", read=4.096e9, write=2.048e9)
     monkeypatch.setattr(check, "measure", Mock(return_value=found))
     return found
 
@@ -90,9 +85,9 @@ def test_the_default_output_fits_a_terminal_and_says_what_loads_bring(tmp_path, 
 )
 def test_what_is_not_as_it_should_be_is_said_and_is_an_exit_code(tmp_path, settings, measured, change, said):
     if change == "direct":
-        measured.drive[0].direct = False
+        measured.direct = False
     elif change == "threads":
-        measured.drive[0].speeds = [Speed("posix-threads", op, False, 4096, (1e9,)) for op in Op]
+        measured.device = "posix-threads"
     elif change == "unmeasured":
         check.measure.side_effect = ConfigError("no permission.")
     else:

@@ -76,16 +76,22 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
         "files": [{"rank": 0} | length, {"rank": 1} | length],
     }
     home = {"id": plain, "owner": "orphan", "clean": True, "cap_bytes": CAP, "blocks": 15, "slots": 3 * SLOTS}
-    home |= {"used_bytes": 30 * SLOT_BYTES, "fill": 30 * SLOT_BYTES / CAP, "last_use_s": 2000, "problems": []}
+    home |= {"used_bytes": 30 * SLOT_BYTES, "last_use_s": 2000, "problems": []}
     groups = [{"group": 0, "block_tokens": 16, "window_tokens": None, "blocks": 5}]
     groups += [{"group": 1, "block_tokens": 32, "window_tokens": 1024, "blocks": 5}]
     last_used = {"homes": [hybrid], "fingerprint": "9b" * 32, "model": "/models/of/hybrid-1B", "kv_dtype": "fp8"}
     other = {"homes": [plain], "tensor_parallel": 2, "ranks": 2, "hash_tokens": 16}
     other |= {"epochs": [{"epoch": 0, "blocks": 10}, {"epoch": 77, "blocks": 5}]}
     totals = {"namespaces": 2, "homes": 2, "live_homes": 0, "unreadable_homes": 0, "blocks": 25, "slots": 5 * SLOTS}
-    totals |= {"used_bytes": used_bytes, "oldest_stored_s": 1900, "newest_stored_s": 8904, "cap_bytes": None}
+    totals |= {
+        "used_bytes": used_bytes,
+        "oldest_stored_s": 1900,
+        "newest_stored_s": 8904,
+        "cap_bytes": None,
+        "fill": None,
+    }
     totals |= {"allocated_bytes": sum(home["allocated_bytes"] for home in found["homes"])}
-    has(found, {"json_version": 2, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
+    has(found, {"json_version": 3, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
     has(found, {"totals": totals, "namespaces": [last_used | {"groups": groups}, other]})
     has(found, {"homes": [{"id": hybrid, "clean": False}, home | {"segments": [{}, {}, segment]}]})
     assert found["reuse"]["blocks"] is None, "no engine has written USES"
@@ -125,8 +131,9 @@ def test_ages_and_reuse(path: Path) -> None:
     ages = {"stored": [1, 1, 1, 1, 0, 0, 1, 1], "used": [0, 0, 0, 3, 0, 0, 0, 0], "never_used": 1, "unknown": 2}
     has(found["ages"], ages)
     has(found["reuse"], {"bounds": [0, 1, 2, 4, 8, 16, 32, 64], "blocks": [1, 1, 0, 1, 0, 0, 0, 0, 1], "unknown": 2})
-    shown = run_here("inspect", path).stdout
+    shown = run_here("inspect", path, "--ages").stdout
     assert "not known yet" in shown and "> 64" in shown
+    assert "3 of 4 blocks (75 %)" in run_here("inspect", path).stdout
 
 
 def test_free_runs_and_reads(path: Path) -> None:
@@ -156,7 +163,8 @@ def test_drives(path: Path, tmp_path: Path) -> None:
     second = {"path": str(further), "segments": 2, "slots": 16, "blocks": 2, "used_bytes": 4 * SLOT_BYTES}
     has(json.loads(run_here("inspect", path, further, "--json").stdout)["drives"], [first, second])
     has(inspect_json(path, code=1)["drives"], [{"path": str(path), "segments": 1}, {"path": None, "segments": 2}])
-    assert "not named (" in run_here("inspect", path).stdout
+    assert "not named (" in run_here("inspect", path, "--stores").stdout
+    assert "Verdict        seen in part: name all directories of the store" in run_here("inspect", path).stdout
 
 
 # -- in use, and copied ------------------------------------------------------------------------
@@ -178,7 +186,9 @@ def test_a_store_in_use(path: Path, owner: Owner) -> None:
     found = inspect_json(path)
     assert files_below(path) == before
     has(found["homes"][0], {"id": owner.home_id, "owner": "alive", "clean": False, "blocks": 5})
-    has(found["totals"], {"cap_bytes": CAP, "live_homes": 1, "homes": 2})
+    fill = (10 * SLOT_BYTES + 5 * HYBRID.geometry.groups[0].slot_bytes) / CAP
+    has(found["totals"], {"cap_bytes": CAP, "fill": fill, "live_homes": 1, "homes": 2})
+    assert f"<1 %: 120.0 KiB of {CAP >> 20}.0 MiB" in run_here("inspect", path).stdout
     assert owner.put_one() == "True 0", "the owner goes on"
     assert inspect_json(path)["homes"][0]["blocks"] == 6
     owner.kill()
@@ -240,14 +250,16 @@ def test_what_is_wrong_is_one_homes_problem(path: Path, case: str) -> None:
     found = inspect_json(path, code=1)
     first, second = sorted(found["homes"], key=lambda home: home["id"] == good)
     (problem,) = first["problems"]
-    assert expected in problem and found["problems"] == [f"engine store {bad}: {problem}"]
+    assert expected in problem and found["problems"] == [f"engine store {bad[:8]}: {problem}"]
     has(second, {"id": good, "index_readable": True, "blocks": 10, "problems": []})
     is_lost = case.startswith("index")
     has(first, {"id": bad, "index_readable": not is_lost, "blocks": None if is_lost else 10})
     has(first["segments"][0], {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "used_slots": None if is_lost else 5})
     has(found["totals"], {"blocks": 10 if is_lost else 20, "unreadable_homes": int(is_lost)})
     shown = run_here("inspect", path)
-    assert shown.exit_code == 1 and f"engine store {bad}: {problem}" in shown.stdout
+    assert shown.exit_code == 1 and f"engine store {bad[:8]}: {problem}" in shown.stdout
+    is_for_repair = not case.startswith("HOME")
+    assert ("kvdisk repair" in problem) == ("damaged: run kvdisk repair" in shown.stdout) == is_for_repair
 
 
 def test_records_that_no_segment_has(path: Path) -> None:
@@ -263,25 +275,52 @@ def test_records_that_no_segment_has(path: Path) -> None:
 # -- what people see ---------------------------------------------------------------------------
 
 
+def test_what_is_printed_by_default_fits_a_terminal(path: Path) -> None:
+    """20 lines of 80 columns, the verdict first, however much there is and whatever is wrong."""
+    Store.open(path)
+    assert "empty: cleared, or no engine has used it yet" in printed(path)[0]
+    homes = [
+        leave_home(path, PLAIN._replace(fingerprint=bytes([number]) * 32), 1, last_use_s=2000 + number)
+        for number in range(9)
+    ]
+    for number in range(7):
+        layer = Layer(path, HYBRID._replace(fingerprint=bytes([64 + number]) * 32))
+        layer.put_chain("abc")
+        for at, name in enumerate("defghijk"):
+            layer.put_chain(name, "c", first=10 + at)
+        layer.leave()
+    lines = printed(path)
+    assert len(lines) == 20 and lines[0].split() == ["Verdict", "healthy"]
+    assert "12 more (see --json)" in "\n".join(lines) and lines[-1].startswith("More: --stores")
+    for home_id in homes[:8]:
+        (path / "homes" / home_id / "index" / "data.mdb").unlink()
+    lines = printed(path, code=1)
+    assert len(lines) <= 20 and lines[0].split()[1:4] == ["damaged:", "run", "kvdisk"]
+    assert "5 more; --all lists them" in "\n".join(lines)
+
+
+def printed(path: Path, *options: object, code: int = 0) -> list[str]:
+    done = run("inspect", path, *options, COLUMNS="80")
+    assert (done.returncode, done.stderr) == (code, "")
+    return done.stdout.splitlines()
+
+
 def test_the_tables_fit_and_have_the_facts(path: Path, owner: Owner) -> None:
     crashed = leave_home(path, HYBRID, 19, last_use_s=int(time.time()) - 3 * DAY_S - 60, clean=False, used=8)
-    for columns in (80, 100):
-        done = run("inspect", path, COLUMNS=str(columns))
-        assert (done.returncode, done.stderr) == (0, "")
-        assert max(map(len, done.stdout.splitlines())) <= columns
-        said = "\n".join(" ".join(line.split()) for line in done.stdout.splitlines())
-        wide = "- 1.0 " if columns >= 100 else ""
-        for words in (
-            "2 (1 in use, 1 of stopped engines) in 2 namespaces",
-            f"{owner.home_id[:8]} {'3f' * 4} alive 5 ",
-            f"{crashed[:8]} {'9b' * 4} crashed 152 ",
-            f" {CAP >> 20}.0 MiB ",
-            "3 d ago",
-            "fp8 1 16/32 0 +1 own 1 152",
-            f"{crashed[:8]} 0 0 8.0 KiB 8 8 ████████ 100 % {wide}1 x 68.0 KiB",
-            "3 more (see --all)",
-        ):
-            assert words in said, (columns, words)
+    lines = printed(path, "--stores", "--segments")
+    assert max(map(len, lines)) <= 80
+    said = "\n".join(" ".join(line.split()) for line in lines)
+    for words in (
+        "2: 1 in use, 1 of stopped engines",
+        f"{owner.home_id[:8]} {'3f' * 4} alive 5 ",
+        f"{crashed[:8]} {'9b' * 4} crashed 152 ",
+        f" {CAP >> 20}.0 MiB ",
+        " - 3 d ago",
+        f"{crashed[:8]} 0 0 8 100 % - 1.0 1 x 68.0 KiB",
+        "3 more (see --all)",
+    ):
+        assert words in said, words
+    assert "9b9b9b9b …/of/hybrid-1B fp8 1 16/32 152" in " ".join(" ".join(printed(path)).split())
     assert "more (see --all)" not in run_here("inspect", path, "--all").stdout
 
 

@@ -105,7 +105,7 @@ def test_a_chain_over_two_homes_and_one_without_its_head(tmp_path: Path) -> None
     assert (block["position"], block["chain"]) == (16, [key(name)[:-2].hex() for name in "abcdefghijklmnoxy"])
     for options, hides in (([], True), (["--all"], False)):
         shown = run_here("inspect", store, key("y").hex(), *options).stdout
-        assert ("5 more" in shown, key("g")[:12].hex() in shown) == (hides, not hides)
+        assert ("13 more" in shown, key("g")[:8].hex() in shown) == (hides, not hides)
     (block,) = block_json(store, key("a").hex(), code=1)["blocks"]
     assert {copy["home"] for copy in block["copies"]} == {head.home.id, tail.home.id}
     first, lost = block_json(store, key("m").hex(), code=1)["blocks"]
@@ -183,5 +183,5 @@ def test_a_damaged_index_leaves_the_others_rows(path: Path, tmp_path: Path) -> N
     os.truncate(path / "homes" / bad / "index" / "data.mdb", 2 * 4096)  # reading it kills the process
     done = run_here("inspect", path, "--export", tmp_path / "b.csv")
     assert done.exit_code == 1
-    assert f"engine store {bad}: its index cannot be read" in done.stderr
+    assert f"engine store {bad[:8]}: its index cannot be read" in done.stderr
     assert len(csv_rows(tmp_path / "b.csv")) == 20

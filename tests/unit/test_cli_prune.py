@@ -170,15 +170,15 @@ def test_a_live_home_is_never_touched(path, owner):
         ["clear"], ["prune", "--namespace", "3f3f"], ["prune", "--older-than", "1d"], ["prune", "--to", "0"],
     ):  # fmt: skip
         said = refused(path, *arguments, code=3, command=command)
-        assert f"live engines own 1 engine store ({owner.home_id})" in said and "--orphans" in said
+        assert f"live engines own 1 engine store ({owner.home_id[:8]})" in said and "--stopped" in said
     assert contents(path) == before
     alone = next(home.allocated_bytes for home in list_homes(path) if home.alive)
     assert pruned(path, "--to", alone)["homes"][0]["id"] == orphan, "no live home has to change for that"
-    found = pruned(path, "--orphans", command="clear")
+    found = pruned(path, "--stopped", command="clear")
     assert (found["homes"], found["in_use"], home_ids(path)) == ([], [owner.home_id], [owner.home_id])
-    found = pruned(path, "--to", 0, "--orphans", code=1)
+    found = pruned(path, "--to", 0, "--stopped", code=1)
     assert (found["homes"], found["short_bytes"]) == ([], alone)
-    shown = run_here("prune", path, "--to", 0, "--orphans", "--yes").stdout
+    shown = run_here("prune", path, "--to", 0, "--stopped", "--yes").stdout
     assert "more than asked for stay: live engines own 1 engine store, which may not change." in " ".join(shown.split())
     assert owner.put_one() == "True 0"
 

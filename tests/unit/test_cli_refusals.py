@@ -84,10 +84,19 @@ def test_a_home_of_another_format_is_said_and_the_others_are_served(path):
     assert (run_here("prune", path, "--to", "0", "--yes").exit_code, os.listdir(path / "homes")) == (0, [])
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_output_without_room_is_said(path, command):
+    leave_home(path, HYBRID, 1, last_use_s=2000)
+    for options in ([], ["--json"]):
+        done = run(command, path, *options, stdout="/dev/full")
+        assert done.returncode == 2
+        assert sentence(done.stderr) == "kvdisk: standard output cannot be written (No space left on device).\n"
+
+
 def test_the_installed_command_itself():
     assert run("--version").stdout == f"kvdisk {__version__}\n"
     for command in COMMANDS:
         assert run_here(command, "somewhere", "--no-such-option").exit_code == run_here(command).exit_code == 2
         assert "Exit codes" in run_here(command, "--help").stdout
     done = run(_KVDISK_COMPLETE="complete_bash", COMP_WORDS="kvdisk verify --", COMP_CWORD="2")
-    assert {"--sample", "--seed", "--home", "--json"} <= set(done.stdout.split())
+    assert {"--sample", "--seed", "--all", "--json"} <= set(done.stdout.split())

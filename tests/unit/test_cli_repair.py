@@ -10,12 +10,13 @@ import pytest
 from cli_stores import HYBRID, leave_home, run_here
 from rebuild_stores import home_path, make_store, served
 
+from kvdisk.cli import repair as command
 from kvdisk.device import control, home
 from kvdisk.device.listing import list_homes
 
 
 def repair(*arguments: object, code: int = 0) -> list[dict]:
-    done = run_here("repair", *arguments, "--json")
+    done = run_here("repair", *arguments, "--yes", "--json")
     assert (done.exit_code, done.stderr) == (code, "")
     return json.loads(done.stdout)["homes"]
 
@@ -35,12 +36,30 @@ def test_every_home_without_an_owner_gets_its_index_back(path, owner):
     assert found[mine] == {"id": mine, "result": "rebuilt", "why": None} | counts
     assert (found[other]["blocks"], found[other]["segments"]) == (0, 2), "its slots were never written"
     assert next(home.record.last_use_s for home in list_homes(path) if home.id == other) == 5000, "that is no use"
-    shown = run_here("repair", path).stdout
-    assert f"engine store {owner.home_id}: in use, a live engine owns it" in shown
-    assert f"engine store {mine}: 15 blocks in 3 segments recovered" in shown
-    assert [report["result"] for report in repair(path, "--home", other)] == ["rebuilt"]
+    shown = run_here("repair", path, "--yes").stdout
+    assert f"engine store {owner.home_id[:8]}: in use, a live engine owns it" in shown
+    assert f"engine store {mine[:8]}: 15 blocks in 3 segments recovered" in shown
+    assert [report["result"] for report in repair(path, "--engine-store", other[:8])] == ["rebuilt"]
     owner.kill()
     assert served(path) == {row for row in expected if row.slot.segment != 2}
+
+
+def test_a_healthy_store_is_left_as_it_is_unless_somebody_says_yes(path, monkeypatch):
+    make_store(path)
+    mine = home_path(path)
+    other = leave_home(path, HYBRID, 2, last_use_s=5000)
+    index = mine / "index" / "data.mdb"
+    before = index.stat().st_ino
+    done = run_here("repair", path)
+    assert (done.exit_code, index.stat().st_ino) == (0, before)
+    assert done.stdout == "2 engine stores of stopped engines are healthy: there is nothing to repair.\n"
+    for answer, code in (("n", False), ("y", True)):
+        monkeypatch.setattr(command, "can_ask", lambda: True)
+        done = run_here("repair", path, typed=f"{answer}\n")
+        assert (done.exit_code, "recovered" in done.stdout, index.stat().st_ino == before) == (0, code, not code)
+    shutil.rmtree(path / "homes" / other / "index")
+    found = {one["id"]: one["result"] for one in json.loads(run_here("repair", path, "--json").stdout)["homes"]}
+    assert found == {mine.name: "healthy", other: "rebuilt"}
 
 
 def test_a_home_that_says_too_little_cannot_be_repaired(path):

@@ -133,7 +133,8 @@ def test_an_index_that_is_damaged(path, damage, words, slots):
     found = verified(path, code=1)
     (problem,) = found["homes"][0]["problems"]
     assert words in problem and found["totals"]["slots"] == slots
-    assert f"engine store {home_path(path).name}: {problem}" in run_here("verify", path).stdout
+    assert f"engine store {home_path(path).name[:8]}: {problem}" in run_here("verify", path).stdout
+    assert "To do   run kvdisk repair" in run_here("verify", path).stdout
     assert run_here("repair", path).exit_code == 0
     assert verified(path)["totals"]["slots"] == SLOTS
 
@@ -164,7 +165,7 @@ def test_a_sample_is_told_and_can_be_repeated(path):
     shown = run_here("verify", path, "--sample", "0.01").stdout
     assert "0.01 % of the blocks, seed " in shown and "2 slots, " in shown, "one block at least"
     assert run_here("verify", path, "--sample=nan").stderr.startswith("kvdisk: --sample is a percentage above 0")
-    assert "has no engine store aaaa" in run_here("verify", path, "--home", "a" * 32).stderr
+    assert "there is no engine store aaaa" in run_here("verify", path, "--engine-store", "a" * 32).stderr
 
 
 # -- while it changes --------------------------------------------------------------------------

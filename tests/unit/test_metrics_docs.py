@@ -12,7 +12,8 @@ from kvdisk.stats import METRICS, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARD = json.loads((ROOT / "docs/grafana/kvdisk.json").read_text())
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+VISIBLE = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+PANELS = [*VISIBLE, *(panel for row in BOARD["panels"] for panel in row.get("panels", ()))]
 LEFT_OUT = {
     "held_blocks": "used_bytes says the same",
     "budget_pauses": "write_budget_bytes shows them",
@@ -21,6 +22,7 @@ LEFT_OUT = {
 SUFFIXES = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
 NAMES = {f"{metric.name}{suffix}": metric for metric in METRICS.values() for suffix in SUFFIXES[metric.kind]}
 OF_VLLM = {"model_name", "engine"}
+VLLMS_OWN = "vllm:time_to_first_token_seconds_bucket"
 
 
 QUERIES = [(target["expr"], target["legendFormat"]) for panel in PANELS for target in panel["targets"]]
@@ -34,17 +36,27 @@ def _named(text: str) -> list[str]:
 def test_every_metric_that_the_dashboard_names_exists_with_its_suffix_and_labels():
     for expression, legend in QUERIES:
         names = _named(expression)
-        assert names and not set(names) - set(NAMES), expression
+        assert (names or VLLMS_OWN in expression) and not set(names) - set(NAMES), expression
         known = {label for name in names for label in [NAMES[name].label] if label} | OF_VLLM
         grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", expression))))
         filtered = set(re.findall(r"(\w+)\s*=~?", expression))
         assert not grouped - {"le"} - known and not filtered - known, expression
         assert set(re.findall(r"\{\{(\w+)\}\}", legend)) == grouped - {"le"}, (expression, legend)
         for name in names:
-            rated = f"rate(vllm:kvdisk_{name}{{" in expression
+            rated = re.search(rf"(rate|increase)\(vllm:kvdisk_{name}\{{", expression) is not None
             assert rated == (NAMES[name].kind is not Kind.GAUGE), expression
             if name.endswith("_bucket"):
                 assert "histogram_quantile" in expression and "le" in grouped
+
+
+def test_what_is_seen_first_is_a_row_of_five_numbers_and_twelve_panels_in_all():
+    assert len(VISIBLE) <= 12 and [panel["gridPos"]["y"] for panel in VISIBLE[:6]] == [0] * 5 + [4]
+    titles = ["Hit rate", "Tokens not computed", "Time to first token", "NVMe fill", "Errors"]
+    assert [panel["title"] for panel in VISIBLE if panel["type"] == "stat"] == titles
+    folded = [row for row in BOARD["panels"] if row["type"] == "row"]
+    assert all(row["collapsed"] and row["panels"] for row in folded)
+    numbers = [panel["id"] for panel in [*BOARD["panels"], *PANELS] if panel["type"] == "row" or panel in PANELS]
+    assert len(set(numbers)) == len(PANELS) + len(folded), "each has a number of its own"
 
 
 def test_every_metric_has_a_panel_or_is_left_out_on_purpose():

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvdisk.cli.output import AsJson, Exit, number, plural, print_json, refusal, report_console, size
+from kvdisk.cli.output import WIDE, AsJson, Exit, number, plural, print_json, refusal, report_console, size
 from kvdisk.cli.replay.run import Replayed, run_all
 from kvdisk.cli.replay.tiers import Setting, make_geometry, parse_capacity, split
 from kvdisk.cli.replay.trace import Form, Trace, read_trace
@@ -135,24 +135,25 @@ def _print(replayed: Replayed, console: Console) -> None:
     )
     for note in trace.notes:
         console.print(f"Note: {note}")
-    console.print(_table(replayed))
+    console.print(_table(replayed, is_wide=console.width >= WIDE))
     beside = f", {replayed.processes} runs at a time" if replayed.processes > 1 else ""
     console.print(
-        "hits: tokens of prompts that were loaded, of all; write amp.: blocks written to NVMe / distinct blocks.\n"
+        "hits: tokens of prompts that were loaded, of all.\n"
         f"Bytes are of blocks of {size(replayed.block_bytes)} with their headers.\n"
         f"{plural(len(replayed.runs) * trace.references, 'block reference')} through the manager in"
         f" {replayed.seconds:.1f} s: {number(replayed.references_per_second)} a second{beside}."
     )
 
 
-def _table(replayed: Replayed) -> Table:
+def _table(replayed: Replayed, *, is_wide: bool) -> Table:
     tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks[tier] for run in replayed.runs)]
     told_apart = tiers if len(tiers) > 1 else []
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
     table.add_column("room", no_wrap=True)
     table.add_column("policy")
     by_tier = [f"by {TIER_WORDS[tier]}" for tier in told_apart]
-    for title in ("hits", *by_tier, "of blocks", "written", "read", "write amp.", "evicted", "refused"):
+    amplified = ["write amp."] if is_wide else []
+    for title in ("hits", *by_tier, "written", "read", *amplified, "evicted", "refused"):
         table.add_column(title, justify="right", no_wrap=True)
     for _, some in groupby(replayed.runs, lambda run: run.room.blocks):
         for at, run in enumerate(some):
@@ -161,10 +162,9 @@ def _table(replayed: Replayed) -> Table:
                 run.policy,
                 _percent(run.hit_rate),
                 *(_percent(run.hit_tokens[tier] / replayed.trace.tokens) for tier in told_apart),
-                _percent(run.hit_blocks_rate),
                 size(run.written_bytes),
                 size(run.read_bytes),
-                f"{run.write_amplification:.2f}",
+                *([f"{run.write_amplification:.2f}"] if is_wide else []),
                 number(sum(run.evicted_blocks.values())),
                 number(sum(run.refused[why] for why in REFUSALS)),
             )

@@ -69,11 +69,8 @@ def _printed(show: Callable[[Console], None]) -> str:
 
 def _tables(survey: Survey) -> Iterator[str]:
     """Yield what ``kvdisk inspect`` prints, without the prefixes: they are drawn."""
-    plain = [
-        replace(each, prefixes=replace(each.prefixes, tree=(), roots=0)) for each in survey.namespaces[:MOST_HOMES]
-    ]
-    shown = replace(survey, homes=survey.homes[:MOST_HOMES], namespaces=tuple(plain))
-    yield f"<section>{_printed(lambda console: print_survey(shown, console, everything=False))}"
+    shown = replace(survey, homes=survey.homes[:MOST_HOMES])
+    yield f"<section>{_printed(lambda console: print_survey(shown, console, ('models', 'stores', 'segments', 'ages')))}"
     if hidden := len(survey.homes) - len(shown.homes):
         yield f"<p>and {number(hidden)} more engine stores: kvdisk inspect</p>"
     yield "</section>"

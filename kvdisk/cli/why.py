@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk why``: how far a prompt would hit in a store, where the hit ends, and why.
+
+``Answer`` is what ``--json`` prints. Of an engine with a drafter the hit can be a block shorter:
+HOME does not say which groups leave the last block out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvdisk.blocks import BlockKey, make_block_keys
+from kvdisk.cli.indexes import ReadNamespace, block_tokens, by_namespace, described_geometry, find_namespace, read_homes
+from kvdisk.cli.output import (
+    ID_LETTERS,
+    AsJson,
+    Exit,
+    StoreDirectories,
+    folded,
+    left,
+    make_lines,
+    make_table,
+    number,
+    plural,
+    print_json,
+    print_list,
+    printable,
+    refusing,
+    report_console,
+    right,
+    short_model,
+    store_paths,
+)
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
+from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.lookup import Lookups
+
+NONE_HASH_SEED = "vllm-none-hash"
+"""vLLM: what the hash before the first block is made of, unless PYTHONHASHSEED is set."""
+_FIELDS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one namespace has of the prompt. ``hit_tokens``: what an engine would load.
+
+    ``differs``: of each field of the fingerprint that differs from the namespace that was asked
+    about, its value there and here, as JSON text or a digest of it; null where HOME of one does not
+    tell its fields.
+    """
+
+    fingerprint: str
+    model: Any
+    in_use: bool
+    block_tokens: int
+    hit_tokens: int
+    differs: Mapping[str, tuple[str | None, str | None]] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``found``: in the namespace that was asked about. ``ends``: why the hit ends there.
+
+    ``elsewhere``: namespaces that have more of the prompt. ``problems``: sentences.
+    """
+
+    prompt_tokens: int
+    found: Found
+    ends: str
+    elsewhere: tuple[Found, ...]
+    problems: tuple[str, ...]
+
+
+def why(
+    directories: StoreDirectories,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokens", metavar="FILE", help="The prompt's token ids: JSON, or what vLLM's /tokenize answers."
+        ),
+    ] = None,
+    prompt: Annotated[Path | None, typer.Option("--prompt", metavar="FILE", help="The prompt's text.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="PATH", help="Of --prompt: a model's directory.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="N", help="How its id or its model begins; else the last used.")
+    ] = None,
+    salt: Annotated[str | None, typer.Option("--cache-salt", metavar="TEXT", help="Of the request.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far a prompt would hit, where that ends, and why; and which namespace has more of it.
+
+    Looks at what is on the drive, so not at what only the memory of an engine has. Where another
+    namespace has more, the fields of the fingerprint that differ are named. Images in a prompt
+    and LoRA adapters are not considered. The tokens of a chat are what the server's /tokenize
+    answers.
+
+    [bold]Exit codes[/bold]
+
+    [cyan]0[/cyan]  the answer is shown
+
+    [cyan]1[/cyan]  it is shown, and an index could not be read; the report says which
+
+    [cyan]2[/cyan]  no answer: not a store, an empty one, no tokens, or wrong usage
+    """
+    named = store_paths(directories)
+    with refusing(named):
+        ids = _token_ids(tokens, prompt, tokenizer)
+        answer = explain(named, ids, namespace, salt)
+    print_json(answer, 1) if as_json else _print(answer, report_console())
+    raise typer.Exit(Exit.WRONG if answer.problems else Exit.FINE)
+
+
+def _token_ids(tokens: Path | None, prompt: Path | None, tokenizer: Path | None) -> list[int]:
+    """Read the prompt. Raises ConfigError."""
+    if (tokens is None) == (prompt is None) or (prompt is None) != (tokenizer is None):
+        raise ConfigError("name the prompt: --tokens FILE, or --prompt FILE with --tokenizer PATH")
+    file = tokens or prompt
+    assert file is not None
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error})") from None
+    if tokenizer is not None:
+        return _tokenize(text, tokenizer)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = [int(word) if word.isdigit() else word for word in re.split(r"[\s,]+", text.strip())]
+    found = found.get("tokens") if isinstance(found, dict) else found
+    if not (isinstance(found, list) and found and all(type(one) is int and 0 <= one < 1 << 63 for one in found)):
+        raise ConfigError(f"{file} does not hold token ids: a list of numbers, or an object with one under tokens")
+    return found
+
+
+def _tokenize(text: str, path: Path) -> list[int]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer needs the package tokenizers, which comes with vLLM; --tokens does not"
+        ) from None
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        ids: list[int] = Tokenizer.from_file(str(file)).encode(text).ids
+    except Exception as error:  # the package raises nothing more special
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({error})") from None
+    return ids
+
+
+# -- vLLM's hashes -----------------------------------------------------------------------------
+
+
+def chain_hashes(
+    tokens: Sequence[int], hash_tokens: int, algorithm: str, seed: str | None, salt: str | None = None
+) -> list[bytes]:
+    """Return the hash of each full block of ``hash_tokens`` as vLLM makes it, with all before it.
+
+    ``algorithm``: sha256 or sha256_cbor. ``seed``: PYTHONHASHSEED of the engine, None where unset.
+    ``salt``: the request's cache_salt, which the first block's hash has.
+    """
+    encode, hashes = ENCODINGS[algorithm], []
+    parent = hashlib.sha256(encode(NONE_HASH_SEED if seed is None else seed)).digest()
+    for start in range(0, len(tokens) - hash_tokens + 1, hash_tokens):
+        extra = (("cache_salt", salt),) if salt and start == 0 else None
+        named = (parent, tuple(tokens[start : start + hash_tokens]), extra)
+        parent = hashlib.sha256(encode(named)).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _cbor(value: Any) -> bytes:
+    """Return canonical CBOR (RFC 8949, 4.2.1) of None, text, bytes, numbers from 0 on, and
+    tuples."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, int):
+        return _cbor_head(0, value)
+    if isinstance(value, bytes):
+        return _cbor_head(2, len(value)) + value
+    if isinstance(value, str):
+        return _cbor_head(3, len(value.encode())) + value.encode()
+    return _cbor_head(4, len(value)) + b"".join(map(_cbor, value))
+
+
+def _cbor_head(kind: int, count: int) -> bytes:
+    if count < 24:
+        return bytes([kind << 5 | count])
+    width = next(width for width in range(4) if count < 1 << (8 << width))
+    return bytes([kind << 5 | 24 + width]) + count.to_bytes(1 << width, "big")
+
+
+ENCODINGS: dict[str, Callable[[Any], bytes]] = {"sha256": partial(pickle.dumps, protocol=5), "sha256_cbor": _cbor}
+
+
+# -- what the store has ------------------------------------------------------------------------
+
+
+class _Searched:
+    """A prompt in one namespace. ``keys``: by KV-cache group. ``epochs``: of what is on the drive;
+    where a block has several, the shared one."""
+
+    def __init__(self, namespace: ReadNamespace, tokens: Sequence[int], salt: str | None) -> None:
+        assert namespace.record is not None
+        self.namespace, self.facts = namespace, namespace.record.description.get("facts")
+        self.geometry = _geometry(namespace)
+        algorithm, seed = _hash_of(self.facts)
+        hash_tokens = self.geometry.hash_tokens
+        hashes = chain_hashes(tokens, hash_tokens, algorithm, seed, salt)
+        scales = [(group.group, group.block_tokens // hash_tokens) for group in self.geometry.groups]
+        self.keys = [make_block_keys(hashes[scale - 1 :: scale], group) for group, scale in scales]
+        columns = namespace.blocks.columns
+        self.epochs: dict[bytes, int] = {}
+        for key, epoch in zip(columns.keys, columns.epochs.tolist(), strict=True):
+            self.epochs[key] = min(epoch, self.epochs.get(key, epoch))
+        self.hit_tokens = Lookups().find(self._presences, self.geometry, self.keys, 0, len(tokens) - 1).ready
+
+    def _presences(self, keys: Sequence[BlockKey]) -> bytes:
+        return bytes(READY if self.epochs.get(key) == FILE_EPOCH else ABSENT for key in keys)
+
+    @property
+    def main(self) -> GroupGeometry:
+        """The first group with full attention; where none has it, the first."""
+        return next((group for group in self.geometry.groups if group.window_tokens is None), self.geometry.groups[0])
+
+    def followers(self, position: int) -> int:
+        """Return how many blocks of the main group follow this prompt's block before
+        ``position``."""
+        parent = self.keys[self.main.group][position - 1] if position else b""
+        columns, groups = self.namespace.blocks.columns, self.namespace.blocks.groups
+        is_shared = (groups == self.main.group) & (columns.epochs == FILE_EPOCH)
+        rows = zip(columns.keys, columns.each_parent(), is_shared.tolist(), strict=True)
+        return len({key for key, above, shared in rows if shared and above == parent})
+
+    def found(self, asked: _Searched | None = None) -> Found:
+        """Describe it, beside the namespace that was asked about."""
+        differs = None
+        if isinstance(self.facts, dict) and asked is not None and isinstance(asked.facts, dict):
+            here, there = self.facts, asked.facts
+            names = sorted(here.keys() | there.keys())
+            differs = {name: (there.get(name), here.get(name)) for name in names if here.get(name) != there.get(name)}
+        record = self.namespace.record
+        assert record is not None
+        in_use = any(home.summary.alive for home in self.namespace.homes)
+        sizes = (self.geometry.groups[0].block_tokens, self.hit_tokens)
+        return Found(self.namespace.id, record.description.get("model"), in_use, *sizes, differs)
+
+
+def _geometry(namespace: ReadNamespace) -> Geometry:
+    """Return what HOME says of blocks, as far as tokens go. Raises ConfigError."""
+    said: dict[str, Any] = described_geometry(namespace.record)
+    sizes, hash_tokens = block_tokens(namespace.record), said.get("hash_tokens")
+    if not (
+        isinstance(hash_tokens, int) and hash_tokens > 0 and sizes and all(s % hash_tokens == 0 < s for s in sizes)
+    ):
+        raise ConfigError(f"HOME of namespace {namespace.id[:ID_LETTERS]} does not say how many tokens a block has")
+    windows = [group.get("window_tokens") for group in said["groups"]]
+    windows = [window if isinstance(window, int) and window > 0 else None for window in windows]
+    pairs = enumerate(zip(sizes, windows, strict=True))
+    return Geometry(tuple(GroupGeometry(at, size, 1, window) for at, (size, window) in pairs), 1, hash_tokens)
+
+
+def _hash_of(facts: object) -> tuple[str, str | None]:
+    """Return algorithm and seed; vLLM's defaults where HOME does not say, as an older kvdisk."""
+    found: Any = None
+    with suppress(AttributeError, TypeError, ValueError):
+        found = json.loads(facts.get("hash"))  # type: ignore[attr-defined]
+    is_known = isinstance(found, list) and len(found) == 2 and found[0] in ENCODINGS
+    return (found[0], found[1]) if is_known else ("sha256", None)
+
+
+def explain(
+    directories: Sequence[Path],
+    tokens: Sequence[int],
+    wanted: str | None = None,
+    salt: str | None = None,
+) -> Answer:
+    """Look for a prompt in a store. ``wanted``: as ``find_namespace``; None: the namespace in use,
+    or that was used last.
+
+    Raises ConfigError, and as ``list_homes``.
+    """
+    homes = read_homes(directories)
+    known = [one for one in by_namespace(homes) if one.record is not None]
+    if not known:
+        raise ConfigError(f"{directories[0]} is empty, so nothing would hit")
+    mine = max(known, key=_recency) if wanted is None else find_namespace(homes, wanted)
+    asked = _Searched(mine, tokens, salt)
+    others = []
+    for one in known:
+        with suppress(ConfigError):  # of an older kvdisk: nobody is asked about it
+            others.append(_Searched(one, tokens, salt))
+    more = sorted((one for one in others if one.hit_tokens > asked.hit_tokens), key=lambda one: -one.hit_tokens)
+    problems = tuple(f"engine store {home.id[:ID_LETTERS]}: {home.problem}" for home in homes if home.problem)
+    return Answer(
+        len(tokens), asked.found(), _why_it_ends(asked, tokens), tuple(one.found(asked) for one in more), problems
+    )
+
+
+def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
+    assert namespace.record is not None
+    return any(home.summary.alive for home in namespace.homes), namespace.record.last_use_s
+
+
+def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:
+    """Say why the hit is no longer."""
+    hit, step = asked.hit_tokens, asked.geometry.step_tokens
+    if len(tokens) <= step:
+        return f"the prompt is too short: a hit is of whole blocks of {step} tokens, and its last token is computed"
+    if hit >= (len(tokens) - 1) // step * step:
+        return "nothing is missing: what is not a whole block, and the last token, is always computed"
+    size, keys = asked.main.block_tokens, asked.keys[asked.main.group]
+    here = [asked.epochs.get(key) for key in keys]
+    position = next((at for at in range(hit // size, len(keys)) if here[at] != FILE_EPOCH), len(keys))
+    if position * size >= hit + step:
+        return f"another KV-cache group lacks blocks for tokens {number(hit)} on: evicted, or not yet written"
+    where = f"tokens {number(position * size)} to {number((position + 1) * size)}"
+    if here[position] is not None:
+        return f"{where} were stored with weights that an engine had changed: those are private to that engine"
+    if later := here[position:].count(FILE_EPOCH):
+        return f"{where} are missing, and {plural(later, 'block')} behind them are here: they were lost or evicted"
+    return _what_follows(asked, position, where)
+
+
+def _what_follows(asked: _Searched, position: int, where: str) -> str:
+    """Say what is stored in place of the rest of the prompt."""
+    count = asked.followers(position)
+    if not count:
+        return f"nothing behind it is stored: {where} were never seen, refused, evicted, or are not yet written"
+    if not position:
+        return f"{plural(count, 'stored prompt')} begin otherwise: this one differs from each within {where}"
+    return f"{plural(count, 'stored prompt')} go on otherwise from here: this one differs from each within {where}"
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def _print(answer: Answer, console: Console) -> None:
+    found, lines = answer.found, make_lines()
+    style = "bold green" if found.hit_tokens else "bold yellow"
+    said = f"{number(found.hit_tokens)} of {number(answer.prompt_tokens)} prompt tokens would hit"
+    lines.add_row("Verdict", Text(said, style))
+    whose = f"{found.fingerprint[:ID_LETTERS]}  {short_model(found.model)}"
+    in_use = "in use" if found.in_use else "of stopped engines"
+    lines.add_row("Namespace", f"{whose}  ({in_use})")
+    lines.add_row("Ends", answer.ends)
+    console.print(lines)
+    if answer.elsewhere:
+        columns = (left("Namespace", "magenta"), folded("Model"), right("Hits"), folded("Differs in (there, asked)"))
+        table = make_table("Other namespaces have more of it", console.width, *columns)
+        for other in answer.elsewhere:
+            name = other.fingerprint[:ID_LETTERS]
+            table.add_row(name, short_model(other.model), number(other.hit_tokens), _differences(other.differs))
+        console.print(table)
+    print_list(plural(len(answer.problems), "problem"), answer.problems, console, None, "")
+
+
+def _differences(differs: Mapping[str, tuple[str | None, str | None]] | None) -> str:
+    if differs is None:
+        return "? (an older kvdisk made one of them)"
+    named = [f"{name}: {printable(here)}, {printable(there)}" for name, (there, here) in differs.items()]
+    more = [f"and {len(named) - _FIELDS_SHOWN} more (--json)"] if len(named) > _FIELDS_SHOWN else []
+    return "\n".join([*named[:_FIELDS_SHOWN], *more])
