@@ -35,7 +35,7 @@ class WorkerSide:
         groups = self._geometry.groups
         # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before
         # that there are none.
-        self._by_block = len(groups) == 1 and groups[0].window_tokens is None
+        self._by_block = len(groups) == 1 and groups[0].reads_all
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}
         self._report = Report()
