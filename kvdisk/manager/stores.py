@@ -233,8 +233,6 @@ class StorePlanner(HasParts):
             blocks = [0 if block in overwritten else block for block in request.held_blocks[group.group]]
             self._leave_out_what_has_gone(group, keys, blocks, request.held_tokens)
             tables.append(blocks)
-            if group.state_tokens is not None:  # what it holds is the state after another token
-                continue
             storable = self._full_blocks(request, group, storable_tokens)
             positions = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, whose demand was not counted without ``store_decode``.

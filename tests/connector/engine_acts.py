@@ -10,7 +10,7 @@ from typing import Any
 
 from support.live_audit import audit_manager
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import Tier, group_of
 
 STUCK_S = 600.0
 _KEPT: dict[str, Any] = {}
@@ -219,3 +219,28 @@ def _use_weights(number: int, model: Any) -> bool:
             noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(at))
             parameter.data.mul_(1 + 0.8 * number * noise.to(parameter.dtype))
     return True
+
+
+def zero_loads(llm: Any, group: int) -> int:
+    """From now on put zeros in place of what loads bring for a KV-cache group; return the group. In
+    the layout of one process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side = get_kv_transfer_group().worker
+    collect = _KEPT.setdefault("collect", side.collect)
+
+    def collect_and_zero(plan: Any) -> Any:
+        out = dict(side._loads)
+        ended = collect(plan)
+        blocks = [
+            move.block
+            for job_id, job in out.items()
+            if job_id not in side._loads
+            for move in job.moves
+            if group_of(move.key) == group
+        ]
+        for stack in side.mover._copier._groups[group].stacks if blocks else ():
+            stack.blocks[blocks] = 0
+        return ended
+
+    side.collect = collect_and_zero

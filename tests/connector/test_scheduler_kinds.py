@@ -4,13 +4,20 @@ recurrent state comes to the tiers: as the engine hands it off, never by its pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from schedulers import BLOCK_TOKENS, SIZES, SLOT_BYTES, Bench, prompt_of
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, RSWASpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+)
 
 from kvdisk.blocks import group_of
+from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind
 
 BLOCK: dict[str, Any] = {"block_size": BLOCK_TOKENS, **SIZES}
@@ -138,15 +145,28 @@ def test_a_state_waits_for_room_while_the_engine_has_it(engines):
     assert stored(bench, 1).count(4) == 2, "both states came in the end"
 
 
-def test_victims_of_a_preemption_leave_no_state(engines):
-    """They had it after another token than the key says; what is handed off is stored all the
-    same."""
-    bench = engines.make(state_tokens=BLOCK_TOKENS, num_blocks=16, extra={"store_decode": True})
+class Saving(OnCompute):
+    """Stores what a step completes, and what a preemption would lose."""
+
+    saves_victims = True
+
+    def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:
+        return range(storable)
+
+
+@pytest.mark.parametrize("policy", ["on_compute", "test_scheduler_kinds:Saving"])
+def test_victims_of_a_preemption_leave_only_states_that_their_keys_name(engines, policy):
+    """What else they have is the state after another token."""
+    extra = {"store_decode": True, "store_policy": policy}
+    bench = engines.make(state_tokens=BLOCK_TOKENS, num_blocks=16, extra=extra)
     for number in range(3):
         bench.add(f"r{number}", prompt_of(number), max_tokens=60)
     bench.finish(*[f"r{number}" for number in range(3)], count=60)
     assert sum(request.num_preemptions for request in bench.known.values()) > 0
     assert stored(bench, 1).count(4) == 3
+    for name in ("r0", "r1", "r2"):
+        bench.forget()
+        bench.serve(f"{name} again", bench.texts[name].tokens[:190])
 
 
 def test_nothing_but_states(engines):
@@ -195,14 +215,20 @@ def test_of_reference_windows_only_the_prompt_is_stored(engines):
     assert loaded(bench, "b") == [4, 4]
 
 
-def test_a_group_that_the_prefix_cache_leaves_out_is_left_out(engines):
-    """Its window is computed again by vLLM, whatever is loaded; events name the others by vLLM's
-    numbers."""
-    replayed = SlidingWindowMLASpec(**BLOCK, sliding_window=2 * BLOCK_TOKENS, bounded_replay=True)
-    bench = engines.make(left_out=replayed, events=True)
+RING = CircularBufferSpec(**BLOCK)
+REPLAYED = SlidingWindowMLASpec(**BLOCK, sliding_window=2 * BLOCK_TOKENS, bounded_replay=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "hit"),
+    [({"left_out": REPLAYED}, [9, 0]), ({"left_out": RING, "state_tokens": BLOCK_TOKENS}, [9, 1])],
+)
+def test_a_group_that_the_prefix_cache_leaves_out_is_left_out(engines, groups, hit):
+    """vLLM computes again what it needs; events name the others by vLLM's numbers."""
+    bench = engines.make(events=True, **groups)
     for name in "ab":
         bench.serve(name, prompt_of(1, 300))
         bench.forget()
-    assert loaded(bench, "b") == [9, 0]
+    assert loaded(bench, "b") == hit
     ours = [event for event in bench.published if getattr(event, "medium", None) == "CPU"]
-    assert {event.group_idx for event in ours} == {1}
+    assert {event.group_idx for event in ours} == {at + 1 for at, blocks in enumerate(hit) if blocks}

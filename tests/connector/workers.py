@@ -172,13 +172,13 @@ class Rank:
         written_blocks: set[int] = set()
         for layer, (group, view) in enumerate(self.views):
             spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
+            if not spec.prefix_cacheable:  # what it needs of a prefix vLLM computes again, its own way
+                continue
             if isinstance(spec, MambaSpec):
                 self._advance(layer, request_id, start, end)
                 continue
             window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
             first = max(0, start - window + 1) if window else start // chunk * chunk if chunk else 0
-            if not spec.prefix_cacheable:  # vLLM computes its window again behind a hit, from what it computes there
-                first = start
             content = self._content(layer, self._bench.texts[request_id], first, end)
             blocks, places = self._places(request_id, group, first, end)
             read = start - first
