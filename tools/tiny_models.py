@@ -158,7 +158,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tiny-falcon": (
         "FalconH1Config",
-        MAMBA | {"architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 2, "mamba_d_ssm": 256},
+        MAMBA
+        | {
+            "architectures": ["FalconH1ForCausalLM"],
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 256,
+            "mamba_rms_norm": True,
+        },
     ),
     "tiny-mamba2": (
         "Mamba2Config",
@@ -261,6 +267,8 @@ def _spread(model: Any) -> None:
                 tensor.fill_(ATTENTION_SPREAD / math.sqrt(len(tensor)) if tensor.any() else ATTENTION_SPREAD - 1.0)
             elif name.endswith("A_log"):  # a recurrent state forgets over a hundred tokens, not within a few
                 tensor.fill_(-5.0)
+            elif name.endswith("conv.conv.weight"):
+                tensor.normal_()
             continue
         gain = 1.0 / math.sqrt(tensor.shape[1])
         if "embed_tokens" in name:

@@ -39,7 +39,7 @@ KINDS = {
     "granite4": Kind(MAMBA_STEPS, 64, 4, 60),
     "nemotron": Kind(MAMBA_STEPS, 64, 4, 60),
     "falcon": Kind(MAMBA_STEPS, 64, 2, 40),
-    "mamba2": Kind(MAMBA_STEPS, 64, 1, 24),
+    "mamba2": Kind(MAMBA_STEPS, 64, 1, 13),
     "qwen3-next": Kind({"dtype": "bfloat16"}, 288, 4, 30),
     "lfm2": Kind({}, 32, 4, 90, batched=False),  # vLLM's CPU kernel of short convolutions does not
     "llama4": Kind({}, 32, 4, 150),
@@ -103,17 +103,18 @@ def test_kind(name, models, tmp_path):
         assert [answer.cached for answer in warm] == whole
         assert engine.counters()["hit_tokens.nvme"] >= whole[0]
         assert _tokens(_together(engine, many, 60)) == _tokens(preempted), "victims come back"
-        assert (engine.metrics()["num_preemptions"] > 0) == kind.batched
+        # With nothing but states a request needs no more blocks as it grows.
+        assert (engine.metrics()["num_preemptions"] > 0) == (kind.batched and kind.groups > 1)
         assert _tokens(_together(engine, batches)) == _tokens(together)
         engine.drain()
         counters = engine.counters()
         assert not {name for name in counters if name.endswith("_failures") or name.startswith("failed")}, counters
         # Right behind the hit, where a state that forgets has not forgotten yet.
         short = [prompt[: end + 1] for prompt, end in zip(PROMPTS, whole, strict=True)]
-        right = _tokens(engine.generate(short, salt="short", together=False))
+        right = _tokens(engine.generate(short, 32, salt="short", together=False))
         for group in [-1, *range(kind.groups)]:
             engine.reset()
             engine.call("engine_acts:zero_loads", group)
-            answers = engine.generate(short, together=False)
+            answers = engine.generate(short, 32, together=False)
             assert [answer.cached for answer in answers] == whole
             assert (_tokens(answers) == right) == (group < 0), f"group {group} is not read"
