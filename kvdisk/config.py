@@ -157,7 +157,8 @@ class Config:
     `"on_preemption"`: only what a preemption would lose, generated tokens too. `"spillover"`:
     shortly before the GPU's cache drops them. Or a class of your own, `"module:Class"`. With vLLM's
     prefix caching off `"spillover"` is refused, and for models with sliding windows
-    `"on_preemption"`. [Store policies](SCHEDULING.md#store-policies) has pictures of each.
+    `"on_preemption"`, which models with recurrent state never have. [Store
+    policies](SCHEDULING.md#store-policies) has pictures of each.
 
     Example: "spillover"
     """

@@ -5,9 +5,18 @@ implements."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
+
+
+class HandedState(NamedTuple):
+    """A recurrent state that the engine hands off, valid within that scheduler step: of which
+    group, in which GPU block, and after how many tokens of its request."""
+
+    group: int
+    gpu_block: int
+    tokens: int
 
 
 class KVCacheBlockView(Protocol):

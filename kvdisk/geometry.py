@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ directories."""
 USES_RECORD_BYTES = 16
 """Of a block, in a home's file of uses."""
 FINGERPRINT_BYTES = 32
+LEAST_FILLED = 0.8
+"""Of a slot that a recurrent state has in common with KV."""
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one
 engine."""
@@ -47,9 +49,14 @@ class GroupGeometry:
 
     ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
     of the group; of a pipeline, on the stage that has most of it, to which the others pad.
-    ``window_tokens``: sliding window, or None for full attention. ``volatile_last``: the KV of a
-    token depends on the next one, too (a drafter's layers): that of a block's last token is not
-    what its hash says.
+    ``window_tokens``: sliding window, with what the engine keeps behind it; None: there is none.
+    ``volatile_last``: the KV of a token depends on the next one, too (a drafter's layers): that of
+    a block's last token is not what its hash says. ``chunk_tokens``: of chunked local attention;
+    None: another kind. ``prompt_only``: generated tokens see less than a prompt's, so that their KV
+    is not what their hash says. ``state_tokens``: the group keeps recurrent states, and about one
+    in so many tokens; a block is the state after its last token, and serves without those before
+    it, which is a window of 2; None: the group keeps KV. ``least_bytes``: what a slot has room for
+    at least, as payload.
     """
 
     group: int
@@ -57,11 +64,30 @@ class GroupGeometry:
     payload_bytes: int
     window_tokens: int | None = None
     volatile_last: bool = False
+    chunk_tokens: int | None = None
+    prompt_only: bool = False
+    state_tokens: int | None = None
+    least_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: header plus payload, a multiple of ``ALIGNMENT``."""
-        return HEADER_BYTES + round_up(self.payload_bytes, ALIGNMENT)
+        return HEADER_BYTES + round_up(max(self.payload_bytes, self.least_bytes), ALIGNMENT)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether a token reads all those before it."""
+        return self.window_tokens is None and self.chunk_tokens is None
+
+    def first_read(self, tokens: int) -> int:
+        """Return the first token that the one at ``tokens`` reads.
+
+        vLLM: the same of every kind of group (``get_num_skipped_tokens``). It allocates no block
+        that lies wholly before that token, and frees those there are.
+        """
+        if self.window_tokens is not None:
+            return max(0, tokens - self.window_tokens + 1)
+        return tokens // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens is not None else 0
 
 
 @dataclass(frozen=True)
@@ -120,11 +146,12 @@ class Geometry:
         """Share of a tier's bytes for each size class: the bytes its groups need per token,
         normalised.
 
-        A sliding-window group counts like a full one, so that no group starves another.
+        A sliding-window group counts like a full one, so that no group starves another. Of
+        recurrent states only those count that are kept.
         """
         per_class = [0.0] * len(self.slot_sizes)
         for group, size_class in zip(self.groups, self.size_classes, strict=True):
-            per_class[size_class] += group.slot_bytes / group.block_tokens
+            per_class[size_class] += group.slot_bytes / (group.state_tokens or group.block_tokens)
         total = sum(per_class)
         return tuple(weight / total for weight in per_class)
 
@@ -141,6 +168,20 @@ class Geometry:
             per_token[size_class] += 1 / group.block_tokens
         tokens = int(min(count / needed for count, needed in zip(slots, per_token, strict=True)))
         return tokens - tokens % self.step_tokens
+
+
+def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
+    """Give recurrent states the slots of the group's KV that is a little larger, if any is.
+
+    One size class for both lets each have the room that prompts use. vLLM: it pads a state to the
+    page of the attention beside it, so this is the usual case; ``LEAST_FILLED`` of a slot is used.
+    """
+    sizes = sorted(group.payload_bytes for group in groups if group.state_tokens is None)
+    found = []
+    for group in groups:
+        least = next((size for size in sizes if LEAST_FILLED * size <= group.payload_bytes <= size), 0)
+        found.append(group if group.state_tokens is None else replace(group, least_bytes=least))
+    return tuple(found)
 
 
 def round_up(value: int, multiple: int) -> int:

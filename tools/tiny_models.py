@@ -55,6 +55,14 @@ TINY: dict[str, Any] = ALL | {
     "head_dim": 32,
     "max_position_embeddings": 2048,
 }
+MAMBA: dict[str, Any] = TINY | {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 64,
+}
 GEMMA: dict[str, Any] = TINY | {"sliding_window": 64, "pad_token_id": 0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo-llama": (
@@ -100,6 +108,121 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    # Recurrent state: gated delta nets (vLLM's kernel for CPUs wants 16 bits and heads of 128),
+    # Mamba 2 beside attention and alone, short convolutions.
+    "tiny-qwen3-next": (
+        "Qwen3NextConfig",
+        TINY
+        | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "dtype": "bfloat16",
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "tiny-granite4": (
+        "GraniteMoeHybridConfig",
+        MAMBA
+        | {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba"] * 3 + ["attention"],
+            "shared_intermediate_size": 256,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "nope",
+        },
+    ),
+    "tiny-nemotron": (
+        "NemotronHConfig",
+        TINY
+        | {
+            "architectures": ["NemotronHForCausalLM"],
+            "num_hidden_layers": 6,
+            "hybrid_override_pattern": "M-M*M-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "chunk_size": 64,
+        },
+    ),
+    "tiny-falcon": (
+        "FalconH1Config",
+        MAMBA
+        | {
+            "architectures": ["FalconH1ForCausalLM"],
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 256,
+            "mamba_rms_norm": True,
+        },
+    ),
+    "tiny-mamba2": (
+        "Mamba2Config",
+        ALL
+        | {
+            "architectures": ["Mamba2ForCausalLM"],
+            "vocab_size": TINY_VOCABULARY,
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 32,
+            "state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+    ),
+    "tiny-lfm2": (
+        "Lfm2Config",
+        TINY
+        | {
+            "architectures": ["Lfm2ForCausalLM"],
+            "num_hidden_layers": 4,
+            "layer_types": ["conv"] * 3 + ["full_attention"],
+            "conv_dim": 128,
+            "block_dim": 128,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "tiny-llama4": (
+        "Llama4TextConfig",
+        TINY
+        | {
+            "architectures": ["Llama4ForCausalLM"],
+            "num_hidden_layers": 4,
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+            "attention_chunk_size": 128,
+            "no_rope_layers": [1, 1, 1, 0],
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 1,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+        },
+    ),
+    # Its attention sinks are weights.
+    "tiny-gpt-oss": (
+        "GptOssConfig",
+        TINY
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 64,
+            "intermediate_size": 128,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 """The class of the configuration in transformers, and what it is given."""
 
@@ -142,6 +265,10 @@ def _spread(model: Any) -> None:
             # head's size; Gemma 4 does neither.
             if name.endswith("q_norm.weight"):
                 tensor.fill_(ATTENTION_SPREAD / math.sqrt(len(tensor)) if tensor.any() else ATTENTION_SPREAD - 1.0)
+            elif name.endswith("A_log"):  # a recurrent state forgets over a hundred tokens, not within a few
+                tensor.fill_(-5.0)
+            elif name.endswith("conv.conv.weight"):
+                tensor.normal_()
             continue
         gain = 1.0 / math.sqrt(tensor.shape[1])
         if "embed_tokens" in name:

@@ -21,8 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
@@ -31,9 +36,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, make_block_key
-from kvdisk.context import KVCacheBlockView
+from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.geometry import Geometry, GroupGeometry, share_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,8 +59,23 @@ own."""
 
 LAYERLESS_DRAFTERS = frozenset({"ngram", "suffix"})
 
-_SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_SUPPORTED_SPECS = (
+    FullAttentionSpec,
+    SinkFullAttentionSpec,
+    RSWASpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
 """Exact classes: a subclass may keep its KV in another way."""
+
+STATE_MODE = "align"
+"""The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
+
+_STATE_BLOCKS = 16
+"""Blocks of a prompt for each recurrent state of it that is kept at most, where vLLM keeps few."""
 
 
 def vllm_minor_version() -> tuple[int, int]:
@@ -123,13 +143,21 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             yield "KV-cache groups that live on the host or are rebuilt locally"
+    groups = kv_cache_config.prefix_cacheable_groups
+    if kv_cache_config.kv_cache_groups and not groups:
+        yield "models of which vLLM's prefix cache keeps nothing"
+    for group in groups:
         for spec in _specs_of(group):
             if type(spec) not in _SUPPORTED_SPECS:
                 yield f"KV-cache groups of the kind {type(spec).__name__}"
-            if group.is_eagle_group and type(spec) is SlidingWindowSpec:
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != STATE_MODE:
+                mode = spec.mamba_cache_mode
+                yield (
+                    f"recurrent state in the cache mode {mode!r}; set mamba_cache_mode to {STATE_MODE!r}, with vLLM's "
+                    "prefix caching on"
+                )
+            if group.is_eagle_group and _reach(spec) != (None, None):
                 yield "drafters with sliding windows"
-            if getattr(spec, "extra_retained_tokens", 0):
-                yield "sliding windows that retain extra tokens"
 
 
 def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVCacheSpec]:
@@ -144,13 +172,27 @@ def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
+def _reach(spec: KVCacheSpec) -> tuple[int | None, int | None]:
+    """Return the window and the chunk of a kind, in tokens, each None where there is none."""
+    if isinstance(spec, MambaSpec):
+        return 2, None
+    if isinstance(spec, SlidingWindowSpec):
+        return spec.sliding_window + spec.extra_retained_tokens, None
+    return None, spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+
+
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
     nothing that hits."""
     why = ""
     if store_policy == "spillover":
         why = "stores what leaves vLLM's prefix cache"
-    elif store_policy == "on_preemption" and any(group.window_tokens is not None for group in geometry.groups):
+    elif store_policy == "on_preemption" and any(group.state_tokens is not None for group in geometry.groups):
+        raise ConfigError(
+            "store_policy 'on_preemption' stores nothing that hits for a model with recurrent state, which a victim "
+            "has at another token: set it to 'on_compute' or 'spillover'."
+        )
+    elif store_policy == "on_preemption" and not all(group.reads_all for group in geometry.groups):
         # Only the prefix cache tells whether a block at the window's edge is still the victim's.
         why = "needs vLLM's prefix cache for a model with sliding windows"
     if why and not vllm_config.cache_config.enable_prefix_caching:
@@ -195,14 +237,14 @@ def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
         sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
-        for names in (set(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+        for names in (set(group.layer_names) for group in kv_cache_config.prefix_cacheable_groups)
     )
 
 
 def groups_by_stage(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[list[KVCacheGroupSpec]]:
     """Return a worker's KV-cache groups as each stage of its pipeline has them, the first stage's
     first. The workers of all stages call this together, at start, and wait for each other."""
-    groups = kv_cache_config.kv_cache_groups
+    groups = kv_cache_config.prefix_cacheable_groups
     found = [groups] * vllm_config.parallel_config.pipeline_parallel_size
     if len(found) > 1:
         torch.distributed.all_gather_object(found, groups, group=get_pp_group().cpu_group)
@@ -226,27 +268,45 @@ def geometry_of(
     ``sizes_are_certain``; without layers of a group its blocks have no bytes.
     """
     groups = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = _specs_of(group)
-        windows = {getattr(spec, "sliding_window", None) for spec in specs if type(spec) is SlidingWindowSpec}
-        if len(windows) > 1 or (windows and any(type(spec) is not SlidingWindowSpec for spec in specs)):
+    for index, group in enumerate(kv_cache_config.prefix_cacheable_groups):
+        reaches = {_reach(spec) for spec in _specs_of(group)}
+        if len(reaches) > 1:
             raise ConfigError("kvdisk does not support KV-cache groups whose layers have different windows.")
-        payload_bytes = max(_payload_bytes(stage[index]) for stage in stages or [kv_cache_config.kv_cache_groups])
-        window = windows.pop() if windows else None
-        groups.append(GroupGeometry(index, group.kv_cache_spec.block_size, payload_bytes, window, group.is_eagle_group))
+        window, chunk = reaches.pop()
+        block_tokens = group.kv_cache_spec.block_size
+        groups.append(
+            GroupGeometry(
+                index,
+                block_tokens,
+                max(_payload_bytes(stage[index]) for stage in stages or [kv_cache_config.prefix_cacheable_groups]),
+                window,
+                group.is_eagle_group,
+                chunk,
+                any(isinstance(spec, RSWASpec) for spec in _specs_of(group)),
+                _state_tokens(kv_cache_config, block_tokens) if _keeps_states(group) else None,
+            )
+        )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     # MLA's latent KV has no heads to divide: each rank computes all of it, where it has all layers.
     replicated = ranks == parallel.tensor_parallel_size > 1 and all(
-        type(spec) is MLAAttentionSpec for group in kv_cache_config.kv_cache_groups for spec in _specs_of(group)
+        type(spec) is MLAAttentionSpec for group in kv_cache_config.prefix_cacheable_groups for spec in _specs_of(group)
     )
-    return Geometry(tuple(groups), ranks, hash_tokens, replicated)
+    return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
+
+
+def _state_tokens(kv_cache_config: KVCacheConfig, block_tokens: int) -> int:
+    """Return how many tokens of a prompt there are for each recurrent state that vLLM keeps: all
+    (None), one in each interval, or, with 0, at prompts' ends."""
+    interval = kv_cache_config.prefix_cache_retention_interval
+    blocks = 1 if interval is None else interval // block_tokens or _STATE_BLOCKS
+    return block_tokens * min(blocks, _STATE_BLOCKS)
 
 
 def _payload_bytes(group: KVCacheGroupSpec) -> int:
     specs = _layer_specs(group.kv_cache_spec, group.layer_names)
-    return sum(spec.unpadded_page_size_bytes for spec in specs.values())
+    return sum(spec.real_page_size_bytes for spec in specs.values())
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
@@ -299,10 +359,13 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
     return events is not None and events.enable_kv_cache_events
 
 
-def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
-    """Return how events name each group: the kind of its attention, and its window in tokens."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, str, int | None]]:
+    """Return how events name each group: its index, the kind of its attention, and its window in
+    tokens."""
+    specs = {at: kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in kv_cache_config.prefix_cacheable_group_ids}
+    return [
+        (at, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for at, spec in specs.items()
+    ]
 
 
 def layer_blocks(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -312,7 +375,7 @@ def layer_blocks(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tens
     Raises ConfigError where a layer's block is not one contiguous range of bytes.
     """
     groups = []
-    for group in kv_cache_config.kv_cache_groups:
+    for group in kv_cache_config.prefix_cacheable_groups:
         views = [_block_view(name, kv_caches[name], kv_cache_config.num_blocks) for name in group.layer_names]
         total, expected = sum(view.shape[1] for view in views), _payload_bytes(group)
         if total != expected:
@@ -343,7 +406,7 @@ def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor
 
 
 def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
-    """Return a request's GPU blocks by group, 0 for those that no load may write to.
+    """Return a request's GPU blocks by vLLM's group, 0 for those that no load may write to.
 
     A block that has a hash already is somebody's: its KV is there.
     """
@@ -353,16 +416,55 @@ def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
     ]
 
 
-def overwritten_blocks(output: SchedulerOutput) -> set[int]:
-    """Return the GPU blocks that a model runner may write to before it calls
-    ``handle_preemptions``.
+class GroupIds:
+    """vLLM's indices of the KV-cache groups that are stored, which kvdisk numbers 0, 1, ...
 
-    The second-generation runner zeroes new blocks and copies shared ones before it; the
-    first-generation one after it.
+    Those that vLLM's prefix cache leaves out (a window that is computed again, a ring of one block)
+    are left out: a hit needs nothing of them.
     """
-    found = set(output.new_block_ids_to_zero or ())
-    found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-    return found
+
+    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+        self.ids = kv_cache_config.prefix_cacheable_group_ids
+        self._numbers = {group_id: number for number, group_id in enumerate(self.ids)}
+        groups = kv_cache_config.kv_cache_groups
+        self._states = [group_id for group_id in self.ids if _keeps_states(groups[group_id])]
+
+    def number_of(self, group_id: int) -> int:
+        """Return kvdisk's number of one of vLLM's groups that are stored."""
+        return self._numbers[group_id]
+
+    def tables(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the block table of each group that is stored, of those that vLLM has."""
+        return [block_ids[group_id] for group_id in self.ids]
+
+    def handed_states(self, output: SchedulerOutput) -> dict[str, list[HandedState]]:
+        """Return the recurrent states that a step hands off, by request. Those after a part of a
+        block are among them."""
+        state = output.kv_connector_block_state
+        return {
+            request_id: [HandedState(self._numbers[group_id], *place) for group_id, *place in states]
+            for request_id, states in (state.boundary_state_offloads if state is not None else {}).items()
+        }
+
+    def overwritten_blocks(self, output: SchedulerOutput) -> set[int]:
+        """Return the GPU blocks that a model runner may write to before it calls
+        ``handle_preemptions``.
+
+        The second-generation runner zeroes new blocks, copies shared ones and moves recurrent
+        states into new ones before it; the first-generation one after it.
+        """
+        found = set(output.new_block_ids_to_zero or ())
+        found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        if self._states:
+            new = [request.block_ids for request in output.scheduled_new_reqs]
+            new += [tables for tables in output.scheduled_cached_reqs.new_block_ids if tables is not None]
+            found.update(block for tables in new for group_id in self._states for block in tables[group_id])
+        return found
+
+
+def _keeps_states(group: KVCacheGroupSpec) -> bool:
+    specs = _layer_specs(group.kv_cache_spec, group.layer_names).values()
+    return any(isinstance(spec, MambaSpec) for spec in specs)
 
 
 def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
@@ -379,6 +481,7 @@ class PooledBlock(NamedTuple):
 
     block: KVCacheBlock
     geometry: Geometry
+    groups: GroupIds
 
     @property
     def block_id(self) -> int:
@@ -395,7 +498,7 @@ class PooledBlock(NamedTuple):
         named, tokens = self.block.block_hash, self.block.block_hash_num_tokens
         if named is None or tokens is None:
             return None
-        group = get_group_id(named)
+        group = self.groups.number_of(get_group_id(named))
         if tokens % self.geometry.groups[group].block_tokens:
             return None
         return make_block_key(get_block_hash(named), group)
@@ -405,7 +508,7 @@ class BlockPoolContext:
     """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread
     only."""
 
-    def __init__(self, pool: BlockPool, geometry: Geometry, step_blocks: int) -> None:
+    def __init__(self, pool: BlockPool, geometry: Geometry, groups: GroupIds, step_blocks: int) -> None:
         for name in ("blocks", "free_block_queue", "get_cached_block", "enable_caching", "_reuse_watchers"):
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
@@ -413,6 +516,7 @@ class BlockPoolContext:
         if not isinstance(pool._reuse_watchers, _Watchers):
             pool._reuse_watchers = _Watchers(pool._reuse_watchers)
         self._geometry = geometry
+        self._groups = groups
         self.step_blocks = step_blocks
         self._note = self._note_reuse  # one object, to be known again
         self._reused: list[int] = []
@@ -434,7 +538,7 @@ class BlockPoolContext:
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
-        return PooledBlock(self._pool.blocks[block_id], self._geometry)
+        return PooledBlock(self._pool.blocks[block_id], self._geometry, self._groups)
 
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``.
@@ -461,12 +565,12 @@ class BlockPoolContext:
 
     def is_cached(self, key: BlockKey) -> bool:
         """Whether the prefix cache has a block now."""
-        return self._pool.get_cached_block(key[:-GROUP_BYTES], [group_of(key)]) is not None
+        return self._pool.get_cached_block(key[:-GROUP_BYTES], [self._groups.ids[group_of(key)]]) is not None
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """See ``SchedulerContext``."""
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield PooledBlock(block, self._geometry)
+            yield PooledBlock(block, self._geometry, self._groups)
 
 
 _Watcher = Callable[["KVCacheBlock"], None]

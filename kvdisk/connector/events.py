@@ -83,10 +83,10 @@ class BlockDescriptions:
 
 
 class EventWriter:
-    """Writes what the journal says as vLLM's events. ``groups``: by index, the kind of attention
-    and its window."""
+    """Writes what the journal says as vLLM's events. ``groups``: by kvdisk's number, vLLM's,
+    the kind of attention and its window."""
 
-    def __init__(self, geometry: Geometry, groups: Sequence[tuple[str, int | None]]) -> None:
+    def __init__(self, geometry: Geometry, groups: Sequence[tuple[int, str, int | None]]) -> None:
         self._geometry = geometry
         self._groups = groups
         self.descriptions = BlockDescriptions(geometry)
@@ -105,7 +105,7 @@ class EventWriter:
             block_tokens = self._geometry.groups[group].block_tokens
             described = self.descriptions.find(_hash_of(key), block_tokens)
             parent, tokens = described or (None, [])
-            kind, window = self._groups[group]
+            group_id, kind, window = self._groups[group]
             yield BlockStored(
                 block_hashes=[_external(_hash_of(key))],
                 parent_block_hash=None if parent is None else _external(parent),
@@ -114,7 +114,7 @@ class EventWriter:
                 lora_id=None,
                 medium=_MEDIA[tier],
                 lora_name=None,
-                group_idx=group,
+                group_idx=group_id,
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window,
                 locality=_LOCALITY,
@@ -125,7 +125,8 @@ class EventWriter:
         for key in keys:
             by_group.setdefault(group_of(key), []).append(_external(_hash_of(key)))
         for group, hashes in by_group.items():
-            yield BlockRemoved(block_hashes=hashes, medium=_MEDIA[tier], group_idx=group, locality=_LOCALITY)
+            group_id = self._groups[group][0]
+            yield BlockRemoved(block_hashes=hashes, medium=_MEDIA[tier], group_idx=group_id, locality=_LOCALITY)
 
 
 def _hash_of(key: BlockKey) -> bytes:

@@ -16,6 +16,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
 from kvdisk.connector.adapter import group_descriptions, vllm_minor_version
@@ -75,6 +76,8 @@ def fingerprint_of(
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
         facts["max_model_len"] = model.max_model_len
+    if kv_cache_config.has_mamba_layers:
+        facts["conv_state"] = get_conv_state_layout()
     text = json.dumps(facts, sort_keys=True, default=str)
     description = {
         "model": str(model.model),

@@ -17,9 +17,9 @@ from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.connector.adapter import (
     BlockPoolContext,
+    GroupIds,
     event_groups,
     geometry_of,
-    overwritten_blocks,
     publishes_events,
     recompute_failed_loads,
     refuse_store_policy,
@@ -68,13 +68,14 @@ class SchedulerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._geometry = geometry_of(vllm_config, kv_cache_config)
+        self._groups = GroupIds(kv_cache_config)
         refuse_store_policy(config.store_policy, vllm_config, self._geometry)
         self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
-        self._unsent: dict[str, list[list[int]]] = {}
+        self._unsent: dict[str, list[Sequence[int]]] = {}
         """The GPU blocks of loads that were planned since the last plan left, by request."""
         self._controls = Controls()
         self._adapters = Adapters(vllm_config.lora_config)
@@ -101,7 +102,9 @@ class SchedulerSide:
         """Take the engine's block pool, and build the manager over it, unless the workers must tell
         sizes first."""
         assert self._context is None, "the block pool was bound twice"
-        self._context = BlockPoolContext(pool, self._geometry, step_blocks_of(self._vllm_config, self._geometry))
+        self._context = BlockPoolContext(
+            pool, self._geometry, self._groups, step_blocks_of(self._vllm_config, self._geometry)
+        )
         if self._namespace is not None:
             self._assemble(self._namespace)
 
@@ -165,7 +168,7 @@ class SchedulerSide:
         """Answer ``update_state_after_alloc``: plan the load of a hit that the engine took."""
         if external_tokens == 0 or request.request_id not in self._requests:
             return
-        block_ids = self._unsent[request.request_id] = unfilled_blocks(blocks)
+        block_ids = self._unsent[request.request_id] = self._groups.tables(unfilled_blocks(blocks))
         local_tokens = self._local_tokens[request.request_id]
         self._manager.plan_load(request.request_id, local_tokens, int(external_tokens), block_ids)
 
@@ -186,7 +189,8 @@ class SchedulerSide:
             self._follow_session(request)
             if self._manager.may_offer(request.request_id, computed_tokens):
                 self._describe(request)
-                self._manager.plan_store(request.request_id, computed_tokens, block_ids, time.monotonic())
+                tables = self._groups.tables(block_ids)
+                self._manager.plan_store(request.request_id, computed_tokens, tables, time.monotonic())
         self._described.pop(request.request_id, None)
         return not self._manager.request_finished(request.request_id)
 
@@ -196,7 +200,7 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
-        overwritten = overwritten_blocks(output)
+        overwritten = self._groups.overwritten_blocks(output)
         if output.preempted_req_ids:
             manager.preempt(output.preempted_req_ids, now, overwritten)
         state = output.kv_connector_block_state
@@ -212,7 +216,11 @@ class SchedulerSide:
                 self._describe(request)
                 block_ids = state.get_block_ids(request_id)
                 if block_ids is not None:
-                    manager.plan_store(request_id, computed_tokens, block_ids, now)
+                    manager.plan_store(request_id, computed_tokens, self._groups.tables(block_ids), now)
+        for request_id, states in self._groups.handed_states(output).items():
+            if request_id in self._requests:
+                self._describe(self._requests[request_id])
+                manager.plan_states(request_id, states, now)
         step_tokens = int(sum(output.num_scheduled_tokens.values()))
         plan = manager.take_plan(
             now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()), overwritten=overwritten

@@ -34,7 +34,7 @@ class WorkerSide:
         groups = geometry_of(vllm_config, kv_cache_config).groups
         # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before
         # that there are none.
-        self._by_block = len(groups) == 1 and groups[0].window_tokens is None
+        self._by_block = len(groups) == 1 and groups[0].reads_all
         self._stages: list[list[KVCacheGroupSpec]] = []
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}

@@ -32,16 +32,9 @@ class Hits(NamedTuple):
 
 def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> int:
     """Return the position of the first block that a hit of ``hit_tokens`` needs from outside the
-    GPU.
-
-    vLLM: a sliding window of w tokens whose next token is at ``hit_tokens`` reads the w - 1 tokens
-    before it, and no block is allocated that lies wholly before them
-    (``SlidingWindowManager.get_num_skipped_tokens``).
+    GPU. There may be none: then it is at the hit's end, or beyond.
     """
-    start = local_tokens
-    if group.window_tokens is not None:
-        start = max(start, hit_tokens - group.window_tokens + 1)
-    return start // group.block_tokens
+    return max(local_tokens, group.first_read(hit_tokens)) // group.block_tokens
 
 
 def reachable(catalog: Catalog, hints: Collection[BlockKey]) -> Presences:
@@ -88,7 +81,7 @@ class Lookups:
         ``keys`` may be longer than at the last call, and is otherwise the same. ``hints``: keys
         that neighbours are thought to have; ``hint_changes`` rises with each change of them. The
         ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention
-        groups need every block from ``local_tokens`` on; window groups only those that
+        groups need every block from ``local_tokens`` on; the others only those that
         ``first_needed`` names.
         """
         asked = (local_tokens, limit_tokens, catalog.gains, catalog.losses, hint_changes, *map(len, keys))
@@ -117,7 +110,7 @@ class Lookups:
         for group in geometry.groups:
             if coming <= local_tokens:
                 break
-            if group.window_tokens is not None:
+            if not group.reads_all:
                 continue
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
             if group.volatile_last:  # the block after a hit must be there: then the hit's last one was not the last
@@ -127,7 +120,7 @@ class Lookups:
             coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
         windows: list[_Window] = []
         for group in geometry.groups if coming > local_tokens else ():
-            if group.window_tokens is not None:
+            if not group.reads_all:
                 local = local_tokens // group.block_tokens
                 rest = presences(keys[group.group][local : coming // group.block_tokens])
                 windows.append((group, _READY * local + rest))
@@ -163,7 +156,8 @@ class Lookups:
 
 
 _Window = tuple[GroupGeometry, bytes]
-"""A window group, and the presence of each of its blocks: those that are local count as there."""
+"""A group that reads a part of the prefix, and the presence of each of its blocks: those that are
+local count as there."""
 
 
 def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int) -> int:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from kvdisk.blocks import JobId, Tier
+from kvdisk.context import HandedState
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand
@@ -188,6 +189,11 @@ class TierManager(HasParts):
         skipped.
         """
         self._stores.plan(self._requests[request_id], computed_tokens, block_ids, now)
+
+    def plan_states(self, request_id: str, states: Iterable[HandedState], now: float) -> None:
+        """Offer the recurrent states of a request that the engine hands off in this step: there is
+        no other way to find one. Call it after ``plan_store`` of the step."""
+        self._stores.plan_states(self._requests[request_id], states, now)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -231,15 +231,17 @@ class HitCounts:
 
     def _tokens_by_tier(self, start_tokens: int, tokens: int, details: Sequence[MoveDetail]) -> dict[Tier, int]:
         """Return how a load divides: a token is of the slowest tier that a block of its groups is
-        in."""
+        in. A state that is alone stands for all tokens before it."""
         groups = self._geometry.groups
         grain = math.gcd(*(group.block_tokens for group in groups))
         slowest = np.full(tokens // grain, int(self._tiers[0]), np.uint8)
+        only_states = all(group.state_tokens is not None for group in groups)
         for detail in details:
             if detail.source is not None and detail.source is not self._tiers[0]:
                 block_tokens = groups[detail.group].block_tokens
                 first = detail.position * block_tokens - start_tokens
-                part = slowest[max(0, first) // grain : (first + block_tokens) // grain]
+                begin = 0 if only_states else max(0, first)
+                part = slowest[begin // grain : (first + block_tokens) // grain]
                 np.maximum(part, np.uint8(detail.source), out=part)
         counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
         return {tier: counts[tier] * grain for tier in TIERS}

@@ -14,6 +14,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
+from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE
@@ -64,11 +65,13 @@ class StorePlanner(HasParts):
         self._sources = sources
         self._neighbours = neighbours
         self._generation = first_generation
-        self._min_block_tokens = min(group.block_tokens for group in parts.geometry.groups)
+        groups = parts.geometry.groups
+        self._min_block_tokens = min(group.block_tokens for group in groups)
+        self._prompt_only = any(group.prompt_only for group in groups)
         self._free_back_off = BackOff()
         """Of offers of free blocks."""
         self._left: list[_Offer] = []
-        """Of requests that have ended: blocks that wait for room."""
+        """Blocks that wait for room: of requests that have ended, and recurrent states."""
         self._left_at = -1
         """``released`` when these were last offered."""
 
@@ -101,8 +104,9 @@ class StorePlanner(HasParts):
             if start < stop:
                 keys = request.keys[group.group]
                 self._count_reached(keys[start:stop], request.request_id)
-                positions = self._store_policy.reached(request.request_id, keys, start, stop)
-                request.due += [(group.group, at) for at in positions]
+                if group.state_tokens is None:
+                    positions = self._store_policy.reached(request.request_id, keys, start, stop)
+                    request.due += [(group.group, at) for at in positions]
         if not request.due or request.back_off.holds(self._state.released, now):
             return
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
@@ -115,10 +119,32 @@ class StorePlanner(HasParts):
         if refused:
             request.back_off.refuse(self._state.released, now)
 
+    def plan_states(self, request: RequestState, states: Iterable[HandedState], now: float) -> None:
+        """See ``TierManager.plan_states``.
+
+        A state is stored only where the engine's own cache knows the block by its key: the block is
+        then what that says when this step's forward pass is over, until the engine hands it out.
+        """
+        if request.loading or request.stale:
+            return
+        request.update_keys()
+        offers = []
+        for group, gpu_block, tokens in states:
+            keys, at = request.keys[group], tokens // self._geometry.groups[group].block_tokens - 1
+            if (
+                0 <= at < len(keys)
+                and self._context.get_block(gpu_block).key == keys[at]
+                and self._storable_tokens(request, tokens) == tokens
+                and self._store_policy.reached(request.request_id, keys, at, at + 1)
+            ):
+                offers.append(_Offer(keys[at], keys[at - 1] if at else None, gpu_block, group))
+        self._leave(self._store(offers, None, now)[1])
+
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.limits.store_limit_tokens)
-        return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
+        keeps_decode = self._config.store_decode and not self._prompt_only
+        return computed_tokens if keeps_decode else min(computed_tokens, request.prompt_tokens)
 
     def _full_blocks(self, request: RequestState, group: GroupGeometry, storable_tokens: int) -> int:
         """Return how many blocks of a group are full, final and hashed, within
@@ -149,9 +175,12 @@ class StorePlanner(HasParts):
         it cached; room that others leave is for the requests that live."""
         if request.due and not request.stale and self._target.status.has_room_soon:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
-            left = [offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)]
-            self._left = (self._left + left[:MOST_LEFT])[-MOST_LEFT:]
+            self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
         self.forget(request)
+
+    def _leave(self, offers: Sequence[_Offer]) -> None:
+        """Have blocks offered again while the engine has them cached, whoever needs them."""
+        self._left = [*self._left, *offers[:MOST_LEFT]][-MOST_LEFT:]
 
     def has_left(self, now: float) -> bool:
         """Whether blocks of requests that have ended wait, and room may have come free for them."""
@@ -195,6 +224,8 @@ class StorePlanner(HasParts):
         storable_tokens = request.held_tokens
         if request.limits.store_limit_tokens is not None:
             storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
+        if self._prompt_only:
+            storable_tokens = min(storable_tokens, request.prompt_tokens)
         places: list[tuple[int, int]] = []
         tables: list[list[int]] = []
         for group in self._geometry.groups:
@@ -216,13 +247,13 @@ class StorePlanner(HasParts):
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
     ) -> None:
-        """Set blocks to 0 that the engine may have given away in earlier steps: those that are
-        behind the window."""
-        if group.window_tokens is None:
+        """Set blocks to 0 that the engine may have given away in earlier steps: those that no
+        token reads any more."""
+        if group.reads_all:
             return
         # The table is noted again when the next block is full.
         most_tokens = (computed_tokens // self._min_block_tokens + 1) * self._min_block_tokens - 1
-        behind = max(0, most_tokens - group.window_tokens + 1) // group.block_tokens
+        behind = group.first_read(most_tokens) // group.block_tokens
         for position in range(min(behind, len(blocks), len(keys))):
             if blocks[position] and self._context.get_block(blocks[position]).key != keys[position]:
                 blocks[position] = 0

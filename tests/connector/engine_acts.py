@@ -10,7 +10,7 @@ from typing import Any
 
 from support.live_audit import audit_manager
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import Tier, group_of
 
 STUCK_S = 600.0
 _KEPT: dict[str, Any] = {}
@@ -234,13 +234,13 @@ def _profile(worker: Any) -> None:
     worker.model_runner.profile_run()
 
 
-def zero_loads(llm: Any, stage: int) -> None:
+def zero_stage(llm: Any, stage: int) -> None:
     """From now on let loads bring zeros on the workers of one stage, and what they should on the
     others'."""
-    llm.collective_rpc(_zero_loads, args=(stage,))
+    llm.collective_rpc(_zero_stage, args=(stage,))
 
 
-def _zero_loads(_: Any, stage: int) -> None:
+def _zero_stage(_: Any, stage: int) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -273,3 +273,31 @@ def generate_with(llm: Any, prompts: list[list[int]], name: str, number: int, pa
         (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False, lora_request=request)
         answers.append([list(output.outputs[0].token_ids), output.num_cached_tokens])
     return answers
+
+
+# -- loads ---------------------------------------------------------------------------------------
+
+
+def zero_loads(llm: Any, group: int) -> int:
+    """From now on put zeros in place of what loads bring for a KV-cache group; return the group. In
+    the layout of one process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side = get_kv_transfer_group().worker
+    collect = _KEPT.setdefault("collect", side.collect)
+
+    def collect_and_zero(plan: Any) -> Any:
+        out = dict(side._loads)
+        ended = collect(plan)
+        blocks = [
+            move.block
+            for job_id, job in out.items()
+            if job_id not in side._loads
+            for move in job.moves
+            if group_of(move.key) == group
+        ]
+        for stack in side.mover._copier._groups[group].stacks if blocks else ():
+            stack.blocks[blocks] = 0
+        return ended
+
+    side.collect = collect_and_zero

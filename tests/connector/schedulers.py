@@ -37,7 +37,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -67,6 +69,7 @@ MODEL = {
     "head_dim": 32,
 }
 
+SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 SLOT_BYTES = 20480
 """Of a block of the bench's model, header included."""
 BENCH_SETTINGS = {
@@ -108,12 +111,15 @@ def vllm_config(
     events: bool = False,
     prefix_caching: bool = True,
     adapters: bool = False,
+    retention_tokens: int | None = 0,
 ) -> VllmConfig:
     """Return an engine's configuration. ``extra``: kvdisk's own.
 
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDISK``; none:
     kvdisk alone. ``ranks``, ``stages``: of tensor and of pipeline parallelism. ``pipelined``:
     vLLM's asynchronous scheduler. ``prefix_caching``: its own. ``adapters``: LoRA.
+    ``retention_tokens``: the interval in which that keeps recurrent states; 0: those at a prompt's
+    end; None: all.
     """
     (folder / "config.json").write_text(json.dumps(MODEL))
     mine = BENCH_SETTINGS | dict(extra or {})
@@ -149,6 +155,7 @@ def vllm_config(
     config.parallel_config.pipeline_parallel_size = stages
     config.scheduler_config.async_scheduling = pipelined
     config.cache_config.enable_prefix_caching = prefix_caching
+    config.cache_config.prefix_cache_retention_interval = retention_tokens
     return config
 
 
@@ -160,15 +167,32 @@ def kv_groups(
     drafter: bool = False,
     two_sizes: bool = False,
     by_stage: bool = False,
+    state_tokens: int | None = None,
+    state_only: bool = False,
+    other: KVCacheSpec | None = None,
+    left_out: KVCacheSpec | None = None,
 ) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
     """Return the KV-cache groups as the scheduler has them, and as the workers of each stage do.
 
     ``drafter``: a group of a drafter's layers. ``window_only``: the window's group is the only one.
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
     ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
+    ``state_tokens``: of a block of recurrent state, and of full attention beside it; with
+    ``state_only`` the state is the only group. ``other``: the kind of a further group.
+    ``left_out``: that of the first, which vLLM's prefix cache leaves out.
     """
-    sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    sizes = {"block_size": state_tokens or BLOCK_TOKENS, **SIZES}
     groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
+    if state_tokens is not None:
+        page = groups[0].kv_cache_spec.page_size_bytes
+        shapes, dtypes = ((page // 16,), (page // 8 + page // 32,)), (torch.float32, torch.float32)
+        state = MambaSpec(state_tokens, shapes=shapes, dtypes=dtypes, page_size_padded=page, mamba_cache_mode="align")
+        groups.append(KVCacheGroupSpec(["state.0"], state))
+        del groups[: int(state_only)]
+    if other is not None:
+        groups.append(KVCacheGroupSpec(["other.0"], other))
+    if left_out is not None:
+        groups.insert(0, KVCacheGroupSpec(["left out.0"], left_out))
     if window_tokens is not None:
         spec = SlidingWindowSpec(**sizes | {"block_size": window_block_tokens}, sliding_window=window_tokens)
         groups.append(KVCacheGroupSpec(["window.0"], spec))
@@ -214,7 +238,16 @@ class Bench:
         # Layers that differ lie in KV tensors of their own.
         tensors = [KVCacheTensor(0, [name], 0, 0) for name in found[0].layer_names if found not in self.worker_groups]
         num_blocks = self.config.cache_config.num_gpu_blocks
-        self.cache = KVCacheConfig(num_blocks, tensors, found, hash_block_size=BLOCK_TOKENS)
+        self.cache = KVCacheConfig(
+            num_blocks,
+            tensors,
+            found,
+            prefix_cache_retention_interval=self.config.cache_config.prefix_cache_retention_interval,
+            hash_block_size=BLOCK_TOKENS,
+        )
+        if self.cache.has_mamba_layers:
+            self.config.cache_config.mamba_cache_mode = "align"
+            self.config.cache_config.block_size = groups["state_tokens"]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.scheduler = (AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler)(

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, Bench, Engines, prompt_of
+from schedulers import BLOCK_TOKENS, Bench, Engines, kv_groups, prompt_of
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvdisk.connector.adapter import BlockPoolContext, overwritten_blocks
+from kvdisk.connector.adapter import BlockPoolContext, GroupIds
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 
@@ -71,6 +72,11 @@ def test_without_a_prefix_cache_a_policy_that_is_of_no_use_is_refused(policy, wi
     engines.make(prefix_caching=False, window_tokens=window_tokens)
 
 
+def test_victims_have_no_state_that_hits(engines):
+    with pytest.raises(ConfigError, match="recurrent state"):
+        engines.make(state_tokens=BLOCK_TOKENS, extra={"store_policy": "on_preemption"})
+
+
 def test_what_the_step_zeroes_is_left_out(engines, monkeypatch):
     bench = preempting(engines)
     seen: set[int] = set()
@@ -85,11 +91,21 @@ def test_what_the_step_zeroes_is_left_out(engines, monkeypatch):
     assert bench.stored() == bench.keys("b")[:4]
 
 
-def test_what_a_runner_writes_first_is_read_from_the_schedulers_output():
-    output: Any = SimpleNamespace(new_block_ids_to_zero=[3, 4], kv_cache_block_copies=[KVCacheBlockCopy(5, 6)])
-    assert overwritten_blocks(output) == {3, 4, 6}
-    output = SimpleNamespace(new_block_ids_to_zero=None, kv_cache_block_copies=None)
-    assert overwritten_blocks(output) == set()
+@pytest.mark.parametrize("states", [False, True])
+def test_what_a_runner_writes_first_is_read_from_the_schedulers_output(states):
+    """Into a new block of recurrent state the one before is copied."""
+    new: Any = SimpleNamespace(block_ids=([7, 8], [9]))
+    output: Any = SimpleNamespace(
+        new_block_ids_to_zero=[3, 4],
+        kv_cache_block_copies=[KVCacheBlockCopy(5, 6)],
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([10], [11, 0])]),
+    )
+    groups = kv_groups(state_tokens=BLOCK_TOKENS)[0] if states else kv_groups(window_tokens=64)[0]
+    ids = GroupIds(KVCacheConfig(8, [], groups, hash_block_size=BLOCK_TOKENS))
+    assert ids.overwritten_blocks(output) - {0} == {3, 4, 6} | ({9, 11} if states else set())
+    output.new_block_ids_to_zero = output.kv_cache_block_copies = None
+    assert not ids.overwritten_blocks(output) & {3, 4, 6, 7, 8, 10}
 
 
 @pytest.mark.parametrize("new_weights", [False, True])

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import reduce
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,17 +25,19 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from kvdisk.connector import adapter
+from kvdisk.connector import adapter, identity
 from kvdisk.connector.adapter import geometry_of, layer_blocks, refuse_unsupported
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
@@ -46,6 +49,8 @@ FULL = FullAttentionSpec(**SIZES)
 WINDOW = SlidingWindowSpec(**SIZES, sliding_window=64)
 MLA = MLAAttentionSpec(**(SIZES | {"num_kv_heads": 1, "head_size": 576}))
 MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+STATE = replace(MAMBA, mamba_cache_mode="align")
+REPLAYED = SlidingWindowMLASpec(**SIZES, sliding_window=64, bounded_replay=True)
 CHUNKED = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
 
 
@@ -100,10 +105,15 @@ def test_vllm_finds_the_connector(more):
         ({"pipeline_parallel_size": 2, "drafter": "eagle"}, _cache(FULL), "drafters .* under pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, _cache(FULL), "context parallelism"),
         ({"prefill_context_parallel_size": 2}, _cache(FULL), "context parallelism"),
-        ({}, _cache(FULL, MAMBA), "MambaSpec"),
-        ({}, _cache(CHUNKED), "ChunkedLocalAttentionSpec"),
+        ({}, _cache(FULL, MAMBA), "cache mode 'none'; set mamba_cache_mode to 'align'"),
+        ({}, _cache(FULL, replace(MAMBA, mamba_cache_mode="all")), "cache mode 'all'"),
+        ({}, _cache(FULL, STATE, CHUNKED), None),
+        ({}, _cache(EncoderOnlyAttentionSpec(**SIZES)), "EncoderOnlyAttentionSpec"),
+        ({}, _cache(REPLAYED), "prefix cache keeps nothing"),
+        ({}, _cache(REPLAYED, FULL), None),
         ({}, _cache(), "models without KV cache, such as encoders"),
         ({}, _cache(WINDOW, drafter=True), "drafters with sliding windows"),
+        ({}, _cache(CHUNKED, drafter=True), "drafters with sliding windows"),
         # vLLM's CPU reference of MLA gives wrong tokens after any external hit; it runs with
         # chunked prefill off.
         ({"use_mla": True}, _cache(MLA), "MLA with chunked prefill off"),
@@ -224,6 +234,17 @@ def test_geometry_of_uniform_and_window_groups():
         assert by_stage.groups == geometry.groups and by_stage.rank_count == 2
 
 
+@pytest.mark.parametrize(("interval", "state_tokens"), [(None, 32), (0, 512), (32, 32), (128, 128), (4096, 512)])
+def test_a_state_is_as_large_as_it_is_and_counts_as_often_as_it_is_kept(interval, state_tokens):
+    padded = replace(STATE, page_size_padded=FULL.page_size_bytes)
+    cache = replace(_cache(FULL, padded, CHUNKED, REPLAYED), prefix_cache_retention_interval=interval)
+    full, state, chunked = geometry_of(_config(), cache).groups
+    assert (state.payload_bytes, state.state_tokens, state.least_bytes) == (64, state_tokens, 0)
+    assert (state.window_tokens, state.chunk_tokens) == (2, None)
+    assert (chunked.window_tokens, chunked.chunk_tokens) == (None, 64)
+    assert full.reads_all and not state.reads_all and not chunked.reads_all
+
+
 @pytest.mark.parametrize(
     ("specs", "ranks", "replicated"), [((MLA, MLA), 4, True), ((MLA,), 1, False), ((MLA, FULL), 2, False)]
 )
@@ -267,22 +288,26 @@ def folder(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
-def _fingerprint(folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1) -> bytes:
+def _fingerprint(
+    folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1, more: tuple[KVCacheSpec, ...] = ()
+) -> bytes:
     """Return what an engine of this model has; ``changes``: to its configuration, as
     "part.field"."""
-    return _identity(folder, changes, groups)[0]
+    return _identity(folder, changes, groups, more)[0]
 
 
 def _described(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     return _identity(folder, changes, 1)[1]
 
 
-def _identity(folder: Path, changes: dict[str, Any] | None, groups: int) -> tuple[bytes, dict[str, Any]]:
+def _identity(
+    folder: Path, changes: dict[str, Any] | None, groups: int, more: tuple[KVCacheSpec, ...] = ()
+) -> tuple[bytes, dict[str, Any]]:
     config = vllm_config(folder)
     for name, value in (changes or {}).items():
         *parts, field = name.split(".")
         setattr(reduce(getattr, parts, config), field, value)
-    return fingerprint_of(config, _cache(*[FULL] * groups))
+    return fingerprint_of(config, _cache(*[FULL] * groups, *more))
 
 
 def _change_the_last_weight(folder: Path) -> None:
@@ -331,6 +356,15 @@ def test_what_differs_has_a_name(folder):
     assert facts[1]["kv_dtype"] == '"fp8"' and json.loads(facts[0]["hash"])[0] == "sha256"
     assert {"vllm", "weights", "model_config.vocab_size", "platform"} <= facts[0].keys()
     assert max(map(len, facts[0].values())) <= 80
+
+
+def test_the_layout_of_convolution_states_is_in_the_fingerprint_where_there_are_any(folder, monkeypatch):
+    monkeypatch.setattr(identity, "get_conv_state_layout", lambda: "SD")
+    plain, states = _fingerprint(folder), _fingerprint(folder, more=(STATE,))
+    wider = _fingerprint(folder, more=(replace(STATE, shapes=((4, 8),)),))
+    monkeypatch.setattr(identity, "get_conv_state_layout", lambda: "DS")
+    assert _fingerprint(folder) == plain
+    assert len({plain, states, wider, _fingerprint(folder, more=(STATE,))}) == 4
 
 
 @pytest.mark.parametrize(

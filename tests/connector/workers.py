@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec, RSWASpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -123,12 +124,14 @@ class Rank:
         cache = replace(bench.cache, kv_cache_groups=stages[number // config.parallel_config.tensor_parallel_size])
         tensors = {}
         self.views: list[tuple[int, np.ndarray]] = []
-        """Of each layer, its group and its KV as words: (blocks, tokens, words)."""
+        """Of each layer, its group and its KV as words: (blocks, tokens, words). A recurrent state
+        has one row, which is the KV of the last token that it has seen."""
         for at, group in enumerate(cache.kv_cache_groups):
             for name in group.layer_names:
                 spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-                words = spec.page_size_bytes // spec.block_size // 8
-                tensors[name] = torch.zeros((cache.num_blocks, spec.block_size, words), dtype=torch.int64)
+                rows = 1 if isinstance(spec, MambaSpec) else spec.block_size
+                words = spec.real_page_size_bytes // rows // 8
+                tensors[name] = torch.zeros((cache.num_blocks, rows, words), dtype=torch.int64)
                 self.views.append((at, tensors[name].numpy().view(np.uint64)))
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
         told = mock.patch("kvdisk.connector.worker_side.groups_by_stage", return_value=stages)  # all of one process
@@ -149,6 +152,10 @@ class Rank:
             self.mover.hold = self._bench.hold if self._bench.hold_rank in {-1, self._number} else set()
         for _, view in self.views:  # vLLM's second-generation runner zeroes before it calls the hook
             view[list(output.new_block_ids_to_zero or ())] = 0
+            for copied in output.kv_cache_block_copies or ():
+                view[copied.dst_block_id] = view[copied.src_block_id]
+        for request_id, count in output.num_scheduled_tokens.items():  # and moves states
+            self._move_states(request_id, self._bench.scheduler.requests[request_id].num_computed_tokens - count)
         self.connector.handle_preemptions(output.kv_connector_metadata)
         with (
             mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector),
@@ -167,12 +174,21 @@ class Rank:
         written_blocks: set[int] = set()
         for layer, (group, view) in enumerate(self.views):
             spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
-            window = getattr(spec, "sliding_window", None)
-            first = max(0, start - window + 1) if window else 0
+            if not spec.prefix_cacheable:  # what it needs of a prefix vLLM computes again, its own way
+                continue
+            if isinstance(spec, MambaSpec):
+                self._advance(layer, request_id, start, end)
+                continue
+            window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+            first = max(0, start - window + 1) if window else start // chunk * chunk if chunk else 0
             content = self._content(layer, self._bench.texts[request_id], first, end)
             blocks, places = self._places(request_id, group, first, end)
-            assert blocks.all(), f"{request_id} reads or writes the null block of group {group}"
             read = start - first
+            if isinstance(spec, RSWASpec):  # between prompt and window nothing is read
+                there = np.flatnonzero(blocks)
+                content, blocks, places = content[there], blocks[there], places[there]
+                read = len(there) - (end - start)
+            assert blocks.all(), f"{request_id} reads or writes the null block of group {group}"
             read_blocks.update(blocks[:read].tolist())
             written_blocks.update(blocks[read:].tolist())
             if read_blocks & self.unsound:
@@ -181,6 +197,25 @@ class Rank:
                 assert (view[blocks[:read], places[:read]] == content[:read]).all(), f"{request_id} reads wrong bytes"
             view[blocks[read:], places[read:]] = content[read:]
         self.unsound = self.unsound | written_blocks if read_blocks & self.unsound else self.unsound - written_blocks
+
+    def _move_states(self, request_id: str, start: int) -> None:
+        """Bring a request's recurrent states to where the step ends, as both runners do."""
+        end = self._bench.scheduler.requests[request_id].num_computed_tokens
+        for layer, group in [(at, group) for at, (group, view) in enumerate(self.views) if view.shape[1] == 1]:
+            blocks, _ = self._places(request_id, group, max(0, start - 1), end)
+            source, target = blocks[0], blocks[-1]
+            self.views[layer][1][target] = self.views[layer][1][source]
+
+    def _advance(self, layer: int, request_id: str, start: int, end: int) -> None:
+        """Go on from the state after ``start`` tokens to the one after ``end``."""
+        group, view = self.views[layer]
+        block = self._places(request_id, group, end - 1, end)[0][0]
+        text = self._bench.texts[request_id]
+        assert block, f"{request_id} writes the null block of group {group}"
+        if start:
+            right = self._content(layer, text, start - 1, start)
+            assert (view[block] == right).all(), f"{request_id} goes on from a wrong state"
+        view[block] = self._content(layer, text, end - 1, end)
 
     def _fill(self, load: Load) -> None:
         """Load for another connector."""
@@ -212,8 +247,10 @@ class Rank:
             text, end = self._bench.named(get_block_hash(block.block_hash))
             for layer, (group, view) in enumerate(self.views):
                 if group == get_group_id(block.block_hash):
-                    found = view[block.block_id]
-                    right = self._content(layer, text, end - len(found), end)
+                    size = self._bench.cache.kv_cache_groups[group].kv_cache_spec.block_size
+                    start = (end - 1) // size * size if view.shape[1] > 1 else end - 1
+                    found = view[block.block_id][: end - start]
+                    right = self._content(layer, text, start, end)
                     assert (found == right).all(), f"block {block.block_id} is cached, and its bytes are wrong"
 
     # -- failures ------------------------------------------------------------------------------

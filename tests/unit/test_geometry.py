@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.geometry import Geometry, GroupGeometry, contiguous_runs
+from kvdisk.geometry import Geometry, GroupGeometry, contiguous_runs, share_slots
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 5))
@@ -30,3 +30,18 @@ def test_size_classes_share_a_tier_by_what_a_token_needs():
     assert large / small == pytest.approx((16384 / 16) / (8192 / 16 + 8192 / 32))
     for slots, size, share in zip(geometry.cpu_slots(1 << 20), geometry.slot_sizes, geometry.shares, strict=True):
         assert slots * size <= (1 << 20) / 2 * share < (slots + 1) * size
+
+
+def test_recurrent_states_take_what_prompts_use():
+    """One that nearly fills a slot of the attention's has no share of its own, another a small
+    one."""
+    attention = GroupGeometry(0, 16, 3 * 4096)
+    states = [GroupGeometry(at, 16, size, 2, state_tokens=256) for at, size in enumerate((11 * 1024, 5000, 13000), 1)]
+    groups = share_slots([attention, *states])
+    assert [group.slot_bytes for group in groups] == [16384, 16384, 12288, 20480]
+    assert [group.payload_bytes for group in groups] == [12288, 11 * 1024, 5000, 13000], "and are as large as before"
+    geometry = Geometry(groups, 1, 16)
+    assert geometry.size_classes == (1, 1, 0, 2)
+    small, shared, large = geometry.shares
+    assert small / shared == pytest.approx((12288 / 256) / (16384 / 16 + 16384 / 256))
+    assert large / small == pytest.approx(20480 / 12288)

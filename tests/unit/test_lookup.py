@@ -24,10 +24,9 @@ SEGMENTS = 3
 @st.composite
 def geometries(draw):
     sizes = draw(st.sampled_from([(2,), (2, 2), (2, 4), (4, 2, 2), (4, 6)]))
-    windows = [draw(st.sampled_from([None, None, 1, 2, 3, 4, 5, 9])) for _ in sizes]
-    groups = tuple(
-        GroupGeometry(at, size, 100, window) for at, (size, window) in enumerate(zip(sizes, windows, strict=True))
-    )
+    windows = st.sampled_from([None, None, 1, 2, 3, 4, 5, 9]).map(lambda tokens: {"window_tokens": tokens})
+    chunks = st.sampled_from([3, 4, 8]).map(lambda tokens: {"chunk_tokens": tokens})
+    groups = tuple(GroupGeometry(at, size, 100, **draw(windows | chunks)) for at, size in enumerate(sizes))
     return Geometry(groups, 1, 2)
 
 
@@ -61,8 +60,10 @@ def _longest_hit(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere,
             there[group.group][position]
             for group in geometry.groups
             for position in range(local_tokens // group.block_tokens, end // group.block_tokens)
-            # A token is read by the next one at ``end`` if it lies less than a window before it.
-            if group.window_tokens is None or (position + 1) * group.block_tokens > end - group.window_tokens + 1
+            # A token is read by the next one at ``end`` if it lies less than a window before it, or
+            # in its chunk.
+            if (group.window_tokens is None or (position + 1) * group.block_tokens > end - group.window_tokens + 1)
+            and (group.chunk_tokens is None or (position + 1) * group.block_tokens > end - end % group.chunk_tokens)
         ):
             return end
         end -= step

@@ -17,6 +17,7 @@ from kvdisk.stats import Stats
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
 TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)
+STATE = Geometry((GroupGeometry(0, 4, 4096, window_tokens=2, state_tokens=16),), 1, 4)
 SMALL = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CPU, NVME = Tier.CPU, Tier.NVME
 
@@ -38,6 +39,8 @@ COUNTED = ("hit_tokens", "hit_blocks", "missed_tokens", "missed_blocks")
             *(TWO, (CPU, NVME), (4, 17, 8), (4, 8), "0.1 cpu 0.2 cpu 1.4 nvme 1.5 cpu"),
             (12, (6, 2), (3, 1), (6, 4), (4, 3)),
         ),
+        # The one state of a hit stands for all of it.
+        (STATE, (CPU, NVME), (4, 17, 12), (4, 12), "0.3 nvme", (12, (0, 12), (0, 1), (12, 0), (1, 0))),
         # A miss; and a promise that the engine did not take, which is none.
         (ONE, (CPU, NVME), (0, 17, 0), None, "", (16, NOTHING, NOTHING, (16, 16), (4, 4))),
         (ONE, (CPU, NVME), (0, 17, 8), None, "", (0, NOTHING, NOTHING, NOTHING, NOTHING)),

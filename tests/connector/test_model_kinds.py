@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of every kind that vLLM's CPU build runs, on the real engine: the tokens are those that
+vLLM computes, with hits of the length that the kind allows, and each group's blocks matter.
+
+docs/MODELS.md has the table. One kind is in ``make test``; the long runs of ``test_torture.py``
+have others.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny_models
+from engine_child import Answer, EngineChild
+from torture_rounds import HERE
+
+ROOT = Path(__file__).resolve().parents[2]
+MAMBA_STEPS = {"block_size": 64, "max_num_batched_tokens": 64}
+"""vLLM's CPU kernel of Mamba 2 fails (IndexError in mamba_mixer2.py) where a step ends behind a
+block's end, and so would have to leave a state within."""
+
+
+class Kind(NamedTuple):
+    """``block_tokens``: of the largest block, which hits are multiples of. ``groups``: how many.
+    ``few_blocks``: of a pool in which requests are preempted. ``batched``: whether vLLM alone gives
+    a request the same tokens alone and among others."""
+
+    limits: dict[str, Any]
+    block_tokens: int
+    groups: int
+    few_blocks: int
+    batched: bool = True
+
+
+KINDS = {
+    "granite4": Kind(MAMBA_STEPS, 64, 4, 60),
+    "nemotron": Kind(MAMBA_STEPS, 64, 4, 60),
+    "falcon": Kind(MAMBA_STEPS, 64, 2, 40),
+    "mamba2": Kind(MAMBA_STEPS, 64, 1, 13),
+    "qwen3-next": Kind({"dtype": "bfloat16"}, 288, 4, 30),
+    "lfm2": Kind({}, 32, 4, 90, batched=False),  # vLLM's CPU kernel of short convolutions does not
+    "llama4": Kind({}, 32, 4, 150),
+    "gpt-oss": Kind({}, 32, 2, 80),
+}
+IN_MAKE_TEST = ("granite4",)
+
+
+def _prompt(seed: int, length: int) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(10, 500) for _ in range(length)]
+
+
+SHARED = _prompt(1, 525)
+PROMPTS = [SHARED + _prompt(2, 40), SHARED + _prompt(3, 45), _prompt(4, 576), _prompt(5, 300)]
+TOGETHER = [_prompt(6, 400) + _prompt(seed, 50) for seed in range(10, 16)]
+PREEMPTED = [_prompt(seed, 100 + 30 * (seed % 9)) for seed in range(20, 32)]
+
+
+def _tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def _together(engine: EngineChild, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
+    return engine.generate(prompts, max_tokens) if prompts else []
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Builds a model of a kind, once."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return lambda name: tiny_models.build(f"tiny-{name}", folder / name, [(ROOT / "LICENSE").read_text()])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.torture) for name in KINDS]
+)
+def test_kind(name, models, tmp_path):
+    kind, model, log = KINDS[name], models(name), tmp_path / "log"
+    config = {"cpu_bytes": "64MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "256MiB", "device": "posix"}
+    limits: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 400, **kind.limits}
+    whole = [(len(prompt) - 1) // kind.block_tokens * kind.block_tokens for prompt in PROMPTS]
+    batches, many = (TOGETHER, PREEMPTED) if kind.batched else ([], [])
+    with EngineChild(model, log, extra_config=config, env=HERE, **limits) as engine:
+        cold = engine.generate(PROMPTS, together=False)
+        together, preempted = _together(engine, batches), _together(engine, many, 60)
+        # With a salt of its own nothing of a prompt is found: vLLM computes all of it.
+        alone = [engine.generate([prompt], salt=f"{at}")[0] for at, prompt in enumerate([*PROMPTS, *batches])]
+        assert not any(answer.cached for answer in alone)
+        assert _tokens([*cold, *together]) == _tokens(alone), "cold, and prefixes that the GPU has"
+        engine.reset()
+        warm = engine.generate(PROMPTS, together=False)
+        assert _tokens(warm) == _tokens(cold), "from memory"
+        assert [answer.cached for answer in warm] == whole
+        assert _tokens(_together(engine, batches)) == _tokens(together), "from memory, together"
+        engine.drain()
+    few = limits | {"num_gpu_blocks_override": kind.few_blocks}
+    with EngineChild(model, log, extra_config=config | {"store_decode": True}, env=HERE, **few) as engine:
+        warm = engine.generate(PROMPTS, together=False)
+        assert _tokens(warm) == _tokens(cold), "from the drive, after a restart"
+        assert [answer.cached for answer in warm] == whole
+        assert engine.counters()["hit_tokens.nvme"] >= whole[0]
+        assert _tokens(_together(engine, many, 60)) == _tokens(preempted), "victims come back"
+        # With nothing but states a request needs no more blocks as it grows.
+        assert (engine.metrics()["num_preemptions"] > 0) == (kind.batched and kind.groups > 1)
+        assert _tokens(_together(engine, batches)) == _tokens(together)
+        engine.drain()
+        counters = engine.counters()
+        assert not {name for name in counters if name.endswith("_failures") or name.startswith("failed")}, counters
+        # Right behind the hit, where a state that forgets has not forgotten yet.
+        short = [prompt[: end + 1] for prompt, end in zip(PROMPTS, whole, strict=True)]
+        right = _tokens(engine.generate(short, 32, salt="short", together=False))
+        for group in [-1, *range(kind.groups)]:
+            engine.reset()
+            engine.call("engine_acts:zero_loads", group)
+            answers = engine.generate(short, 32, together=False)
+            assert [answer.cached for answer in answers] == whole
+            assert (_tokens(answers) == right) == (group < 0), f"group {group} is not read"
