@@ -29,7 +29,7 @@ from rich.text import Text
 from kvdisk import __version__
 from kvdisk.config import parse_bytes
 from kvdisk.device.control import STORE_FILE
-from kvdisk.errors import ConfigError, DeviceError, KvdiskError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
 
 StoreDirectories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
@@ -339,4 +339,5 @@ def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
         around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
         if around is not None and not os.path.lexists(path / STORE_FILE):
             return f"{path} is not a kvdisk store, but a part of {around}."
-    return str(error).removeprefix("store_dirs: ").rstrip(".") + "."
+    remedy = "; repair cannot help: delete the directory, which is a cache" if isinstance(error, CorruptRecord) else ""
+    return str(error).removeprefix("store_dirs: ").rstrip(".") + remedy + "."
