@@ -291,6 +291,8 @@ def refusing(paths: Sequence[Path]) -> Iterator[None]:
     """End the command with the reason in one sentence where a KvdiskError comes out."""
     try:
         yield
+    except CorruptRecord as error:  # its STORE file
+        raise refusal(f"{error}; repair cannot help: delete the directory, which is a cache.") from None
     except KvdiskError as error:
         raise refusal(_why_not(error, paths)) from None
 
@@ -339,5 +341,4 @@ def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
         around = next((parent for parent in path.parents if os.path.lexists(parent / STORE_FILE)), None)
         if around is not None and not os.path.lexists(path / STORE_FILE):
             return f"{path} is not a kvdisk store, but a part of {around}."
-    remedy = "; repair cannot help: delete the directory, which is a cache" if isinstance(error, CorruptRecord) else ""
-    return str(error).removeprefix("store_dirs: ").rstrip(".") + remedy + "."
+    return str(error).removeprefix("store_dirs: ").rstrip(".") + "."
