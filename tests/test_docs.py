@@ -151,17 +151,22 @@ def runnable() -> list[str]:
 def test_the_calls_of_the_quick_start_run(store):
     calls = runnable()
     assert "inspect /nvme/kv" in calls and "inspect /nvme/kv --json" in calls
+    prompt = demo_store.prompt_of(demo_store.branching_block())
+    (store.parent / "tokens.json").write_text(json.dumps({"tokens": prompt}))
     for call in calls:
         done = subprocess.run(
             [str(COMMAND), *shlex.split(call.replace("/nvme/kv", str(store)))],
             capture_output=True,
             text=True,
             check=False,
+            cwd=store.parent,
         )
         assert (done.returncode, done.stderr) == (0, ""), call
-        if "--json" in call:
+        if call.startswith("why "):
+            assert f"Verdict    {len(prompt) - 16:,} of {len(prompt):,} prompt tokens would hit" in done.stdout
+        elif "--json" in call:
             assert json.loads(done.stdout)
-        elif call.startswith("inspect "):
+        elif call == "inspect /nvme/kv":
             assert headings(done.stdout) == headings((DOCS / "output" / "inspect.txt").read_text())
         else:
             assert done.stdout.strip()

@@ -188,20 +188,17 @@ def print_survey(survey: Survey, console: Console, views: Collection[str] = (), 
 
 def _print_models(survey: Survey, console: Console, room: int) -> None:
     """Print the models, and the biggest shared prefixes, in so many lines."""
-    console.print("", namespaces_table(survey, console.width, MODELS_SHOWN), sep="\n")
-    room -= 3 + min(len(survey.namespaces), MODELS_SHOWN + 1) + 4
+    most = max(1, min(MODELS_SHOWN, room - 5))
+    console.print("", namespaces_table(survey, console.width, most), sep="\n")
+    room -= 3 + min(len(survey.namespaces), most + 1) + 4
     shared = sorted(
-        (prefix for each in survey.namespaces for prefix in _shared_of(each) if prefix.chains > 1),
-        key=lambda prefix: -(prefix.tokens or 0),
+        (one for each in survey.namespaces for _, one in each_prefix(each.prefixes.tree) if one.chains > 1),
+        key=lambda one: -(one.tokens or 0),
     )
     if shared and room > 0:
         rows = [("", prefix) for prefix in shared[:room]]
         console.print("", prefix_table("", rows, survey.surveyed_s, console.width), sep="\n")
     console.print(Text("More: --stores, --segments, --ages, --prefixes N, or --all", "dim"))
-
-
-def _shared_of(namespace: Namespace) -> list[Prefix]:
-    return [prefix for _, prefix in each_prefix(namespace.prefixes.tree)]
 
 
 def _verdict(survey: Survey) -> Text:
@@ -230,12 +227,8 @@ def _summary(survey: Survey) -> Table:
     owners = [f"{count} {text}" for count, text in ((alive, "in use"), (stopped, "of stopped engines")) if count]
     unread = totals.unreadable_homes
     without = f"; {unread} cannot be read" if unread else ""
-    lines.add_row(
-        "Engine stores",
-        Text.assemble(
-            f"{totals.homes}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated", (without, "red")
-        ),
-    )
+    said = f"{totals.homes}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated"
+    lines.add_row("Engine stores", Text.assemble(said, (without, "red")))
     stored = ""
     if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
         stored = f", stored {ago(totals.oldest_stored_s, now_s)} to {ago(totals.newest_stored_s, now_s)}"

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from kvdisk import __version__
 from kvdisk.device.control import STORE_FILE
-from kvdisk.errors import ConfigError, DeviceError, KvdiskError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
 
 StoreDirectories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
@@ -282,6 +282,8 @@ def refusing(paths: Sequence[Path]) -> Iterator[None]:
     """End the command with the reason in one sentence where a KvdiskError comes out."""
     try:
         yield
+    except CorruptRecord as error:  # its STORE file
+        raise refusal(f"{error}; repair cannot help: delete the directory, which is a cache.") from None
     except KvdiskError as error:
         raise refusal(_why_not(error, paths)) from None
 

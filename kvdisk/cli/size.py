@@ -304,7 +304,7 @@ def _described(model: ModelKv) -> str:
 def _add_wear(lines: Table, writes: Writes, endurance: Endurance | None) -> None:
     how = at_most = ""
     if writes.measured_s is not None:
-        how = f", measured over {writes.measured_s / 3600:.1f} h; at least, since what has left is not counted"
+        how = f", measured over {writes.measured_s / 3600:.1f} h; at least, since what was evicted is not counted"
         at_most = "at most "
     lines.add_row("Writes", f"{in_words(writes.bytes_per_day)} a day{how}")
     if endurance is not None and endurance.days is not None:

@@ -470,6 +470,8 @@ def _print(verdict: Verdict, console: Console, most: int | None) -> None:
 def _result(verdict: Verdict) -> Text:
     wrong, slots = verdict.totals["wrong_slots"], verdict.totals["slots"]
     text = Text("stopped before the end; ", "yellow") if verdict.stopped else Text()
+    if not (verdict.homes or verdict.stopped):
+        return text.append("the store is empty: there is nothing to check", "green")
     if verdict.ok:
         in_part = verdict.stopped or verdict.sample_percent
         return text.append("all that was read is good" if in_part else "all good", "green")

@@ -135,7 +135,7 @@ def _token_ids(tokens: Path | None, prompt: Path | None, tokenizer: Path | None)
     try:
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error})") from None
+        raise ConfigError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if tokenizer is not None:
         return _tokenize(text, tokenizer)
     try:

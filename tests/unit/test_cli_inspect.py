@@ -291,6 +291,7 @@ def test_what_is_printed_by_default_fits_a_terminal(path: Path) -> None:
         layer.leave()
     lines = printed(path)
     assert len(lines) == 20 and lines[0].split() == ["Verdict", "healthy"]
+    assert "stored more than a year ago to " in "\n".join(lines)
     assert "12 more (see --json)" in "\n".join(lines) and lines[-1].startswith("More: --stores")
     for home_id in homes[:8]:
         (path / "homes" / home_id / "index" / "data.mdb").unlink()

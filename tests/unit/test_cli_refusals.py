@@ -46,13 +46,21 @@ def no_lock(path: Path) -> str:
     return f"{path} is not a whole kvdisk store: it has no file named lock, as after a copy without it."
 
 
+def damaged(path: Path) -> str:
+    Store.open(path)
+    (path / "STORE").write_text("{")
+    return "STORE does not decode; repair cannot help: delete the directory, which is a cache."
+
+
 def inside_a_store(path: Path) -> str:
     Store.open(path.parent / "around")
     path.symlink_to(path.parent / "around" / "homes")
     return f"is not a kvdisk store, but a part of {path.parent / 'around'}."
 
 
-@pytest.mark.parametrize("case", [no_such_directory, newer, no_lock, inside_a_store], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [no_such_directory, newer, no_lock, damaged, inside_a_store], ids=lambda case: case.__name__
+)
 def test_what_cannot_be_opened(path: Path, case: Callable[[Path], str]) -> None:
     expected = case(path)
     files = sorted(path.parent.rglob("*"))
@@ -82,6 +90,19 @@ def test_a_home_of_another_format_is_said_and_the_others_are_served(path):
         done = run_here(command, path)
         assert done.exit_code == 1 and "HOME is of another format" in done.stdout.replace("\n", " "), done
     assert (run_here("prune", path, "--to", "0", "--yes").exit_code, os.listdir(path / "homes")) == (0, [])
+
+
+def test_what_is_said_of_a_cleared_store(path):
+    leave_home(path, HYBRID, 1, last_use_s=2000)
+    assert "the store is empty." in run_here("clear", path, "--yes").stdout
+    for command, words in (
+        ("inspect", "empty: cleared, or no engine has used it yet"),
+        ("verify", "the store is empty: there is nothing to check"),
+        ("repair", "is empty: there is nothing to repair"),
+        ("clear", "There is nothing to delete"),
+    ):
+        done = run_here(command, path)
+        assert done.exit_code == 0 and words in done.stdout, command
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
