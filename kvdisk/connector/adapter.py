@@ -75,7 +75,7 @@ STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
 
 _STATE_BLOCKS = 16
-"""Blocks of a prompt for each recurrent state of it that is kept at most, where vLLM keeps few."""
+"""Blocks of a prompt for each recurrent state that has room, where vLLM keeps fewer."""
 
 
 def vllm_minor_version() -> tuple[int, int]:
