@@ -66,7 +66,7 @@ def fingerprint_of(
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": cache.cache_dtype,
-        "groups": group_descriptions(stages or [kv_cache_config.kv_cache_groups]),
+        "groups": group_descriptions(stages or [kv_cache_config.prefix_cacheable_groups]),
         "kv_layout": kv_cache_config.kv_cache_layout,
         "hash_tokens": kv_cache_config.hash_block_size,
         "tensor_parallel": parallel.tensor_parallel_size,

@@ -134,7 +134,9 @@ class Rank:
                 tensors[name] = torch.zeros((cache.num_blocks, rows, words), dtype=torch.int64)
                 self.views.append((at, tensors[name].numpy().view(np.uint64)))
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-        told = mock.patch("kvdisk.connector.worker_side.groups_by_stage", return_value=stages)  # all of one process
+        # All stages are of one process.
+        by_stage = [replace(bench.cache, kv_cache_groups=stage).prefix_cacheable_groups for stage in stages]
+        told = mock.patch("kvdisk.connector.worker_side.groups_by_stage", return_value=by_stage)
         with told, nullcontext() if threaded else mock.patch("kvdisk.worker.mover.Mover", GatedMover):
             self.connector.register_kv_caches(tensors)
         self.ours = kvdisk_of(self.connector)
