@@ -21,7 +21,7 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", 
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "gds")
-EVICTIONS = ("credit", "lru", "s3fifo")
+EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -68,7 +68,7 @@ def _is_class_name(value: Any) -> bool:
 
 
 def _is_admission(value: Any) -> bool:
-    known = r"all|adaptive|reuse\(([1-9]|1[0-6])\)"
+    known = r"all|learned|reuse\(([1-9]|1[0-6])\)"
     return isinstance(value, str) and (re.fullmatch(known, value) is not None or _is_class_name(value))
 
 
@@ -87,7 +87,7 @@ _parse_tokens = _checked(
     lambda value: None if value == "auto" else value,
 )
 _parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
-_parse_admission = _checked("'all', 'adaptive', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
+_parse_admission = _checked("'all', 'learned', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
 
 
 def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
@@ -169,7 +169,7 @@ class Config:
 
     Example: "reuse(2)"
     """
-    nvme_admission: str = _setting("adaptive", _parse_admission)
+    nvme_admission: str = _setting("learned", _parse_admission)
     """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while
     there is room, then the more by reuse the sooner copies are evicted. Memory still serves what
     NVMe refuses, while it is there.
@@ -183,7 +183,7 @@ class Config:
     Default: none
     Example: "2TB"
     """
-    eviction: str = _setting("credit", _one_of(EVICTIONS))
+    eviction: str = _setting("learned", _one_of(EVICTIONS))
     """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one
     count as well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which
     resists scans. With each the tail of a chain of blocks is evicted before its head.

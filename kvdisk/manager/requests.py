@@ -89,6 +89,10 @@ class RequestState:
     keys: tuple[list[BlockKey], ...] = ()
     hash_count: int = 0
     stale: bool = False
+    counted: list[int] = field(default_factory=list)
+    """By group: how many of its blocks are counted as wanted."""
+    kin: list[int] = field(default_factory=list)
+    """By group: what ``ReuseHistory.count`` returned for these."""
     lookups: Lookups = field(default_factory=Lookups)
     held_tokens: int = 0
     held_blocks: Sequence[Sequence[int]] = ()
@@ -123,6 +127,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.keys = tuple([[] for _ in self.geometry.groups])
+        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
         self.holds_nothing()
 
     def update_keys(self) -> None:
@@ -171,6 +176,7 @@ class RequestState:
                 for stale in self.keys:
                     stale.clear()
                 self.hash_count = 0
+                self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
                 self.lookups = Lookups()
                 return True
         return False

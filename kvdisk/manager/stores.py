@@ -99,7 +99,8 @@ class StorePlanner(HasParts):
             request.reached[group.group] = stop
             if start < stop:
                 keys = request.keys[group.group]
-                self._count_reached(keys[start:stop], request.request_id)
+                self._demand.reach(request, group.group, stop)
+                self._use(keys[start:stop])
                 positions = self._store_policy.reached(request.request_id, keys, start, stop)
                 request.due += [(group.group, at) for at in positions]
         if not request.due or request.back_off.holds(self._state.released, now):
@@ -126,13 +127,10 @@ class StorePlanner(HasParts):
         known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
         return min(final_tokens // group.block_tokens, known)
 
-    def _count_reached(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """Record that a request reached these blocks: count the demand and refresh recency.
-
-        Offer those that a tier has to the next one again: their count may have risen.
-        """
+    def _use(self, keys: Sequence[BlockKey]) -> None:
+        """Refresh the recency of blocks that a request has reached, and offer those that a tier has
+        to the next one again: their count has risen."""
         catalog = self._catalog
-        self._demand.count_demand(keys, request_id)
         used = [row for row in catalog.find_all(keys) if catalog.is_coming(row)]
         if not used:
             return
@@ -204,7 +202,7 @@ class StorePlanner(HasParts):
             storable = self._full_blocks(request, group, storable_tokens)
             positions = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, whose demand was not counted without ``store_decode``.
-            self._demand.count_demand([keys[position] for position in positions], request.request_id)
+            self._demand.reach(request, group.group, max(positions, default=-1) + 1)
             places += [(group.group, at) for at in positions]
         # Never offered again: they are overwritten before room comes free.
         offers = [offer._replace(position=-1) for offer in self._offers(request, places, tables)]
@@ -300,7 +298,7 @@ class StorePlanner(HasParts):
         none, and those refused. ``watched``: see ``_queue``.
         """
         missing = self._missing(offers)
-        answers = self._target.admission.admits([offer.key for offer, _ in missing])
+        answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
         admitted = list(compress(missing, answers))
         if len(admitted) < len(missing):
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))

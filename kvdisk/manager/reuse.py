@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often and how soon blocks are wanted again: counted for each block, learnt for classes of
+them. Scheduler thread only.
+
+Eviction and admission of all tiers go by it (decision 31). Time is counted in blocks that requests
+came to.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import BlockKey
+from kvdisk.manager.catalog import number_of
+
+MOST_PLACES: Final = 1 << 22
+FEWEST_PLACES: Final = 1 << 18
+MOST_USES: Final = 16
+"""That are told apart."""
+_KINS: Final = 3
+_LEVEL_OF: Final = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3)).ljust(MOST_USES + 1, b"\4")
+"""Of a number of uses: how often it can be halved, rounded up; at most 4."""
+CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
+_CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
+_BUCKETS: Final = 33
+"""Of ages: an age is in the bucket of its bit length."""
+_EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
+_WIDTHS: Final = np.diff(_EDGES)
+_BITS: Final = 0xFFFFFFFF
+_LEARNT_EVERY: Final = (512, 4096)
+"""Blocks, at first and at most: a sixteenth of those that were counted."""
+_MOST_PAST: Final = 128
+"""Earlier counts that are kept; those long ago are further apart."""
+_PRIOR: Final = 30.0
+"""A class's own counts weigh as much as all classes' together once so many blocks of it were at
+risk."""
+_FIRST_CHANCE: Final = 0.1
+"""Of reuse while an age doubles, before anything is learnt: the order is then that of last use."""
+_FIRST_WEIGHT: Final = 5.0
+
+_Floats = NDArray[np.float64]
+
+
+class ReuseHistory:
+    """Remembers keys: how many requests wanted each, and when last. Learns from that how soon, if
+    at all, blocks of a class are wanted again.
+
+    The class of a block is made of its uses, in doublings, and of its kin: the uses of the last
+    known block before it in the prompt that first brought it. So what extends a conversation is
+    told from what begins one. Of a chain no block has more uses than the one before it.
+
+    A key takes 9 bytes of a place, and has two places: of two that are taken, the one that was
+    wanted longest ago gives way. About once in 2**30 times a key is taken for another: that decides
+    nothing but who is stored and who is evicted. ``now``: blocks wanted so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._places = FEWEST_PLACES
+        self.clear()
+        self._entered = [0] * CLASSES
+        """By class: how often a block came to be in it, or was used in it."""
+        self._reused = [0] * (CLASSES * _BUCKETS)
+        """By class and bucket: how many of these were used again at that age."""
+        self._past: list[tuple[int, _Floats, _Floats]] = [(0, np.zeros(CLASSES), np.zeros(CLASSES * _BUCKETS))]
+        """Of ``now`` and of both counts, the earliest first."""
+        self._learn()
+
+    def reserve(self, slots: int) -> None:
+        """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
+        all keys; for start only."""
+        self._places = max(self._places, min(MOST_PLACES, 1 << (8 * slots - 1).bit_length()))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all keys: their KV is gone. What was learnt of classes holds."""
+        self._tags, self._times = array("I", [0]) * self._places, array("I", [0]) * self._places
+        self._marks = bytearray(self._places)
+        """Of a key, ``_KINS`` times its uses, and its kin."""
+
+    # -- keys ----------------------------------------------------------------------------------
+
+    def count(self, keys: Sequence[BlockKey], kin: int) -> int:
+        """A request came to these blocks, in the order of its prompt, for the first time.
+
+        ``kin``: as returned for those before them; 0 at first. Each request counts once: the
+        caller sees to that.
+        """
+        found: list[tuple[int, int, int]] = []
+        for name in map(number_of, keys):
+            place, is_known = self._find(name)
+            if is_known:
+                kin = min(_LEVEL_OF[self._marks[place] // _KINS] + 1, _KINS - 1)
+            found.append((place, kin, 0 if is_known else name >> 32 | 1))
+        tags, times, marks, entered, reused, now = (
+            self._tags, self._times, self._marks, self._entered, self._reused, self.now,
+        )  # fmt: skip
+        least = 0
+        for place, own_kin, new_tag in reversed(found):  # the tail first: it is to leave before its head
+            now += 1
+            if new_tag:
+                tags[place] = new_tag
+                mark = max(1, least) * _KINS + own_kin
+            else:
+                mark = marks[place]
+                reused[_CLASS_OF[mark] * _BUCKETS + (now - times[place] & _BITS).bit_length()] += 1
+                mark = max(min(mark // _KINS + 1, MOST_USES), least) * _KINS + mark % _KINS
+            marks[place], times[place] = mark, now & _BITS
+            least = mark // _KINS
+            entered[_CLASS_OF[mark]] += 1
+        self.now = now
+        if now >= self._learns_at:
+            self._learn()
+        return kin
+
+    def _find(self, name: int) -> tuple[int, bool]:
+        """Return the place of a key's number, and whether it is there; else where it would be."""
+        tags, mask = self._tags, self._places - 1
+        tag, place, other = name >> 32 | 1, name & mask, name >> 22 & mask
+        if tags[place] == tag:
+            return place, True
+        if tags[other] == tag:
+            return other, True
+        times, now = self._times, self.now
+        older = not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
+        return (other if tags[place] and older else place), False
+
+    def known(self, key: BlockKey) -> tuple[int, int, int]:
+        """Return a key's uses, its class and its age; of one not known 0, the lowest and the
+        highest."""
+        place, is_known = self._find(number_of(key))
+        if not is_known:
+            return 0, 0, self.now
+        mark = self._marks[place]
+        return mark // _KINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
+
+    def restore(self, keys: Sequence[BlockKey], uses: NDArray[np.uint32]) -> None:
+        """Remember keys of before a restart, the one used last at the end."""
+        for key, count in zip(keys, uses.tolist(), strict=True):
+            name = number_of(key)
+            place, _ = self._find(name)
+            self.now += 1
+            self._tags[place], self._times[place] = name >> 32 | 1, self.now & _BITS
+            self._marks[place] = min(count + 1, MOST_USES) * _KINS
+
+    # -- classes -------------------------------------------------------------------------------
+
+    def rate(self, number: int, age: int) -> float:
+        """Return how many hits a copy of a class and age brings for each block that requests come
+        to while it is kept, if it is kept for as long as pays best."""
+        bucket = age.bit_length()
+        rates = self._rates[number]
+        return rates[bucket] + (rates[bucket + 1] - rates[bucket]) * (age / (1 << bucket >> 1) - 1.0 if age else 0.0)
+
+    def gain(self, number: int, age: int, rate: float) -> float:
+        """Return how many more hits are to be expected of a copy of a class and age, while it is
+        kept, than of one that brings ``rate``."""
+        bucket = age.bit_length()
+        gains = (self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
+        return float(gains.max() / self._left[number, bucket])
+
+    def _learn(self) -> None:
+        """Learn from the counts the chances of classes.
+
+        Of what came to be in a class at least an age ago, and was not wanted before that age, how
+        much was wanted at it (Kaplan and Meier's estimate): what came lately does not count as
+        never wanted.
+        """
+        now, memory = self.now, 8 * self._places
+        entered, reused = np.array(self._entered, np.float64), np.array(self._reused, np.float64)
+        times = np.array([time for time, _, _ in self._past] + [now + 1], np.float64)
+        counts = np.array([past for _, past, _ in self._past] + [entered])
+        ends = now - _EDGES[:-1]
+        risk = np.array(
+            [np.interp(ends, times, column) - np.interp(ends - memory, times, column) for column in counts.T]
+        )
+        old = max(
+            (past for past in self._past if past[0] <= now - memory), default=self._past[0], key=lambda past: past[0]
+        )
+        wanted = (reused - old[2]).reshape(CLASSES, _BUCKETS)
+        all_left, left = 1.0, np.ones(CLASSES)
+        self._hits, self._kept, self._left = (np.zeros((CLASSES, _BUCKETS)) for _ in range(3))
+        for bucket in range(_BUCKETS):
+            chance = min(
+                1.0,
+                (wanted[:, bucket].sum() + _FIRST_WEIGHT * _FIRST_CHANCE)
+                / (risk[:, bucket].sum() * all_left + _FIRST_WEIGHT),
+            )
+            all_left = max(all_left * (1.0 - chance), 1e-6)
+            own = np.minimum(1.0, (wanted[:, bucket] + _PRIOR * chance) / (risk[:, bucket] * left + _PRIOR))
+            self._left[:, bucket] = left
+            self._hits[:, bucket] = left * own
+            self._kept[:, bucket] = _WIDTHS[bucket] * left * (1.0 - own / 2)
+            left = np.maximum(left * (1.0 - own), 1e-6)
+        rates = np.zeros((CLASSES, _BUCKETS + 1))
+        for bucket in range(_BUCKETS):
+            hits, kept = self._hits[:, bucket:].cumsum(1), self._kept[:, bucket:].cumsum(1)
+            rates[:, bucket] = (hits / kept).max(1)
+        rates[:, _BUCKETS] = rates[:, _BUCKETS - 1]
+        self._rates: list[list[float]] = rates.tolist()
+        self._learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
+        self._past.append((now, entered, reused))
+        if len(self._past) > _MOST_PAST:
+            del self._past[1 : _MOST_PAST // 2 : 2]
