@@ -105,6 +105,8 @@ class RequestState:
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
     """Of its offers."""
+    cut: set[int] = field(default_factory=set)
+    """Groups of which a block was refused: what follows it would be of no use."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
@@ -147,6 +149,7 @@ class RequestState:
         self.held_tokens, self.held_blocks = 0, ()
         self.reached = [0] * len(self.geometry.groups)
         self.due = []
+        self.cut.clear()
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""

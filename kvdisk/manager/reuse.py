@@ -20,11 +20,11 @@ from kvdisk.manager.catalog import number_of
 
 MOST_PLACES: Final = 1 << 22
 FEWEST_PLACES: Final = 1 << 18
-MOST_USES: Final = 16
+MOST_USES: Final = 65
 """That are told apart."""
 _KINS: Final = 3
-_LEVEL_OF: Final = bytes((0, 0, 1, 2, 2, 3, 3, 3, 3)).ljust(MOST_USES + 1, b"\4")
-"""Of a number of uses: how often it can be halved, rounded up; at most 4."""
+_LEVEL_OF: Final = bytes((max(0, uses - 1).bit_length() for uses in range(MOST_USES + 1)))
+"""Of a number of uses: how often it can be halved, rounded up."""
 CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
 _CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
 _BUCKETS: Final = 33

@@ -299,6 +299,10 @@ class StorePlanner(HasParts):
         """
         missing = self._missing(offers)
         answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
+        if request is not None:
+            cut = request.cut
+            answers = [answer and offer.group not in cut for answer, (offer, _) in zip(answers, missing, strict=True)]
+            cut.update(offer.group for answer, (offer, _) in zip(answers, missing, strict=True) if not answer)
         admitted = list(compress(missing, answers))
         if len(admitted) < len(missing):
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))
