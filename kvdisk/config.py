@@ -164,15 +164,15 @@ class Config:
     """
     cpu_admission: str = _setting("all", _parse_admission)
     """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests
-    have wanted, n up to 16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does:
+    have wanted, n up to 16; `"learned"`; or a class of your own, `"module:Class"`. What each does:
     [admission](SCHEDULING.md#admission).
 
     Example: "reuse(2)"
     """
     nvme_admission: str = _setting("learned", _parse_admission)
-    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while
-    there is room, then the more by reuse the sooner copies are evicted. Memory still serves what
-    NVMe refuses, while it is there.
+    """Which blocks may enter the NVMe tier, with the same choices. `"learned"`: everything while
+    there is room, then what is likelier to be asked for than what would leave for it. Memory still
+    serves what NVMe refuses, while it is there.
 
     Example: "reuse(2)"
     """
@@ -184,9 +184,9 @@ class Config:
     Example: "2TB"
     """
     eviction: str = _setting("learned", _one_of(EVICTIONS))
-    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one
-    count as well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which
-    resists scans. With each the tail of a chain of blocks is evicted before its head.
+    """What a full tier evicts. `"learned"`: what is to bring the fewest hits for the time that it
+    is kept, learnt from how often and how soon blocks like it were asked for again. `"lru"`: what
+    was used longest ago. With both the tail of a chain of blocks is evicted before its head.
 
     Example: "lru"
     """
