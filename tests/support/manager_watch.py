@@ -103,12 +103,12 @@ class ManagerWatch(Watch):
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
     def _is_admitted(self, admission: str, key: BlockKey, hopes: Collection[str] = ()) -> bool:
-        """Whether enough requests wanted a block; ``adaptive`` may let others in too, and a user's
-        own any.
+        """Whether enough requests wanted a block; ``learned`` may let any in, and need not, as a
+        user's own.
 
         ``hopes``: requests that may have wanted it, besides.
         """
-        by_name = {"all": 0, "adaptive": 2}
+        by_name = {"all": 0, "learned": math.inf}
         needed = int(admission[6:-1]) if "(" in admission else 0 if ":" in admission else by_name[admission]
         return len(self._wants.get(key, set()).union(hopes)) >= needed
 
@@ -249,7 +249,7 @@ class ManagerWatch(Watch):
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
                 hopes: Collection[str] = () if writes else self.reads.hopes.get(move.key, ())
-                may_enter = admission == "adaptive" or self._is_admitted(admission, move.key, hopes)
+                may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
 
     def _spend(self, written_bytes: int) -> None:

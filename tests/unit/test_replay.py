@@ -145,7 +145,7 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
     packed = tmp_path / "small.gz"
     packed.write_bytes(gzip.compress(small.read_bytes()))
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    options = ["--json", "--nvme", "200,5%", "--eviction", "lru,credit", "--nvme-admission", "reuse(2)"]
+    options = ["--json", "--nvme", "200,5%", "--eviction", "lru,learned", "--nvme-admission", "reuse(2)"]
     outputs = []
     for path, processes in ((small, "1"), (packed, "3")):
         done = subprocess.run(
@@ -163,12 +163,12 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
         assert one["written_bytes"] == one["written_blocks"] * found["slot_bytes"]
     assert (found["json_version"], found["trace"]["requests"], found["trace"]["form"]) == (2, 60, "mooncake")
     assert found["slot_bytes"] == found["block_bytes"] + 4096 == (64 << 20) + 4096
-    assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "credit, reuse(2)"] * 2
+    assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "learned, reuse(2)"] * 2
     room = {"given": "200", "blocks": 200, "slots": 228}
     assert found["runs"][1]["room"] == found["runs"][1]["setting"]["nvme"] == room
     done = run_here("replay", small, "--nvme", "5%,20%", "--cpu", "10")
     assert done.exit_code == 0 and "60 requests" in done.stdout
-    assert done.stdout.count("credit, adaptive, cpu 10") == 2 and "by CPU" in done.stdout
+    assert done.stdout.count("learned, learned, cpu 10") == 2 and "by CPU" in done.stdout
 
 
 @pytest.mark.parametrize(
