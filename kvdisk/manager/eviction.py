@@ -145,6 +145,7 @@ class LruPolicy(EvictionPolicy):
     """Least recently used leaves first."""
 
     def worth(self, number: int, last: int) -> float:  # noqa: ARG002 - there is one class
+        """Return when a copy was last used."""
         return float(last)
 
 
@@ -159,9 +160,11 @@ class LearnedPolicy(EvictionPolicy):
     classes = CLASSES
 
     def class_of(self, row: int) -> int:
+        """Return the class that the history has a row's block in."""
         return self._history.known(self._keys[row])[1]
 
     def worth(self, number: int, last: int) -> float:
+        """Return what the history says that a copy brings."""
         return self._history.rate(number, self._history.now - last)
 
 

@@ -52,7 +52,7 @@ class ReuseHistory:
 
     The class of a block is made of its uses, in doublings, and of its kin: the uses of the last
     known block before it in the prompt that first brought it. So what extends a conversation is
-    told from what begins one. Of a chain no block has more uses than the one before it.
+    told from what begins one. Of a prompt that came no block has more uses than the one before it.
 
     A key takes 9 bytes of a place, and has two places: of two that are taken, the one that was
     wanted longest ago gives way. About once in 2**30 times a key is taken for another: that decides

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from functools import cache
@@ -17,7 +18,7 @@ from cli_stores import run_here
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_models import MODELS, run_belady, run_model
-from replay_traces import Prefixes, conversations, write_mooncake
+from replay_traces import Prefixes, Prompts, conversations, write_mooncake
 
 from kvdisk.cli.replay.run import Run, run_setting
 from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
@@ -91,6 +92,23 @@ def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats):
     assert sum(lru.hit_blocks.values()) == pytest.approx(sum(counts.hits), rel=0.01)
     assert lru.written_blocks == pytest.approx(counts.written, rel=0.03)
     assert sum(own.hit_blocks.values()) >= sum(counts.hits) and own.written_blocks <= counts.written / 2
+
+
+def test_a_scan_costs_a_warm_working_set_a_twentieth_of_its_hits_at_most(tmp_path):
+    """200 blocks of 20 documents, asked 600 times, in room for 300; ten times that room of what
+    never comes back, at once or between the documents."""
+    prefixes, rng = Prefixes(), random.Random(4)
+    asks = [prefixes.number([("document", rng.randrange(20)), *range(9), at]) for at in range(600)]
+    scan = [prefixes.number([("scan", at), *range(30)]) for at in range(100)]
+    mixed = [prompt for at, ask in enumerate(asks[400:]) for prompt in (ask, *scan[at // 2 : (at + 1) // 2])]
+    assert len(mixed) == 300
+
+    def hits(prompts: Prompts) -> int:
+        return sum(replayed(read_trace(write_mooncake(tmp_path / "t", prompts)), "300").hit_blocks.values())
+
+    without = hits(asks)
+    assert without == 5800
+    assert hits([*asks[:400], *scan, *asks[400:]]) >= 0.95 * without <= hits([*asks[:400], *mixed])
 
 
 # --- The models of tools/replay_models.py. ---
