@@ -116,11 +116,11 @@ class Demand:
         """A request has come to its first ``stop`` blocks of a group, or will."""
         start = request.counted[group]
         if start < stop:
-            keys = request.keys[group][start:stop]
+            keys = request.keys[group]
             request.counted[group] = stop
-            request.kin[group] = self._history.count(keys, request.kin[group])
+            request.kin[group] = self._history.count(keys, start, stop, request.kin[group])
             for admission in self._admissions:
-                admission.want(keys, request.request_id)
+                admission.want(keys[start:stop], request.request_id)
 
 
 def make_admission(text: str, history: ReuseHistory, key: str = "admission") -> AdmissionPolicy:

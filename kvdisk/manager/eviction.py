@@ -145,6 +145,7 @@ class LruPolicy(EvictionPolicy):
     """Least recently used leaves first."""
 
     def worth(self, number: int, last: int) -> float:  # noqa: ARG002 - there is one class
+        """Return when a copy was last used."""
         return float(last)
 
 
@@ -159,9 +160,11 @@ class LearnedPolicy(EvictionPolicy):
     classes = CLASSES
 
     def class_of(self, row: int) -> int:
+        """Return the class that the history has a row's block in."""
         return self._history.known(self._keys[row])[1]
 
     def worth(self, number: int, last: int) -> float:
+        """Return what the history says that a copy brings."""
         return self._history.rate(number, self._history.now - last)
 
 
@@ -233,6 +236,7 @@ class TailFirst:
         """
         policy, parent_rows = self._policy, self._catalog.parent_rows
         proposals, freed, given = policy.proposals(), [_NOBODY], set[int]()
+        staying: dict[int, int] = {}
         proposed = next(proposals, _NOBODY)
         while self._steps > 0:
             self._steps -= 1
@@ -240,7 +244,7 @@ class TailFirst:
                 if proposed == _NOBODY:
                     return
                 row = proposed[1]
-                follows = self._is_followed(row, found)
+                follows = self._is_followed(row, found, staying)
                 if follows:
                     policy.park(row)
                 proposed = next(proposals, _NOBODY)
@@ -253,17 +257,21 @@ class TailFirst:
             given.add(row)
             yield row
             parent = parent_rows[row]
-            if row in found and parent != NONE and not self._is_followed(parent, found):
+            if row in found and parent != NONE and not self._is_followed(parent, found, staying):
                 heappush(freed, (policy.worth_of(parent), parent))
 
-    def _is_followed(self, row: int, found: dict[int, None]) -> bool:
-        """Whether a copy in the tier follows a row's that does not leave before it."""
+    def _is_followed(self, row: int, found: dict[int, None], staying: dict[int, int]) -> bool:
+        """Whether a copy in the tier follows a row's that does not leave before it.
+
+        ``staying``: of rows that this search asked for, the first that may be such a copy: of many
+        that follow one row, none is looked at twice.
+        """
         columns = self._catalog.columns(self._tier)
-        child = columns.first_child[row]
+        child = staying.get(row, columns.first_child[row])
         while child != NONE and child in found:
-            self._steps -= 1
             child = columns.next_child[child]
-        return bool(child != NONE)
+        staying[row] = child
+        return child != NONE
 
 
 _POLICIES: Mapping[str, type[EvictionPolicy]] = {"learned": LearnedPolicy, "lru": LruPolicy}

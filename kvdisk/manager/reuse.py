@@ -23,7 +23,7 @@ FEWEST_PLACES: Final = 1 << 18
 MOST_USES: Final = 65
 """That are told apart."""
 _KINS: Final = 3
-_LEVEL_OF: Final = bytes((max(0, uses - 1).bit_length() for uses in range(MOST_USES + 1)))
+_LEVEL_OF: Final = bytes(max(0, uses - 1).bit_length() for uses in range(MOST_USES + 1))
 """Of a number of uses: how often it can be halved, rounded up."""
 CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
 _CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
@@ -52,7 +52,7 @@ class ReuseHistory:
 
     The class of a block is made of its uses, in doublings, and of its kin: the uses of the last
     known block before it in the prompt that first brought it. So what extends a conversation is
-    told from what begins one. Of a chain no block has more uses than the one before it.
+    told from what begins one. Of a prompt that came no block has more uses than the one before it.
 
     A key takes 9 bytes of a place, and has two places: of two that are taken, the one that was
     wanted longest ago gives way. About once in 2**30 times a key is taken for another: that decides
@@ -85,38 +85,50 @@ class ReuseHistory:
 
     # -- keys ----------------------------------------------------------------------------------
 
-    def count(self, keys: Sequence[BlockKey], kin: int) -> int:
-        """A request came to these blocks, in the order of its prompt, for the first time.
+    def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int) -> int:
+        """A request came to these blocks of its prompt, from ``start`` on, for the first time.
 
-        ``kin``: as returned for those before them; 0 at first. Each request counts once: the
-        caller sees to that.
+        ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
+        ``start``; 0 at first. Each request counts once: the caller sees to that.
         """
         found: list[tuple[int, int, int]] = []
-        for name in map(number_of, keys):
+        for name in map(number_of, keys[start:stop]):
             place, is_known = self._find(name)
             if is_known:
                 kin = min(_LEVEL_OF[self._marks[place] // _KINS] + 1, _KINS - 1)
-            found.append((place, kin, 0 if is_known else name >> 32 | 1))
+            found.append((place, kin, name >> 32 | 1))
         tags, times, marks, entered, reused, now = (
             self._tags, self._times, self._marks, self._entered, self._reused, self.now,
         )  # fmt: skip
         least = 0
-        for place, own_kin, new_tag in reversed(found):  # the tail first: it is to leave before its head
+        for place, own_kin, tag in reversed(found):  # the tail first: it is to leave before its head
             now += 1
-            if new_tag:
-                tags[place] = new_tag
-                mark = max(1, least) * _KINS + own_kin
-            else:
+            if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
                 mark = marks[place]
                 reused[_CLASS_OF[mark] * _BUCKETS + (now - times[place] & _BITS).bit_length()] += 1
                 mark = max(min(mark // _KINS + 1, MOST_USES), least) * _KINS + mark % _KINS
+            else:
+                tags[place] = tag
+                mark = max(1, least) * _KINS + own_kin
             marks[place], times[place] = mark, now & _BITS
             least = mark // _KINS
             entered[_CLASS_OF[mark]] += 1
         self.now = now
+        self._raise(keys, start, least)
         if now >= self._learns_at:
             self._learn()
         return kin
+
+    def _raise(self, keys: Sequence[BlockKey], stop: int, least: int) -> None:
+        """Let blocks before ``stop`` have at least so many uses: some were forgotten, and came back
+        before those behind them were counted."""
+        for at in range(stop - 1, -1, -1):
+            place, is_known = self._find(number_of(keys[at]))
+            if is_known:
+                uses, kin = divmod(self._marks[place], _KINS)
+                if uses >= least:
+                    break
+                self._marks[place] = least * _KINS + kin
 
     def _find(self, name: int) -> tuple[int, bool]:
         """Return the place of a key's number, and whether it is there; else where it would be."""
@@ -131,11 +143,11 @@ class ReuseHistory:
         return (other if tags[place] and older else place), False
 
     def known(self, key: BlockKey) -> tuple[int, int, int]:
-        """Return a key's uses, its class and its age; of one not known 0, the lowest and the
-        highest."""
+        """Return a key's uses, its class and its age; of one not known 0, the lowest, and as old as
+        can be."""
         place, is_known = self._find(number_of(key))
         if not is_known:
-            return 0, 0, self.now
+            return 0, 0, min(self.now, _BITS)
         mark = self._marks[place]
         return mark // _KINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
 
@@ -146,13 +158,15 @@ class ReuseHistory:
             place, _ = self._find(name)
             self.now += 1
             self._tags[place], self._times[place] = name >> 32 | 1, self.now & _BITS
-            self._marks[place] = min(count + 1, MOST_USES) * _KINS
+            self._marks[place] = mark = min(count + 1, MOST_USES) * _KINS
+            self._entered[_CLASS_OF[mark]] += 1
 
     # -- classes -------------------------------------------------------------------------------
 
     def rate(self, number: int, age: int) -> float:
         """Return how many hits a copy of a class and age brings for each block that requests come
         to while it is kept, if it is kept for as long as pays best."""
+        age = min(age, _BITS)
         bucket = age.bit_length()
         rates = self._rates[number]
         return rates[bucket] + (rates[bucket + 1] - rates[bucket]) * (age / (1 << bucket >> 1) - 1.0 if age else 0.0)

@@ -8,7 +8,7 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
@@ -115,13 +115,14 @@ class TierSpace:
 
     def admits(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[bool]:
         """Return of each block whether it may enter now; never what follows a refused one, which it
-        would be of no use without. ``parents``: of each, which come before it, if at all."""
+        would be of no use without. ``keys``: of one chain the tail comes first, or last.
+        ``parents``: of each."""
         if self.admission.is_open:
             return [True] * len(keys)
         answers = list(self.admission.admits(keys))
         refused = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
-        for at, parent in enumerate(parents) if refused else ():
-            if parent in refused:
+        for at in chain(range(len(keys)), reversed(range(len(keys)))) if refused else ():
+            if parents[at] in refused:
                 answers[at] = False
                 refused.add(keys[at])
         return answers

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from functools import cache
@@ -17,7 +18,7 @@ from cli_stores import run_here
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_models import MODELS, run_belady, run_model
-from replay_traces import Prefixes, conversations, write_mooncake
+from replay_traces import Prefixes, Prompts, conversations, write_mooncake
 
 from kvdisk.cli.replay.run import Run, run_setting
 from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
@@ -93,6 +94,23 @@ def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats):
     assert sum(own.hit_blocks.values()) >= sum(counts.hits) and own.written_blocks <= counts.written / 2
 
 
+def test_a_scan_costs_a_warm_working_set_a_twentieth_of_its_hits_at_most(tmp_path):
+    """200 blocks of 20 documents, asked 600 times, in room for 300; ten times that room of what
+    never comes back, at once or between the documents."""
+    prefixes, rng = Prefixes(), random.Random(4)
+    asks = [prefixes.number([("document", rng.randrange(20)), *range(9), at]) for at in range(600)]
+    scan = [prefixes.number([("scan", at), *range(30)]) for at in range(100)]
+    mixed = [prompt for at, ask in enumerate(asks[400:]) for prompt in (ask, *scan[at // 2 : (at + 1) // 2])]
+    assert len(mixed) == 300
+
+    def hits(prompts: Prompts) -> int:
+        return sum(replayed(read_trace(write_mooncake(tmp_path / "t", prompts)), "300").hit_blocks.values())
+
+    without = hits(asks)
+    assert without == 5800
+    assert hits([*asks[:400], *scan, *asks[400:]]) >= 0.95 * without <= hits([*asks[:400], *mixed])
+
+
 # --- The models of tools/replay_models.py. ---
 
 
@@ -145,7 +163,7 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
     packed = tmp_path / "small.gz"
     packed.write_bytes(gzip.compress(small.read_bytes()))
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    options = ["--json", "--nvme", "200,5%", "--eviction", "lru,credit", "--nvme-admission", "reuse(2)"]
+    options = ["--json", "--nvme", "200,5%", "--eviction", "lru,learned", "--nvme-admission", "reuse(2)"]
     outputs = []
     for path, processes in ((small, "1"), (packed, "3")):
         done = subprocess.run(
@@ -163,12 +181,12 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
         assert one["written_bytes"] == one["written_blocks"] * found["slot_bytes"]
     assert (found["json_version"], found["trace"]["requests"], found["trace"]["form"]) == (2, 60, "mooncake")
     assert found["slot_bytes"] == found["block_bytes"] + 4096 == (64 << 20) + 4096
-    assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "credit, reuse(2)"] * 2
+    assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "learned, reuse(2)"] * 2
     room = {"given": "200", "blocks": 200, "slots": 228}
     assert found["runs"][1]["room"] == found["runs"][1]["setting"]["nvme"] == room
     done = run_here("replay", small, "--nvme", "5%,20%", "--cpu", "10")
     assert done.exit_code == 0 and "60 requests" in done.stdout
-    assert done.stdout.count("credit, adaptive, cpu 10") == 2 and "by CPU" in done.stdout
+    assert done.stdout.count("learned, learned, cpu 10") == 2 and "by CPU" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
         layout = NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,))
+        parts.history.reserve(setting.nvme.slots)
         admission = make_admission(setting.nvme_admission, parts.history, "nvme_admission")
         nvme = NvmeSpace(parts, layout, InstantIndex(), admission)
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
