@@ -129,8 +129,8 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.keys = tuple([[] for _ in self.geometry.groups])
-        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
         self.holds_nothing()
+        self.count_anew()
 
     def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
@@ -150,6 +150,10 @@ class RequestState:
         self.reached = [0] * len(self.geometry.groups)
         self.due = []
         self.cut.clear()
+
+    def count_anew(self) -> None:
+        """What was counted of it is forgotten, or it has other keys."""
+        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""
@@ -179,7 +183,7 @@ class RequestState:
                 for stale in self.keys:
                     stale.clear()
                 self.hash_count = 0
-                self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
+                self.count_anew()
                 self.lookups = Lookups()
                 return True
         return False

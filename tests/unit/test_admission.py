@@ -83,6 +83,19 @@ def test_one_that_waits_is_read_ahead_for_loads_and_computes_counts_once():
     assert [bench.manager._history.known(key)[0] for key in KEYS] == [2] * 3
 
 
+def test_one_that_starts_again_after_a_reset_counts_anew():
+    bench = TierBench((8,), (), store_policy="on_compute")
+    bench.add(PROMPT, finishing=False)
+    bench.step()
+    bench.change_weights()
+    victim = bench.engine.running.pop()
+    bench.engine._preempt(victim)
+    bench.engine._preempted.append(victim.id)
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [0] * 3
+    bench.finish()
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [1] * 3
+
+
 class TestLearned:
     @staticmethod
     def make(rate=0.5):
