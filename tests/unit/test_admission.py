@@ -85,13 +85,11 @@ def test_one_that_waits_is_read_ahead_for_loads_and_computes_counts_once():
 
 def test_one_that_starts_again_after_a_reset_counts_anew():
     bench = TierBench((8,), (), store_policy="on_compute")
-    bench.add(PROMPT, finishing=False)
+    request = bench.engine.add("one", PROMPT, 9)
     bench.step()
-    bench.change_weights()
-    victim = bench.engine.running.pop()
-    bench.engine._preempt(victim)
-    bench.engine._preempted.append(victim.id)
+    bench.change_weights()  # which preempts it
     assert [bench.manager._history.known(key)[0] for key in KEYS] == [0] * 3
+    request.finishing = True
     bench.finish()
     assert [bench.manager._history.known(key)[0] for key in KEYS] == [1] * 3
 
