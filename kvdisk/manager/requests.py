@@ -105,8 +105,9 @@ class RequestState:
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
     """Of its offers."""
-    cut: set[int] = field(default_factory=set)
-    """Groups of which a block was refused: what follows it would be of no use."""
+    cut: dict[int, int] = field(default_factory=dict)
+    """By group the position of the first block that was not admitted: what follows it would be of
+    no use."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False

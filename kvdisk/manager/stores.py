@@ -145,7 +145,8 @@ class StorePlanner(HasParts):
         """Forget a request. What of it waits for a segment may still be stored while the engine has
         it cached; room that others leave is for the requests that live."""
         if request.due and not request.stale and self._target.status.has_room_soon:
-            due = [(group, at) for group, at in request.due if at < request.reached[group]]
+            ends = [request.cut.get(group, reached) for group, reached in enumerate(request.reached)]
+            due = [(group, at) for group, at in request.due if at < min(ends[group], request.reached[group])]
             left = [offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)]
             self._left = (self._left + left)[:MOST_LEFT]
         self.forget(request)
@@ -301,8 +302,13 @@ class StorePlanner(HasParts):
         answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
         if request is not None:
             cut = request.cut
-            answers = [answer and offer.group not in cut for answer, (offer, _) in zip(answers, missing, strict=True)]
-            cut.update(offer.group for answer, (offer, _) in zip(answers, missing, strict=True) if not answer)
+            for offer in compress([offer for offer, _ in missing], [not answer for answer in answers]):
+                if offer.position >= 0:
+                    cut[offer.group] = min(offer.position, cut.get(offer.group, offer.position))
+            answers = [
+                answer and offer.position < cut.get(offer.group, offer.position + 1)
+                for answer, (offer, _) in zip(answers, missing, strict=True)
+            ]
         admitted = list(compress(missing, answers))
         if len(admitted) < len(missing):
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))

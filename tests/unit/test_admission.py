@@ -135,6 +135,17 @@ class TestLearned:
         answers = space.admits(*zip(*chain, strict=True))
         assert dict(zip(dict(chain), answers, strict=True)) == dict.fromkeys(KEYS, False) | {OTHER: True}
 
+    @pytest.mark.parametrize("has_room", [False, True])
+    def test_nor_does_it_enter_in_a_later_step(self, has_room):
+        """Where there is no room yet, what comes before waits for it, also beyond its request."""
+        bench = TierBench((), (8,), nvme_admission="reuse(1)")
+        if has_room:
+            bench.serve("x" * 3)
+            bench.parts.nvme.discard(*bench.catalog.rows())
+        bench.parts.nvme.admission.admits = lambda keys: [key != KEYS[2] for key in keys]
+        bench.serve("aabbccddeex")
+        assert {bench.catalog.keys[row] for row in bench.catalog.rows()} == set(KEYS[:2])
+
 
 class Own(AdmissionPolicy):
     """Lets nothing in."""
