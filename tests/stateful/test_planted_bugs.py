@@ -188,10 +188,6 @@ BUGS = {
         "request.due = []",
         (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW),
     ),
-    "block of a failed store never offered again": Bug(
-        stores, "request.due += [(detail.group, detail.position) for detail in details if detail.position >= 0]", "pass"
-    ),
-    "block offered that a request has not computed again": Bug(stores, "if at < request.reached[group]}", "}"),
     "refused block offered every step": Bug(
         requests, "return released <= self.released or now < self.retry_s", "return False"
     ),
