@@ -31,6 +31,10 @@ class SchedulerContext(Protocol):
         """GPU blocks of the pool, the null block included."""
 
     @property
+    def free_count(self) -> int:
+        """Blocks of the free queue."""
+
+    @property
     def caches(self) -> bool:
         """Whether the engine's own prefix cache is on."""
 

@@ -5,6 +5,7 @@ match the code."""
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -194,6 +195,12 @@ def test_nothing_names_a_machine_or_a_registry():
 
 def test_links_lead_somewhere():
     assert not [f"{named(path)}: {what}" for path in prose() for what in broken_links(path, path.read_text())]
+
+
+@pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda tool: tool.stem)
+def test_every_tool_can_be_imported(tool):
+    if tool.stem != "measure_scheduler":  # tests/connector/test_size.py, where vLLM is loaded
+        importlib.import_module(tool.stem)
 
 
 def contract_layers() -> list[list[str]]:

@@ -21,7 +21,6 @@ import importlib.util
 import json
 import mmap
 import os
-import random
 import secrets
 import shutil
 import statistics
@@ -254,7 +253,7 @@ def main(arguments: list[str]) -> int:
     console.print(Machine.here(options.dir).sentence)
     table = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
     memory = memoryview(mmap.mmap(-1, total_bytes))
-    memory[:] = random.randbytes(total_bytes)  # noqa: S311 - no drive compresses it
+    memory[:] = os.urandom(total_bytes)  # no drive compresses it
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
         fd, direct = stack.enter_context(nameless_file(private, total_bytes))

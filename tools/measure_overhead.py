@@ -23,12 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from demo import WORK, DemoError, build_model, inspect
+from demo import WORK, DemoError, build_model
 from engine_child import EngineChild, EngineError
 from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.bench import Machine
+from kvdisk.cli.survey import survey_store
 
 CONNECTED, ALONE = "with kvdisk", "vLLM alone"
 
@@ -138,7 +139,7 @@ def run_pair(
         EngineChild(model, place / "alone.log", layout=options.layout, **limits) as alone,
     ):
         yield from take_turns({CONNECTED: connected, ALONE: alone}, pair, options, console)
-    used_bytes = inspect(place / "store")["totals"]["used_bytes"]
+    used_bytes = survey_store(place / "store").totals.used_bytes
     assert used_bytes, "nothing was stored, so this measures nothing"
     console.print(f"pair {pair + 1} left {used_bytes / 2**20:,.0f} MiB of blocks on NVMe")
 

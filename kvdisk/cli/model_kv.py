@@ -10,6 +10,7 @@ be a guess.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,13 +166,13 @@ def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str)
         yield "values and keys of different sizes"
 
 
-def _find(config: Mapping[str, Any], kind: str, *names: str) -> int | None:
+def _find(config: Mapping[str, Any], kind: str, *names: str, limit: float = _LIMIT) -> int | None:
     """Return the first of these fields that the configuration has. Raises ConfigError where it is
     no sensible number."""
     for name in names:
         value = config.get(name)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LIMIT:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < limit:
                 raise ConfigError(f"{name} in this model's configuration ({kind}) cannot be {value!r}.")
             return value
     return None
@@ -211,7 +212,9 @@ def _head_elements(config: Mapping[str, Any], kind: str, heads: int, mla: bool) 
 
 def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[tuple[int | None, ...], list[str]]:
     """Return the window of each layer, and what had to be assumed."""
-    window = None if config.get("use_sliding_window") is False else _find(config, kind, "sliding_window")
+    window = None
+    if config.get("use_sliding_window") is not False:
+        window = _find(config, kind, "sliding_window", limit=math.inf)  # 2147483647 is some models' word for none
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         if len(kinds) != layers:

@@ -68,7 +68,7 @@ class Segment:
     free bytes in runs of less than 2 MiB on a rank, which a larger write goes around; null where
     nothing is free. ``read_run_blocks``: how many blocks are read at a time, in the mean, where
     chains are read in order: a block that lies behind its parent is read with it. ``files``: of
-    each rank, with rank, length_bytes, allocated_bytes.
+    each rank, with segment, rank, length_bytes, allocated_bytes, drive.
     """
 
     segment: int

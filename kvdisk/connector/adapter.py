@@ -343,6 +343,11 @@ class BlockPoolContext:
         """GPU blocks of the pool, the null block included."""
         return len(self._pool.blocks)
 
+    @property
+    def free_count(self) -> int:
+        """Blocks of the free queue."""
+        return int(self._pool.get_num_free_blocks())
+
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
         return PooledBlock(self._pool.blocks[block_id], self._geometry)

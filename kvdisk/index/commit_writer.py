@@ -111,7 +111,9 @@ class CommitWriter:
             self._retry_now = True
             self._changed.notify_all()
             most_failures = self._failures + tries
-            self._changed.wait_for(lambda: not self.waiting or self._failures >= most_failures, timeout_s)
+            self._changed.wait_for(
+                lambda: not self.waiting or self._stopping or self._failures >= most_failures, timeout_s
+            )
             return not self.waiting
 
     def stop(self, timeout_s: float) -> bool:
@@ -138,7 +140,8 @@ class CommitWriter:
             logger.exception("kvdisk stores nothing more on NVMe, because of this error; please report it.")
         finally:
             # Also when a bug has ended the loop: nothing more will be committed, so nothing more
-            # may be stored.
+            # may be stored, and nobody is to wait for it.
+            self._stopping = True
             self._publish(self.progress._replace(state=IndexState.REFUSING))
 
     def _take(self) -> list[Operation]:

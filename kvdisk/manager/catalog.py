@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import reduce
 from itertools import compress, repeat
 from typing import Final
 
@@ -53,6 +54,8 @@ _PRESENCE_OF = bytes((ABSENT, WRITING, READY, ABSENT))
 """The presence of a block by the state of its only copy, which its tier lets be read."""
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
+_FEW = 8
+"""Of fewer keys an array costs more than it saves."""
 
 
 class TierColumns:
@@ -70,7 +73,11 @@ class TierColumns:
         self.states = bytearray()
         self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
         self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
-        self.hidden: frozenset[int] = frozenset()
+        self.hide(frozenset())
+
+    def hide(self, segments: frozenset[int]) -> None:
+        """See ``Catalog.hide``."""
+        self.hidden, self._hidden = segments, np.fromiter(segments, np.uint32)
 
     def grow(self, count: int) -> None:
         """Make place for so many more rows."""
@@ -130,7 +137,7 @@ class TierColumns:
         states = np.frombuffer(self.states, np.uint8)[rows]
         found = np.frombuffer(_PRESENCE_OF, np.uint8)[states]
         if self.hidden:
-            hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], list(self.hidden))
+            hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], self._hidden)
             found[hidden & (states == READY)] = ABSENT
         return found
 
@@ -294,7 +301,10 @@ class Catalog:
 
     def readable_tier(self, row: int) -> Tier | None:
         """Return the fastest tier that a row (or -1) can be loaded from now."""
-        return next((tier for tier in TIERS if row != NONE and self.readable(row, tier)), None)
+        for tier, columns in self._columns.items() if row != NONE else ():
+            if columns.presence(row) == READY:
+                return tier
+        return None
 
     def is_only_in(self, tier: Tier, row: int) -> bool:
         """Whether a row has a READY copy in a tier, and none anywhere else."""
@@ -302,18 +312,17 @@ class Catalog:
             columns.states[row] == (READY if other is tier else ABSENT) for other, columns in self._columns.items()
         )
 
-    def is_coming(self, row: int) -> bool:
-        """Whether a row (or -1) can be loaded now, or is being written."""
-        return row != NONE and any(columns.presence(row) != ABSENT for columns in self._columns.values())
-
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return of each key how near its block is to be loaded, as a byte: READY, it can be;
         WRITING, it is on its way to a tier; ABSENT."""
         if not self._rows:
             return bytes(len(keys))
-        rows = np.fromiter(map(self._rows.get, keys, repeat(NONE)), np.intp, len(keys))
-        found: NDArray[np.uint8] = np.maximum.reduce([columns.presences(rows) for columns in self._columns.values()])
-        found[rows == NONE] = ABSENT
+        tiers, rows = self._columns.values(), map(self._rows.get, keys, repeat(NONE))
+        if len(keys) < _FEW:
+            return bytes([max([tier.presence(row) for tier in tiers]) if row != NONE else ABSENT for row in rows])
+        places = np.fromiter(rows, np.intp, len(keys))
+        found = reduce(np.maximum, [tier.presences(places) for tier in tiers])
+        found[places == NONE] = ABSENT
         return found.tobytes()
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
@@ -329,7 +338,7 @@ class Catalog:
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
         """Let nobody read copies in these segments of a tier, and all others again."""
         if segments != self._columns[tier].hidden:
-            self._columns[tier].hidden = segments
+            self._columns[tier].hide(segments)
             self.gains += 1
             self.losses += 1
 

@@ -49,20 +49,20 @@ class Demotions:
 
     # -- what is asked -----------------------------------------------------------------------------
 
-    def offer(self, rows: Sequence[int]) -> int:
+    def offer(self, rows: Sequence[int], *, own: bool = False) -> int:
         """Queue those READY copies that the lower tier admits, and neither has nor can read from a
         neighbour.
 
         Asked when a copy becomes READY, each time its key's count may have risen, and before it
-        leaves. Returns how many were queued: not those that are already, nor more than there is
-        place for.
+        leaves. ``own``: also what a neighbour has. Returns how many were queued: not those that are
+        already, nor more than there is place for.
         """
         keys = self._catalog.keys
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
         wanted = [row for row in rows if above[row] == READY and below[row] == ABSENT]
         if not wanted or not self._lower.status.is_open:
             return 0
-        if self._neighbours.hints:
+        if self._neighbours.hints and not own:
             wanted = [row for row in wanted if not self._is_with_neighbour(row)]
         if not self._lower.admission.is_open:
             parents = map(self._catalog.parent, wanted)

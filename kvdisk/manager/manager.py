@@ -298,6 +298,7 @@ class TierManager(HasParts):
         for request in self._requests.values():
             request.hit_tokens.clear()
             request.stale = True
+            request.count_anew()
 
     # -- questions of the engine ---------------------------------------------------------------
 

@@ -105,8 +105,9 @@ class RequestState:
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
     """Of its offers."""
-    cut: set[int] = field(default_factory=set)
-    """Groups of which a block was refused: what follows it would be of no use."""
+    cut: dict[int, int] = field(default_factory=dict)
+    """By group the position of the first block that was not admitted: what follows it would be of
+    no use."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
@@ -129,8 +130,8 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.keys = tuple([[] for _ in self.geometry.groups])
-        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
         self.holds_nothing()
+        self.count_anew()
 
     def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
@@ -150,6 +151,10 @@ class RequestState:
         self.reached = [0] * len(self.geometry.groups)
         self.due = []
         self.cut.clear()
+
+    def count_anew(self) -> None:
+        """What was counted of it is forgotten, or it has other keys."""
+        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""
@@ -179,7 +184,7 @@ class RequestState:
                 for stale in self.keys:
                     stale.clear()
                 self.hash_count = 0
-                self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
+                self.count_anew()
                 self.lookups = Lookups()
                 return True
         return False

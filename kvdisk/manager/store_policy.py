@@ -63,7 +63,7 @@ class StorePolicy(Protocol):
         """Return the free blocks to offer, no key twice.
 
         Asked when the engine may have taken as many blocks as a step can since it was last asked,
-        and not during a back-off.
+        or has fewer free than ``AHEAD_STEPS`` steps can take, and not during a back-off.
         """
         return ()
 

@@ -21,12 +21,12 @@ from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import BackOff, RequestState
-from kvdisk.manager.store_policy import StorePolicy
+from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
 MOST_LEFT = 1024
-"""Blocks of requests that have ended which wait for room."""
+"""Blocks of requests that have ended which wait for room: the head of each, and of all the last."""
 
 
 class _Offer(NamedTuple):
@@ -94,6 +94,7 @@ class StorePlanner(HasParts):
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         storable_tokens = self._storable_tokens(request, computed_tokens)
+        had_due = bool(request.due)
         for group in self._geometry.groups:
             start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
             request.reached[group.group] = stop
@@ -105,9 +106,9 @@ class StorePlanner(HasParts):
                 request.due += [(group.group, at) for at in positions]
         if not request.due or request.back_off.holds(self._state.released, now):
             return
-        # Of what was offered before the request may hold less by now.
-        due = {(group, at) for group, at in request.due if at < request.reached[group]}
-        offers = self._offers(request, due, block_ids)
+        if had_due:  # of what was offered before the request may hold less by now, or have reached it again
+            request.due = list({(group, at) for group, at in request.due if at < request.reached[group]})
+        offers = self._offers(request, request.due, block_ids)
         job_id, refused = self._store(offers, request, now)
         request.due = [(offer.group, offer.position) for offer in refused]
         if job_id is not None:
@@ -131,7 +132,7 @@ class StorePlanner(HasParts):
         """Refresh the recency of blocks that a request has reached, and offer those that a tier has
         to the next one again: their count has risen."""
         catalog = self._catalog
-        used = [row for row in catalog.find_all(keys) if catalog.is_coming(row)]
+        used = list(compress(catalog.find_all(keys), catalog.presences(keys)))
         if not used:
             return
         for space in self._tiers:
@@ -145,9 +146,10 @@ class StorePlanner(HasParts):
         """Forget a request. What of it waits for a segment may still be stored while the engine has
         it cached; room that others leave is for the requests that live."""
         if request.due and not request.stale and self._target.status.has_room_soon:
-            due = [(group, at) for group, at in request.due if at < request.reached[group]]
+            ends = [request.cut.get(group, reached) for group, reached in enumerate(request.reached)]
+            due = [(group, at) for group, at in request.due if at < min(ends[group], request.reached[group])]
             left = [offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)]
-            self._left = (self._left + left)[:MOST_LEFT]
+            self._left = (self._left + left[:MOST_LEFT])[-MOST_LEFT:]
         self.forget(request)
 
     def has_left(self, now: float) -> bool:
@@ -231,14 +233,17 @@ class StorePlanner(HasParts):
         offers.
 
         The policy is asked when the engine may have taken as many blocks as a step can since the
-        last time, so that an ordinary step does not look at the free queue.
+        last time. Where few are free it is asked in each step: what is freed then is near the
+        front at once. An ordinary step with many free blocks does not look at the free queue.
         """
         if self.has_left(now):
             self._left_at, block_of = self._state.released, self._context.get_block
             # One request may have left what another has left, too.
             cached = {offer.key: offer for offer in self._left if block_of(offer.gpu_block).key == offer.key}
             self._left = self._store(list(cached.values()), None, now)[1]
-        if self._state.taken_blocks < self._context.step_blocks or self._free_back_off.holds(self._state.released, now):
+        step_blocks = self._context.step_blocks
+        is_time = self._state.taken_blocks >= step_blocks or self._context.free_count < AHEAD_STEPS * step_blocks
+        if not is_time or self._free_back_off.holds(self._state.released, now):
             return
         self._state.taken_blocks = 0
         found = self._store_policy.free_offers(self._context)
@@ -265,25 +270,25 @@ class StorePlanner(HasParts):
     ) -> list[_Offer]:
         """Return a request's blocks, by group and position, in the order of its prompt over all
         groups."""
-        offers = []
-        for group, at in places:
-            keys = request.keys[group]
-            offers.append(_Offer(keys[at], keys[at - 1] if at else None, gpu_blocks[group][at], group, at))
-        offers.sort(key=self._place_in_prompt)
-        return offers
+        keys = request.keys
+        return [
+            _Offer(keys[group][at], keys[group][at - 1] if at else None, gpu_blocks[group][at], group, at)
+            for group, at in sorted(places, key=self._place_in_prompt if len(keys) > 1 else None)
+        ]
 
-    def _place_in_prompt(self, offer: _Offer) -> tuple[int, int]:
-        return (offer.position + 1) * self._geometry.groups[offer.group].block_tokens, offer.group
+    def _place_in_prompt(self, place: tuple[int, int]) -> tuple[int, int]:
+        group, at = place
+        return (at + 1) * self._geometry.groups[group].block_tokens, group
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
         as near as the first tier is."""
-        catalog, near = self._catalog, self._target.tier
-        rows = catalog.find_all([offer.key for offer in offers])
+        keys, near = [offer.key for offer in offers], self._target.tier
+        found = zip(offers, self._catalog.find_all(keys), self._catalog.presences(keys), strict=True)
         return [
             (offer, row)
-            for offer, row in zip(offers, rows, strict=True)
-            if offer.gpu_block and not catalog.is_coming(row) and not self._neighbours.holds(offer.key, near)
+            for offer, row, presence in found
+            if offer.gpu_block and not presence and not self._neighbours.holds(offer.key, near)
         ]
 
     def _store(
@@ -301,8 +306,13 @@ class StorePlanner(HasParts):
         answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
         if request is not None:
             cut = request.cut
-            answers = [answer and offer.group not in cut for answer, (offer, _) in zip(answers, missing, strict=True)]
-            cut.update(offer.group for answer, (offer, _) in zip(answers, missing, strict=True) if not answer)
+            for offer in compress([offer for offer, _ in missing], [not answer for answer in answers]):
+                if offer.position >= 0:
+                    cut[offer.group] = min(offer.position, cut.get(offer.group, offer.position))
+            answers = [
+                answer and offer.position < cut.get(offer.group, offer.position + 1)
+                for answer, (offer, _) in zip(answers, missing, strict=True)
+            ]
         admitted = list(compress(missing, answers))
         if len(admitted) < len(missing):
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))
@@ -342,6 +352,8 @@ class StorePlanner(HasParts):
                 served.append(offer)
             elif in_order:
                 break
+        if len(served) < len(wanted) and target.lower is not None:
+            target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
         # Of one group the slots lie beside each other.
         by_group = sorted(served, key=lambda offer: offer.group)
         taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]

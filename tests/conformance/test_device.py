@@ -97,3 +97,23 @@ def test_the_nth_transfer_fails_is_torn_or_lost():
     assert inner.contents(7) == written, "half of the one, and nothing of a single block"
     device.submit(Op.WRITE, [Transfer(7, 0, (memory,))])
     assert device.drain()[0].errors == {} and inner.contents(7) == written, "lost, and nobody is told"
+
+
+def test_a_read_is_corrupted_and_batches_are_held():
+    inner, memory = MemoryDevice(), make_memory(3 * ALIGNMENT)
+    data = bytearray(fill(memory, 1))
+    inner.attach_file(7)
+    device = FaultyDevice(inner, FaultPlan(corrupt={2: ALIGNMENT + 5}, hold=True))
+    views = tuple(memory[at * ALIGNMENT : (at + 1) * ALIGNMENT] for at in range(3))
+    tickets = [device.submit(Op.WRITE, [Transfer(7, at * ALIGNMENT, (view,))]) for at, view in enumerate(views)]
+    assert device.poll() == [] and device.held == 3 and inner.contents(7) == b""
+    device.release(2)
+    assert [outcome.ticket for outcome in device.poll(WAIT_S)] == tickets[:2], "the oldest first"
+    assert device.held == 1 and inner.contents(7) == data[: 2 * ALIGNMENT]
+    device.drain()
+    for _ in range(2):
+        assert bytes(memory) == data
+        device.submit(Op.READ, [Transfer(7, 0, views)])
+        assert device.drain()[0].errors == {}
+    data[ALIGNMENT + 5] ^= 1
+    assert bytes(memory) == data, "one bit of the second read"

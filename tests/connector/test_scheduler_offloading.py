@@ -213,11 +213,3 @@ def change_weights(bench: Bench) -> None:
         }
         return
     bench.weights += 1
-
-
-def test_a_cpu_tier_of_one_slot_still_feeds_the_drive(engines):
-    """The half of it that may wait for the drive is that slot."""
-    bench = engines.make(nvme=True, extra={"cpu_bytes": SLOT_BYTES})
-    bench.serve("a", prompt_of(1, BLOCK_TOKENS + 1))
-    bench.run()
-    assert bench.in_tier(Tier.NVME) == set(bench.keys("a")[:1])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,3 +92,8 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
         geometry = geometry_of(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks)), cache)
         assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
         assert ours.geometry(ranks, 16).replicated == geometry.replicated
+
+
+def test_the_tool_that_measures_vllm_can_be_imported():
+    """Here, since vLLM is loaded; ``tests/test_tidy.py`` has the others."""
+    importlib.import_module("measure_scheduler")

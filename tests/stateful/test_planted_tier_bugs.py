@@ -38,12 +38,12 @@ def shows_in(*sizes: Sizes) -> Callable[[Callable[[Patch], None]], Callable[[Pat
 
 @shows_in(*on.ON_COMPUTE_SIZES)
 def nvme_refusal_never_asked_again(patch: Patch) -> None:
-    def offer(original: Any, self: Demotions, rows: Sequence[int]) -> int:
+    def offer(original: Any, self: Demotions, rows: Sequence[int], **how: bool) -> int:
         asked = self.__dict__.setdefault("asked", set())
         keys = {row: (self._catalog.keys[row], self._catalog.generations[row]) for row in rows}
         new = [row for row in rows if keys[row] not in asked]
         asked.update(keys.values())
-        return original(self, new)
+        return original(self, new, **how)
 
     wrap(patch, Demotions, "offer", offer)
 

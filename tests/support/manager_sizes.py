@@ -48,7 +48,7 @@ SPILLOVER_REUSE = Sizes(
 SPILLOVER_WINDOW = Sizes(_TWO_GROUPS, _config(store_policy="spillover"), 12, (2, 2), (2, 2), 2, _LONG_PROMPTS, 2)
 QUEUE = Sizes(_ONE_GROUP, _config(lookup_wait_s=0.5), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 QUEUE_WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3)
-QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
+QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(3)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 ON_PREEMPTION_QUEUE = Sizes(
     _TWO_GROUPS,
     _config(store_policy="on_preemption", nvme_admission="learned", **_TWO_LARGE_BLOCKS_AN_HOUR),

@@ -83,6 +83,17 @@ def test_one_that_waits_is_read_ahead_for_loads_and_computes_counts_once():
     assert [bench.manager._history.known(key)[0] for key in KEYS] == [2] * 3
 
 
+def test_one_that_starts_again_after_a_reset_counts_anew():
+    bench = TierBench((8,), (), store_policy="on_compute")
+    request = bench.engine.add("one", PROMPT, 9)
+    bench.step()
+    bench.change_weights()  # which preempts it
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [0] * 3
+    request.finishing = True
+    bench.finish()
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [1] * 3
+
+
 class TestLearned:
     @staticmethod
     def make(rate=0.5):
@@ -123,6 +134,17 @@ class TestLearned:
         chain = chain[::-1] if tail_first else chain
         answers = space.admits(*zip(*chain, strict=True))
         assert dict(zip(dict(chain), answers, strict=True)) == dict.fromkeys(KEYS, False) | {OTHER: True}
+
+    @pytest.mark.parametrize("has_room", [False, True])
+    def test_nor_does_it_enter_in_a_later_step(self, has_room):
+        """Where there is no room yet, what comes before waits for it, also beyond its request."""
+        bench = TierBench((), (8,), nvme_admission="reuse(1)")
+        if has_room:
+            bench.serve("x" * 3)
+            bench.parts.nvme.discard(*bench.catalog.rows())
+        bench.parts.nvme.admission.admits = lambda keys: [key != KEYS[2] for key in keys]
+        bench.serve("aabbccddeex")
+        assert {bench.catalog.keys[row] for row in bench.catalog.rows()} == set(KEYS[:2])
 
 
 class Own(AdmissionPolicy):

@@ -45,6 +45,7 @@ def written(path: Path, config: object) -> Path:
         ({"torch_dtype": None}, {}, 2, [(32, None)], "16 bit"),
         ({"model_type": "gemma2", "sliding_window": 4096}, {}, 2, [(16, 4096), (16, None)], ""),
         ({"model_type": "qwen2", "max_window_layers": 16, "sliding_window": 512}, {}, 2, [(16, None), (16, 512)], ""),
+        ({"model_type": "mistral", "sliding_window": 2**31 - 1}, {}, 2, [(32, 2**31 - 1)], ""),
         ({"model_type": "newest", "sliding_window": 4096}, {}, 2, [(32, None)], "all are taken for full attention"),
     ],
 )

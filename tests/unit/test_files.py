@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
+from kvdisk.device import store as stores
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError, GeometryMismatch
 from kvdisk.messages import HomeSpec, SegmentSpec
@@ -67,6 +69,17 @@ def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path, home, spec):
     files.open_segment(SPEC)
     files.close()
     assert open_files() == before
+
+
+def test_a_segment_is_not_made_while_another_holds_the_store(tmp_path, home, spec, monkeypatch):
+    monkeypatch.setattr(stores, "LOCK_WAIT_S", 0.05)
+    files = HomeFiles(tmp_path, 0, 1)
+    files.open_home(spec)
+    with Store.open(tmp_path).locked(), pytest.raises(DeviceError) as caught:
+        files.open_segment(SPEC)
+    assert caught.value.errno == errno.EAGAIN
+    assert files.open_segment(SPEC) is not None
+    files.close()
 
 
 FEW_FILES = """

@@ -10,6 +10,7 @@ from tier_bench import TierBench
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.catalog import DOOMED, READY
+from kvdisk.messages import Reason
 
 ONE = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SAME_SIZE = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)
@@ -33,6 +34,18 @@ def test_a_prompt_longer_than_the_tier_fills_it_with_its_head_in_all_groups(geom
     assert bench.manager.lookup("asks", 0, len(PROMPT) + 1, bench.engine.now) == blocks * 2
 
 
+@pytest.mark.parametrize("step_tokens", [26, 8, 2])
+def test_of_a_prompt_longer_than_memory_the_drive_gets_all(step_tokens):
+    """What lies before a block that finds no room may wait for nothing but the drive."""
+    bench = TierBench((4,), (16,))
+    bench.idle()
+    bench.add(PROMPT, finishing=False)
+    for _ in range(60):
+        bench.step(step_tokens, seconds=3.0)
+    assert bench.stats["stored_blocks"] == len(PROMPT) // 2
+    assert bench.stats["demoted_blocks"] >= len(PROMPT) // 2 - 4
+
+
 def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     """It is refused alone; what lies behind it is stored all the same."""
     bench = TierBench((20,))
@@ -45,6 +58,32 @@ def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     stored = [bench.catalog.find(make_block_key("aabbccdd"[:end].encode(), 0)) for end in (2, 6, 8)]
     assert all(states[one] == READY for one in stored) and states[row] == DOOMED
     bench.parts.cpu.unpin((row,))
+
+
+def test_what_a_failed_store_was_to_write_is_offered_again():
+    bench = TierBench((20,))
+    bench.add("aabbccdd", finishing=False)
+    bench.step(work=False)
+    (job_id,) = bench.rank.runnable
+    bench.rank.fail_job(job_id, Reason.IO_ERROR)
+    for _ in range(3):
+        bench.step(1, seconds=3.0)
+    assert bench.stats["failed_stores"] == 4 == bench.stats["stored_blocks"]
+
+
+def test_what_waits_for_room_is_not_offered_before_it_is_computed_again():
+    """A load has failed, so that the request holds less than it did."""
+    bench = TierBench((2,))
+    bench.add("aabbccdd", finishing=False)
+    bench.step()
+    offered, plan = [], bench.manager._stores._store
+    bench.manager._stores._store = lambda offers, *rest: offered.extend(offers) or plan(offers, *rest)
+    (request,) = bench.manager._requests.values()
+    assert len(request.due) == 2
+    bench.parts.cpu.discard(*bench.catalog.rows_in(Tier.CPU))
+    bench.manager._state.released += 1
+    bench.manager.plan_store(request.request_id, 6, request.held_blocks, bench.now + 3.0)
+    assert [offer.position for offer in offered] == [2]
 
 
 def test_a_cpu_tier_of_one_slot_feeds_the_drive():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import catalog as catalogs
 from kvdisk.manager import lookup
 from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.lookup import Hits, Lookups
@@ -110,9 +111,16 @@ EVENTS = st.one_of(
 )
 
 
-@given(geometries(), st.booleans(), st.lists(EVENTS, min_size=1, max_size=40), st.sampled_from((1, 3, 256)))
+@mock.patch.object(catalogs, "_GROWN_ROWS", 1)  # so that the last row is in use
+@given(
+    geometries(),
+    st.booleans(),
+    st.lists(EVENTS, min_size=1, max_size=40),
+    st.sampled_from((1, 3, 256)),
+    st.sampled_from((0, 8)),
+)
 @settings(max_examples=300)
-def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span):
+def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span, few):
     all_keys = _keys(geometry)
     catalog, lookups = Catalog(), Lookups()
     for key in [key for group_keys in all_keys for key in group_keys if full] * 2:
@@ -137,10 +145,10 @@ def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span)
         elif name == "ask":
             local, limit = event[0] * geometry.step_tokens, event[1]
         places = (catalog, geometry, keys, local, limit, elsewhere)
-        with mock.patch.object(lookup, "_SPAN", span):
+        with mock.patch.object(lookup, "_SPAN", span), mock.patch.object(catalogs, "_FEW", few):
             found = lookups.hits(*places, changes)
         assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))
         for key in (key for group_keys in all_keys for key in group_keys):
-            row = catalog.find(key)
-            assert (catalog.readable_tier(row) is not None) == _is_there(catalog, key, (), coming=False)
-            assert catalog.is_coming(row) == _is_there(catalog, key, (), coming=True)
+            presence, is_readable = catalog.presences([key])[0], catalog.readable_tier(catalog.find(key)) is not None
+            assert is_readable == (presence == CopyState.READY) == _is_there(catalog, key, (), coming=False)
+            assert (presence != CopyState.ABSENT) == _is_there(catalog, key, (), coming=True)

@@ -75,6 +75,18 @@ def test_a_segment_that_is_never_made_does_not_keep_old_copies():
     assert served.on_nvme("ccdd") == [0, 0]
 
 
+def test_the_files_of_a_segment_go_once_the_deletion_of_its_records_is_committed():
+    served = Served(drives=1, segments=3)
+    served.serve_steps("aabbccx")
+    served.restart(1)
+    served.commits = False
+    served.steps(4)
+    assert [*served.parts.nvme.segments.specs] == [*served.rank.segments] == [0, 1]
+    served.index.commit()
+    served.steps(2)
+    assert [*served.parts.nvme.segments.specs] == [*served.rank.segments] == [0]
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["a record", "room that a deletion would give"])
 def test_nobody_steps_for_a_commit_that_never_ends(full):
     served = Served(drives=1, segments=1 if full else 2)

@@ -13,10 +13,11 @@ from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
 from tier_bench import TierBench
 
-from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import stores
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.requests import BackOff
 from kvdisk.manager.store_policy import NoStores, Spillover, make_store_policy
@@ -103,6 +104,21 @@ def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(c
     raise AssertionError("it goes on storing what has been stored")
 
 
+def test_the_queue_is_looked_at_when_a_load_has_taken_a_steps_blocks_and_in_each_step_while_it_is_short(monkeypatch):
+    bench, asked = TierBench((16,), gpu_blocks=60), []
+    bench.serve("aabbccddeeffx")
+    monkeypatch.setattr(bench.manager._stores._store_policy, "free_offers", lambda _: asked.append(bench.now) or ())
+    monkeypatch.setattr(bench.engine.pool, "step_blocks", 6)
+    bench.serve("aabbccddeeffx", cold=True)
+    assert bench.stats["loaded_blocks"] == 6 and len(asked) == 1
+    for step_blocks, times in ((29, 0), (30, 3)):  # 59 are free
+        asked.clear()
+        monkeypatch.setattr(bench.engine.pool, "step_blocks", step_blocks)
+        for _ in range(3):
+            bench.step()
+        assert len(asked) == times
+
+
 # -- a fresh store ---------------------------------------------------------------------------------
 
 
@@ -110,6 +126,17 @@ def test_without_memory_a_fresh_store_takes_what_the_first_request_has_left():
     bench = TierBench((), (4,))
     bench.serve("aabbx")
     assert bench.stats["stored_blocks"] == 2
+
+
+def test_of_what_requests_have_left_the_newest_is_kept_and_the_head_of_a_long_one(monkeypatch):
+    monkeypatch.setattr(stores, "MOST_LEFT", 2)
+    bench = TierBench((), (4,))
+    for prompt in ("aabbccx", "ddeeffx"):
+        bench.add(prompt)
+        bench.step(work=False)
+        bench.step(work=False)
+    bench.idle()
+    assert set(bench.catalog.ready_keys(Tier.NVME)) == {make_block_key(text, 0) for text in (b"dd", b"ddee")}
 
 
 # -- classes of a user's own -----------------------------------------------------------------------

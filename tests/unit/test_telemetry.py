@@ -13,6 +13,7 @@ import time
 import pytest
 from tier_bench import GEOMETRY, TierBench
 
+from kvdisk.blocks import Tier
 from kvdisk.device.telemetry_file import FIGURES_FILE, read_telemetry, write_telemetry
 from kvdisk.errors import CorruptRecord
 from kvdisk.stats import Stats
@@ -66,6 +67,24 @@ def test_under_way_it_tells_once_a_second_and_at_the_end_at_once():
     assert last.gauges["queued_jobs.store"] == last.gauges["uncommitted_changes"] == 0
     assert last.gauges["used_bytes.nvme"] == 2 * SLOT
     assert told.telemetry.take(at + 50) is None
+
+
+def test_gauges_of_what_waits_for_the_drive():
+    bench = TierBench((8,), (16,), nvme_admission="all")
+    names = ("backlog_blocks", "limbo_blocks", "uncommitted_changes", "fragmentation_ratio")
+
+    def read() -> list[float]:
+        return [bench.manager.gauges.read()[name] for name in names]
+
+    bench.finish()
+    bench.add("aabbccx")
+    bench.step()
+    assert read() == [3, 0, 0, 0]
+    bench.finish()
+    bench.parts.nvme.drop(bench.catalog.rows_in(Tier.NVME)[:1])
+    assert read() == [0, 1, 1, 0] and bench.manager.gauges.busy
+    bench.idle()
+    assert read() == [0, 0, 0, 1 / 14], "one free slot lies before the others"
 
 
 def test_all_that_was_told_adds_up_to_the_totals():

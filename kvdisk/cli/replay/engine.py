@@ -177,6 +177,11 @@ class GpuPool:
         """See ``SchedulerContext``."""
         return len(self._blocks)
 
+    @property
+    def free_count(self) -> int:
+        """See ``SchedulerContext``."""
+        return len(self._free)
+
     def get_block(self, block_id: int) -> GpuBlock:
         """See ``SchedulerContext``."""
         return self._blocks[block_id]
