@@ -114,7 +114,7 @@ def _whole(value: Any) -> int:
 
 
 def _seconds(value: Any) -> float:
-    return round(float(_number(value)), 3)  # as they were written; what two differ by is not next to nothing
+    return round(float(_number(value)), 3)  # as written; so a rate is never over next to no time
 
 
 def _text(value: Any) -> str:

@@ -133,7 +133,7 @@ def choose_direct(
         return DirectChoice(None, f"{_NOTHING}: the drive has not answered for {GIVE_UP_S:.0f} s")
     except Exception as error:  # torch's of a full GPU, kvikio's, the file system's
         found.problems.append(" ".join(str(error).split()) or type(error).__name__)
-        found.right, found.loads, found.stores = set(), set(), set()  # it may do so at any size
+        found.right, found.loads, found.stores = set(), set(), set()  # what failed may do so again at any size
     if always:
         found.loads = found.stores = found.right if len(found.right) == len(slot_sizes) else set()
     arena.close()
