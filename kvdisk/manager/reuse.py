@@ -42,6 +42,12 @@ risk."""
 _FIRST_CHANCE: Final = 0.1
 """Of reuse while an age doubles, before anything is learnt: the order is then that of last use."""
 _FIRST_WEIGHT: Final = 5.0
+_LEAST_LEFT: Final = 0.1
+"""Of blocks: an age that fewer have come to is taken to be much like the one before."""
+_LATELY: Final = 0.04
+"""Of a tier: new blocks and first reuses that say how many come back lately."""
+_MOST_OF_ONE: Final = 0.3
+"""Of what came lately: one call's share."""
 
 _Floats = NDArray[np.float64]
 
@@ -62,11 +68,15 @@ class ReuseHistory:
     def __init__(self) -> None:
         self.now = 0
         self._places = FEWEST_PLACES
+        self._lately_blocks = _LATELY * FEWEST_PLACES / 8
         self.clear()
         self._entered = [0] * CLASSES
         """By class: how often a block came to be in it, or was used in it."""
         self._reused = [0] * (CLASSES * _BUCKETS)
         """By class and bucket: how many of these were used again at that age."""
+        self._lately = [1.0] * _KINS
+        """By kin: of blocks that come for the first or the second time, the latter's share,
+        lately."""
         self._past: list[tuple[int, _Floats, _Floats]] = [(0, np.zeros(CLASSES), np.zeros(CLASSES * _BUCKETS))]
         """Of ``now`` and of both counts, the earliest first."""
         self._learn()
@@ -75,6 +85,7 @@ class ReuseHistory:
         """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
         all keys; for start only."""
         self._places = max(self._places, min(MOST_PLACES, 1 << (8 * slots - 1).bit_length()))
+        self._lately_blocks = _LATELY * slots
         self.clear()
 
     def clear(self) -> None:
@@ -100,20 +111,28 @@ class ReuseHistory:
         tags, times, marks, entered, reused, now = (
             self._tags, self._times, self._marks, self._entered, self._reused, self.now,
         )  # fmt: skip
+        new, again = [0] * _KINS, [0] * _KINS
         least = 0
         for place, own_kin, tag in reversed(found):  # the tail first: it is to leave before its head
             now += 1
             if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
                 mark = marks[place]
                 reused[_CLASS_OF[mark] * _BUCKETS + (now - times[place] & _BITS).bit_length()] += 1
+                if mark < 2 * _KINS:
+                    again[mark % _KINS] += 1
                 mark = max(min(mark // _KINS + 1, MOST_USES), least) * _KINS + mark % _KINS
             else:
                 tags[place] = tag
+                new[own_kin] += 1
                 mark = max(1, least) * _KINS + own_kin
             marks[place], times[place] = mark, now & _BITS
             least = mark // _KINS
             entered[_CLASS_OF[mark]] += 1
         self.now = now
+        for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
+            if came or came_again:
+                weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
+                self._lately[number] += (came_again / (came + came_again) - self._lately[number]) * weight
         self._raise(keys, start, least)
         if now >= self._learns_at:
             self._learn()
@@ -173,9 +192,16 @@ class ReuseHistory:
 
     def gain(self, number: int, age: int, rate: float) -> float:
         """Return how many more hits are to be expected of a copy of a class and age, while it is
-        kept, than of one that brings ``rate``."""
-        bucket = age.bit_length()
-        gains = (self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
+        kept, than of one that brings ``rate``.
+
+        Of new blocks what was learnt holds only as far as they still come back as often: a scan is
+        over before the ages of its blocks tell.
+        """
+        bucket, still = age.bit_length(), 1.0
+        if number < _KINS and self._returned[number] > 0.0:
+            share = self._lately[number]
+            still = min(1.0, share / max(1.0 - share, 1e-9) / self._returned[number])
+        gains = (still * self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
         return float(gains.max() / self._left[number, bucket])
 
     def _learn(self) -> None:
@@ -189,22 +215,22 @@ class ReuseHistory:
         entered, reused = np.array(self._entered, np.float64), np.array(self._reused, np.float64)
         times = np.array([time for time, _, _ in self._past] + [now + 1], np.float64)
         counts = np.array([past for _, past, _ in self._past] + [entered])
-        ends = now - _EDGES[:-1]
-        risk = np.array(
+        ends = now - _EDGES
+        come_to = np.array(
             [np.interp(ends, times, column) - np.interp(ends - memory, times, column) for column in counts.T]
         )
+        risk = (come_to[:, :-1] + come_to[:, 1:]) / 2
         old = max(
             (past for past in self._past if past[0] <= now - memory), default=self._past[0], key=lambda past: past[0]
         )
         wanted = (reused - old[2]).reshape(CLASSES, _BUCKETS)
-        all_left, left = 1.0, np.ones(CLASSES)
+        self._returned = (wanted[:_KINS].sum(1) / np.maximum(come_to[:_KINS, 0], 1.0)).tolist()
+        chance, all_left, left = _FIRST_CHANCE, 1.0, np.ones(CLASSES)
         self._hits, self._kept, self._left = (np.zeros((CLASSES, _BUCKETS)) for _ in range(3))
         for bucket in range(_BUCKETS):
-            chance = min(
-                1.0,
-                (wanted[:, bucket].sum() + _FIRST_WEIGHT * _FIRST_CHANCE)
-                / (risk[:, bucket].sum() * all_left + _FIRST_WEIGHT),
-            )
+            at_risk = risk[:, bucket].sum()
+            weight = _FIRST_WEIGHT + _LEAST_LEFT * at_risk
+            chance = min(1.0, (wanted[:, bucket].sum() + weight * chance) / (at_risk * all_left + weight))
             all_left = max(all_left * (1.0 - chance), 1e-6)
             own = np.minimum(1.0, (wanted[:, bucket] + _PRIOR * chance) / (risk[:, bucket] * left + _PRIOR))
             self._left[:, bucket] = left

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import random
 import subprocess
 import sys
 from functools import cache
@@ -18,7 +17,7 @@ from cli_stores import run_here
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_models import MODELS, run_belady, run_model
-from replay_traces import Prefixes, Prompts, conversations, write_mooncake
+from replay_traces import Prefixes, conversations, write_mooncake
 
 from kvdisk.cli.replay.run import Run, run_setting
 from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
@@ -94,21 +93,23 @@ def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats):
     assert sum(own.hit_blocks.values()) >= sum(counts.hits) and own.written_blocks <= counts.written / 2
 
 
-def test_a_scan_costs_a_warm_working_set_a_twentieth_of_its_hits_at_most(tmp_path):
-    """200 blocks of 20 documents, asked 600 times, in room for 300; ten times that room of what
-    never comes back, at once or between the documents."""
-    prefixes, rng = Prefixes(), random.Random(4)
-    asks = [prefixes.number([("document", rng.randrange(20)), *range(9), at]) for at in range(600)]
-    scan = [prefixes.number([("scan", at), *range(30)]) for at in range(100)]
-    mixed = [prompt for at, ask in enumerate(asks[400:]) for prompt in (ask, *scan[at // 2 : (at + 1) // 2])]
-    assert len(mixed) == 300
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_scan_costs_a_warm_working_set_a_twentieth_of_its_hits_at_most(tmp_path, share, is_mixed):
+    """Documents that fill a share of the room, asked for in turn; then ten times the room of what
+    never comes back, at once or between two rounds of the documents."""
+    prefixes, room = Prefixes(), 1000
+    warm = [prefixes.number([("document", at), *range(7)]) for at in range(int(share * room / 8))]
+    scan = [prefixes.number([("scan", at), *range(9)]) for at in range(room)]
+    between = [prompt for at in range(room) for prompt in (scan[at], *([warm[at % len(warm)]] if is_mixed else []))]
 
-    def hits(prompts: Prompts) -> int:
-        return sum(replayed(read_trace(write_mooncake(tmp_path / "t", prompts)), "300").hit_blocks.values())
+    def hits(*prompts: list[int]) -> int:
+        trace = read_trace(write_mooncake(tmp_path / "t", list(prompts)))
+        return sum(replayed(trace, str(room)).hit_blocks.values())
 
-    without = hits(asks)
-    assert without == 5800
-    assert hits([*asks[:400], *scan, *asks[400:]]) >= 0.95 * without <= hits([*asks[:400], *mixed])
+    before = hits(*warm * 8, *between)
+    assert before >= 0.95 * 8 * (7 * len(warm) + is_mixed * room)
+    assert hits(*warm * 8, *between, *warm) - before >= 0.95 * 8 * len(warm)
 
 
 # --- The models of tools/replay_models.py. ---
