@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from itertools import groupby, islice, product
 from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -66,6 +66,11 @@ class Row(NamedTuple):
         """Points ahead of the best of the others."""
         return self.ours.hits - self.others[self.best].hits
 
+    @property
+    def memory_lead(self) -> float:
+        """The same with memory."""
+        return self.memory.hits - self.others[self.best].hits
+
 
 def score(trace: Trace, room: str, policy: str) -> Score:
     """Run one policy at one room: ``""``: the defaults, ``"memory"``: with memory besides."""
@@ -97,24 +102,25 @@ def _score(at: int, room: str, policy: str) -> Score:
     return score(_traces[at][1], room, policy)
 
 
-def compare(processes: int) -> list[tuple[str, Row]]:
-    """Return a row for each trace and room, with its family."""
+def compare(processes: int) -> Iterator[tuple[str, Row]]:
+    """Yield a row for each trace and room, with its family, as soon as it is there."""
     policies = ["", "memory", *OTHERS, "belady"]
-    keys = list(product(range(len(_traces)), ROOMS, policies))
+    cells = list(product(range(len(_traces)), ROOMS))
     with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        scores = dict(zip(keys, pool.map(_score, *zip(*keys, strict=True)), strict=True))
-    rows = []
-    for (at, (family, trace)), room in product(enumerate(_traces), ROOMS):
-        ours, memory, *others, bound = (scores[at, room, policy] for policy in policies)
-        name = f"{trace.block_tokens}, {trace.references / 1000:.0f} k"
-        rows.append((family, Row(name, room, ours, memory, dict(zip(OTHERS, others, strict=True)), bound)))
-    return rows
+        scores = pool.map(_score, *zip(*((*cell, policy) for cell in cells for policy in policies), strict=True))
+        for at, room in cells:
+            family, trace = _traces[at]
+            ours, memory, *others, bound = islice(scores, len(policies))
+            name = f"{trace.block_tokens}, {trace.references / 1000:.0f} k"
+            yield family, Row(name, room, ours, memory, dict(zip(OTHERS, others, strict=True)), bound)
 
 
-def tell(rows: Sequence[tuple[str, Row]]) -> Iterator[str]:
+def tell(rows: Iterable[tuple[str, Row]]) -> Iterator[str]:
     """Yield the lines of a table for each family, and what comes of all."""
-    for family in dict.fromkeys(family for family, _ in rows):
-        mine = [row for each, row in rows if each == family]
+    found: list[tuple[str, Row]] = []
+    for family, each in groupby(rows, key=itemgetter(0)):
+        mine = [row for _, row in each]
+        found += [(family, row) for row in mine]
         yield from ("", f"**{family}**: {mean(row.lead for row in mine):+.2f} points in the mean", "")
         yield "| tokens a block, blocks | room | kvdisk | with memory | best other | Belady | writes of its, of LRU's |"
         yield "|---|---|---|---|---|---|---|"
@@ -125,14 +131,17 @@ def tell(rows: Sequence[tuple[str, Row]]) -> Iterator[str]:
                 f"| {row.best} {best.hits:.2f} | {row.bound.hits:.2f} "
                 f"| {written / best.written:.2f}, {written / lru.written:.2f} |"
             )
-    leads = [row.lead for _, row in rows]
-    behind = sum(lead < -NEAR for lead in leads)
-    worst, row = min(rows, key=lambda each: each[1].lead)
     yield ""
-    yield (
-        f"Of {len(rows)} cells {behind} are more than {NEAR} points behind the best of the six; the mean is "
-        f"{mean(leads):+.2f}, the worst {row.lead:+.2f} ({worst}, {row.trace}, {row.room})."
-    )
+    for name, leads in (
+        ("NVMe alone", [row.lead for _, row in found]),
+        ("memory besides", [row.memory_lead for _, row in found]),
+    ):
+        behind, worst = sum(lead < -NEAR for lead in leads), leads.index(min(leads))
+        family, row = found[worst]
+        yield (
+            f"With {name}, of {len(found)} cells {behind} are more than {NEAR} points behind the best of the six; "
+            f"the mean is {mean(leads):+.2f}, the worst {leads[worst]:+.2f} ({family}, {row.trace}, {row.room})."
+        )
 
 
 def main() -> None:
@@ -143,7 +152,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     _traces[:] = read_traces(options.traces, options.seed)
-    sys.stdout.write("\n".join(tell(compare(options.processes))) + "\n")
+    for line in tell(compare(options.processes)):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

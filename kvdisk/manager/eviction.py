@@ -108,11 +108,11 @@ class EvictionPolicy:
         """Insert many rows at once, the oldest first, into an empty policy, and into the history:
         what was there before a restart. ``uses``: how often each was used since it was stored."""
         before = self._history.now
-        self._history.restore([self._keys[row] for row in rows], uses)
+        numbers = self._history.restore([self._keys[row] for row in rows.tolist()], uses)
         last = np.zeros(int(rows.max(initial=-1)) + 1, np.uint64)
         last[rows] = np.arange(before + 1, before + 1 + len(rows), dtype=np.uint64)
         self._last = array("Q", last.tobytes())
-        self._lists.fill(rows, np.array([self.class_of(row) for row in rows.tolist()], np.uint8))
+        self._lists.fill(rows, np.minimum(numbers, self.classes - 1))
 
     # -- who is next -----------------------------------------------------------------------------
 

@@ -170,15 +170,24 @@ class ReuseHistory:
         mark = self._marks[place]
         return mark // _KINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
 
-    def restore(self, keys: Sequence[BlockKey], uses: NDArray[np.uint32]) -> None:
-        """Remember keys of before a restart, the one used last at the end."""
-        for key, count in zip(keys, uses.tolist(), strict=True):
-            name = number_of(key)
-            place, _ = self._find(name)
-            self.now += 1
-            self._tags[place], self._times[place] = name >> 32 | 1, self.now & _BITS
-            self._marks[place] = mark = min(count + 1, MOST_USES) * _KINS
-            self._entered[_CLASS_OF[mark]] += 1
+    def restore(self, keys: Sequence[BlockKey], uses: NDArray[np.uint32]) -> NDArray[np.uint8]:
+        """Remember keys of before a restart, the one used last at the end, as far as there are
+        places; return the class of each."""
+        names = np.fromiter(map(number_of, keys), np.uint64, len(keys))
+        of_names = (names >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint8) + np.uint8(1)) * np.uint8(_KINS)
+        tags, times = (np.frombuffer(each, np.uint32) for each in (self._tags, self._times))
+        left = np.arange(len(keys), dtype=np.uint64)
+        for bits in (0, 22):  # as in _find
+            places = names >> np.uint64(bits) & np.uint64(self._places - 1)
+            able = left[tags[places[left]] == 0]  # of several with one place the last has it
+            tags[places[able]], times[places[able]] = of_names[able], able + np.uint64(self.now + 1)
+            np.frombuffer(self._marks, np.uint8)[places[able]] = marks[able]
+            left = left[tags[places[left]] != of_names[left]]
+        self.now += len(keys)
+        classes: NDArray[np.uint8] = np.array(_CLASS_OF, np.uint8)[marks]
+        self._entered = (self._entered + np.bincount(classes, minlength=CLASSES)).tolist()
+        return classes
 
     # -- classes -------------------------------------------------------------------------------
 

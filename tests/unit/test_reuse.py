@@ -141,6 +141,22 @@ def test_what_was_there_before_a_restart_comes_back_no_more_often_than_it_does()
     assert history.gain(0, 1, 2e-4) < 0.01
 
 
+def test_what_is_restored_is_as_if_it_had_come_in_that_order():
+    """But where two places are taken: then the later of two has the place."""
+    given = np.array([*range(500)] * 20, np.uint32)
+    keys = [key_of(number) for number in range(len(given))]
+    history, crowded = ReuseHistory(), small(1 << 10)
+    classes = history.restore(keys, given)
+    found = [(*history.known(key), at) for at, key in enumerate(keys) if history.known(key)[0]]
+    assert len(found) > 0.995 * len(keys)
+    for uses_of_it, number, age, at in found:
+        expected = min(int(given[at]) + 1, MOST_USES), classes[at], len(keys) - 1 - at
+        assert (uses_of_it, number, age) == expected
+    crowded.restore(keys, given)
+    known = [at for at, key in enumerate(keys) if crowded.known(key)[0]]
+    assert len(known) > 900 and min(known[len(known) // 4 :]) > len(keys) // 2, "mostly late ones"
+
+
 def test_what_was_learnt_of_new_blocks_holds_while_they_come_back_as_often():
     """A scan is refused before the ages of its blocks tell; what it left out comes in once more of
     it comes back."""
