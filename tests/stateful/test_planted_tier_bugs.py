@@ -15,7 +15,7 @@ from support.manager_parts import Sizes
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.catalog import Catalog, number_of
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import RequestState
@@ -96,6 +96,17 @@ def counts_that_survive_a_reset(patch: Patch) -> None:
             original(self)
 
     wrap(patch, ReuseHistory, "clear", clear)
+
+
+@shows_in(on.REUSE_CPU)
+def uses_that_rise_along_a_chain(patch: Patch) -> None:
+    def count(original: Any, self: ReuseHistory, keys: Sequence[BlockKey], start: int, stop: int, kin: int) -> int:
+        counted: int = original(self, keys, start, stop, kin)
+        place, _ = self._find(number_of(keys[stop - 1]))
+        self._marks[place] = min(255, 2 * self._marks[place])
+        return counted
+
+    wrap(patch, ReuseHistory, "count", count)
 
 
 @shows_in(*on.ON_PREEMPTION_SIZES)

@@ -415,9 +415,13 @@ class ManagerWatch(Watch):
             assert free >= 0 and limbo >= 0 and free + limbo <= total
 
     def _check_copies(self) -> None:
-        """Invariant 3: a READY copy's slot holds that key's bytes on every rank."""
-        catalog = self.parts.catalog
+        """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
+        uses never rise."""
+        catalog, known = self.parts.catalog, self.parts.manager._history.known
         for row in catalog.rows():
+            parent = catalog.parent(row)
+            rises = parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
+            assert not rises, f"{catalog.keys[row]!r} was used more often than {parent!r} before it"
             for tier in (Tier.CPU, Tier.NVME):
                 if catalog.state(row, tier) == CopyState.READY:
                     key, epoch = catalog.keys[row], catalog.epochs[row]
