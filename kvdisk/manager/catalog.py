@@ -120,10 +120,10 @@ class TierColumns:
                 if younger != NONE:
                     before[younger] = older
 
-    def slot(self, row: int) -> Slot:
-        """Return the slot of a copy that is not ABSENT."""
-        assert self.states[row] != ABSENT
-        return Slot(self.segments[row], self.indices[row])
+    def slots(self, rows: Sequence[int]) -> list[Slot]:
+        """Return the slot of each copy; none is ABSENT."""
+        assert ABSENT not in map(self.states.__getitem__, rows)
+        return list(map(Slot, map(self.segments.__getitem__, rows), map(self.indices.__getitem__, rows)))
 
     def presence(self, row: int) -> int:
         """Return the presence of a row's block by this copy alone."""
@@ -174,6 +174,7 @@ class Catalog:
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
         self._columns = {tier: TierColumns(self.parent_rows) for tier in TIERS}
+        self._others = {tier: [self._columns[other] for other in TIERS if other is not tier] for tier in TIERS}
         self.journal: Journal | None = None
         """Told of each copy that becomes READY or ends; None: nobody listens."""
 
@@ -197,33 +198,45 @@ class Catalog:
         parent_row = self.parent_rows[row]
         return None if parent_row == NONE else self.keys[parent_row]
 
-    def add(self, key: BlockKey, generation: int, epoch: int, parent: BlockKey | None) -> int:
-        """Make a row without copies for a key that has none. The caller begins a copy at once."""
-        row = self._row_of(key)
-        assert self._is_placeholder[row], "it has a row"
-        self._is_placeholder[row] = False
-        self.generations[row] = generation
-        self.epochs[row] = epoch
-        if parent is not None:
-            self._follow(row, parent)
-        return row
+    def add(
+        self,
+        keys: Sequence[BlockKey],
+        generations: Iterable[int],
+        epoch: int,
+        parents: Sequence[BlockKey | None],
+    ) -> list[int]:
+        """Make rows without copies for keys that have none. The caller begins their copies at
+        once."""
+        rows, is_placeholder = self._rows_of(keys), self._is_placeholder
+        for row, generation in zip(rows, generations, strict=True):
+            assert is_placeholder[row], "it has a row"
+            is_placeholder[row] = False
+            self.generations[row], self.epochs[row] = generation, epoch
+        followers = [row for row, parent in zip(rows, parents, strict=True) if parent is not None]
+        self._follow(followers, [parent for parent in parents if parent is not None])
+        return rows
 
-    def _follow(self, row: int, parent: BlockKey) -> None:
-        self.parent_rows[row] = parent_row = self._row_of(parent)
-        self._child_counts[parent_row] += 1
+    def _follow(self, rows: Sequence[int], parents: Iterable[BlockKey]) -> None:
+        parent_rows, child_counts = self.parent_rows, self._child_counts
+        for row, parent_row in zip(rows, self._rows_of(parents), strict=True):
+            parent_rows[row] = parent_row
+            child_counts[parent_row] += 1
 
-    def _row_of(self, key: BlockKey) -> int:
-        """Return the row of a block; where there is none it gets one, as a placeholder."""
-        row = self._rows.get(key, NONE)
-        if row == NONE:
-            if not self._vacant:
-                first = len(self.generations)
-                self._grow(_GROWN_ROWS)
-                self._vacant.extend(range(first + _GROWN_ROWS - 1, first - 1, -1))
-            row = self._rows[key] = self._vacant.pop()
-            self.keys[row] = key
-            self._is_placeholder[row] = True
-        return row
+    def _rows_of(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Return the row of each block; where there is none it gets one, as a placeholder."""
+        found, rows, vacant = [], self._rows, self._vacant
+        for key in keys:
+            row = rows.get(key, NONE)
+            if row == NONE:
+                if not vacant:
+                    first = len(self.generations)
+                    self._grow(_GROWN_ROWS)
+                    vacant.extend(range(first + _GROWN_ROWS - 1, first - 1, -1))
+                row = rows[key] = vacant.pop()
+                self.keys[row] = key
+                self._is_placeholder[row] = True
+            found.append(row)
+        return found
 
     def _grow(self, count: int) -> None:
         """Make so many more rows."""
@@ -254,9 +267,9 @@ class Catalog:
         counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
         np.frombuffer(self._child_counts, np.uint32)[:] = counts
         self._columns[tier].fill(blocks.segments, blocks.indices)
-        for row, parent in compress(enumerate(blocks.each_parent()), lacking):
-            self._follow(row, parent)
-            self._columns[tier].link((row,))
+        rows = np.flatnonzero(lacking).tolist()
+        self._follow(rows, compress(blocks.each_parent(), lacking))
+        self._columns[tier].link(rows)
         self.gains += 1
 
     def hide_all(self) -> None:
@@ -289,7 +302,7 @@ class Catalog:
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
-        return self._columns[tier].slot(row)
+        return self._columns[tier].slots((row,))[0]
 
     def columns(self, tier: Tier) -> TierColumns:
         """Return a tier's copies by row: to be read, and neither to be changed nor to be kept."""
@@ -371,31 +384,37 @@ class Catalog:
         A row goes with its last copy.
         """
         columns = self._columns[tier]
-        slots = [columns.slot(row) for row in rows]
+        slots = columns.slots(rows)
         self._note(rows, tier, stored=False)
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
-        for row in rows:
-            if not any(each.states[row] for each in self._columns.values()):
-                self._vacate(row)
+        for other in self._others[tier]:
+            rows = [row for row in rows if other.states[row] == ABSENT]
+        self._vacate(rows)
         return slots
 
-    def _vacate(self, row: int) -> None:
-        """A row has no copy: it is a placeholder while others follow it, then vacant."""
-        parent_row = self.parent_rows[row]
-        if parent_row != NONE:
-            self.parent_rows[row] = NONE
-            self._child_counts[parent_row] -= 1
-        self._is_placeholder[row] = True
-        for each in (row, parent_row):
-            if each != NONE and self._is_placeholder[each] and not self._child_counts[each]:
-                key = self.keys[each]
-                if self._rows.get(key) == each:  # of the current epoch
-                    del self._rows[key]
-                self._is_placeholder[each] = False
-                self.keys[each] = _NOBODY
-                self._vacant.append(each)
+    def _vacate(self, rows: Iterable[int]) -> None:
+        """Rows have no copy: each is a placeholder while others follow it, then vacant."""
+        parent_rows, child_counts, is_placeholder = self.parent_rows, self._child_counts, self._is_placeholder
+        for row in rows:
+            parent_row = parent_rows[row]
+            is_placeholder[row] = True
+            if parent_row != NONE:
+                parent_rows[row] = NONE
+                child_counts[parent_row] -= 1
+                if is_placeholder[parent_row] and not child_counts[parent_row]:
+                    self._forget(parent_row)
+            if not child_counts[row]:
+                self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        key = self.keys[row]
+        if self._rows.get(key) == row:  # of the current epoch
+            del self._rows[key]
+        self._is_placeholder[row] = False
+        self.keys[row] = _NOBODY
+        self._vacant.append(row)
 
     def pin(self, rows: Iterable[int], tier: Tier) -> None:
         """Hold READY copies for one job."""
@@ -421,16 +440,21 @@ class Catalog:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
     def _change(self, rows: Iterable[int], tier: Tier, target: CopyState) -> None:
-        """Bring copies to a state; count whether their blocks come nearer to being loaded."""
-        columns, legal = self._columns[tier], BEFORE[target]
-        states, others = columns.states, [other for other in self._columns.values() if other is not columns]
+        """Bring copies to a state; count whether some block comes nearer to being loaded."""
+        columns, others, legal = self._columns[tier], self._others[tier], BEFORE[target]
+        states, is_noted = columns.states, False
         for row in rows:
             assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
+            if is_noted:
+                states[row] = target
+                continue
             before = columns.presence(row)
             states[row] = target
             now, elsewhere = columns.presence(row), max([other.presence(row) for other in others])
             self.gains += now > before and now > elsewhere
             self.losses += before > now and before > elsewhere
+            # One is enough; where segments are hidden, one of them may gain and another lose.
+            is_noted = max(before, now) > elsewhere and before != now and not columns.hidden
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:

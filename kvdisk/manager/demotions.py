@@ -80,9 +80,11 @@ class Demotions:
 
         Counts why a copy that will be nowhere then was not wanted.
         """
+        if self._catalog.state(row, self._lower.tier) != ABSENT:
+            return False
         if self.offer((row,)):
             return True
-        if self._catalog.state(row, self._lower.tier) != ABSENT or self._is_with_neighbour(row):
+        if self._is_with_neighbour(row):
             return False
         status = self._lower.status
         if status.is_open:
@@ -150,10 +152,10 @@ class Demotions:
             Move(
                 catalog.keys[row],
                 catalog.generations[row],
-                slots={source: catalog.slot(row, source), target: slot},
+                slots={source: above, target: below},
                 parent=catalog.parent(row),
             )
-            for row, slot in zip(rows, slots, strict=True)
+            for row, above, below in zip(rows, catalog.columns(source).slots(rows), slots, strict=True)
         ]
         details = [MoveDetail(row, source=source, target=target) for row in rows]
         record = self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)

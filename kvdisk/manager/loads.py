@@ -177,20 +177,24 @@ class Reader(HasParts):
         self._landing = tiers.landing
         self._neighbours = neighbours
 
-    def pin_source(self, read: Read) -> None:
-        """Find and pin the fastest copy of a block: in a tier, or a neighbour's."""
+    def pin_sources(self, reads: Sequence[Read]) -> None:
+        """Find and pin the fastest copy of each block: in a tier, or a neighbour's."""
         catalog = self._catalog
-        row = catalog.find(read.key)
-        source = catalog.readable_tier(row)
-        if source is not None:
-            catalog.pin((row,), source)
-            read.row, read.source, read.slots[source] = row, source, catalog.slot(row, source)
-            read.generation, read.parent = catalog.generations[row], catalog.parent(row)
-            return
-        taken = self._neighbours.take(read.key)
-        if taken is not None:
-            read.source, slot, read.generation = taken
-            read.slots[read.source] = slot
+        found: dict[Tier, list[Read]] = {}
+        for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
+            source = catalog.readable_tier(row)
+            if source is not None:
+                read.row, read.source, read.generation = row, source, catalog.generations[row]
+                read.parent = catalog.parent(row)
+                found.setdefault(source, []).append(read)
+            elif (taken := self._neighbours.take(read.key)) is not None:
+                read.source, slot, read.generation = taken
+                read.slots[read.source] = slot
+        for source, alike in found.items():
+            rows = [read.row for read in alike]
+            catalog.pin(rows, source)
+            for read, slot in zip(alike, catalog.columns(source).slots(rows), strict=True):
+                read.slots[source] = slot
 
     def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
         """Begin a copy in memory of what each of some reads brings."""
@@ -198,7 +202,7 @@ class Reader(HasParts):
         assert landing is not None
         for read, slot in zip(reads, slots, strict=True):
             if read.row < 0:  # a neighbour's
-                read.row = catalog.add(read.key, read.generation, self._state.epoch, read.parent)
+                (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
             read.target, read.slots[landing.tier] = landing.tier, slot
         catalog.begin([read.row for read in reads], landing.tier, slots)
         self._state.landing.update([read.key for read in reads])
@@ -335,10 +339,13 @@ class LoadPlanner(HasParts):
             self._demand.reach(request, group.group, end_tokens // group.block_tokens)
             # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
             # even where ``lookup`` needed less of a window: else nobody would have written it.
-            for at in range(local_tokens // group.block_tokens, end_tokens // group.block_tokens):
-                if gpu_blocks[at]:
-                    reads.append(Read(keys[at], keys[at - 1] if at else None, gpu_blocks[at], group.group, at))
-                    self._reader.pin_source(reads[-1])
+            needed = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
+            reads += [
+                Read(keys[at], keys[at - 1] if at else None, gpu_blocks[at], group.group, at)
+                for at in needed
+                if gpu_blocks[at]
+            ]
+        self._reader.pin_sources(reads)
         self._land(reads)
         moves, details = [read.move for read in reads], [read.detail for read in reads]
         request.loading = True

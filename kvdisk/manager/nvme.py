@@ -305,12 +305,12 @@ class NvmeSpace(TierSpace):
             BlockRecord(
                 catalog.epochs[row],
                 catalog.keys[row],
-                catalog.slot(row, Tier.NVME),
+                slot,
                 catalog.generations[row],
                 catalog.parent(row),
                 now_s,
             )
-            for row in rows
+            for row, slot in zip(rows, catalog.columns(Tier.NVME).slots(rows), strict=True)
         ]
         ticket = self._index.put(records) if records else None
         if ticket is not None:

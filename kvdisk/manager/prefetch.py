@@ -164,7 +164,7 @@ class Promotions(HasParts):
         for read in picked:
             of_class = slots[self._class_of(read)]
             if of_class:
-                self._reader.pin_source(read)
+                self._reader.pin_sources((read,))
                 self._reader.land((read,), (of_class.popleft(),))
                 made.append(read)
             else:

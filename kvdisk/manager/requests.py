@@ -248,11 +248,12 @@ class HitCounts:
         in."""
         groups = self._geometry.groups
         grain = math.gcd(*(group.block_tokens for group in groups))
-        slowest = np.full(tokens // grain, self._tiers[0], np.uint8)
+        slowest = np.full(tokens // grain, int(self._tiers[0]), np.uint8)
         for detail in details:
             if detail.source is not None and detail.source is not self._tiers[0]:
                 block_tokens = groups[detail.group].block_tokens
                 first = detail.position * block_tokens - start_tokens
                 part = slowest[max(0, first) // grain : (first + block_tokens) // grain]
                 np.maximum(part, np.uint8(detail.source), out=part)
-        return {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in TIERS}
+        counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
+        return {tier: counts[tier] * grain for tier in TIERS}

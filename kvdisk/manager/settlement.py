@@ -162,7 +162,7 @@ class Settlement(HasParts):
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
-            foreign = self._neighbours.slot_of(move)
+            foreign = self._neighbours.slot_of(move) if tier is self._neighbours.tier else None
             if foreign is not None:
                 self._end_foreign(move, foreign, reason, late=late)
                 self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))

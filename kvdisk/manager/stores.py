@@ -341,7 +341,8 @@ class StorePlanner(HasParts):
         parents = catalog.find_all([offer.parent for offer in wanted if offer.parent is not None])
         tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
         catalog.pin(tails, target.tier)
-        classes = [self._class_of(offer) for offer in wanted]
+        class_of = self._geometry.size_classes
+        classes = [class_of[offer.group] for offer in wanted]
         free = {size_class: deque(target.allocate(size_class, count)) for size_class, count in Counter(classes).items()}
         catalog.unpin(tails, target.tier)
         left = Counter({size_class: len(slots) for size_class, slots in free.items()})
@@ -356,14 +357,11 @@ class StorePlanner(HasParts):
             target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
         # Of one group the slots lie beside each other.
         by_group = sorted(served, key=lambda offer: offer.group)
-        taken = [(offer, free[self._class_of(offer)].popleft()) for offer in by_group]
+        taken = [(offer, free[class_of[offer.group]].popleft()) for offer in by_group]
         for size_class, surplus in free.items():
             if surplus:
                 target.give_back(size_class, list(surplus))
         return taken
-
-    def _class_of(self, offer: _Offer) -> int:
-        return self._geometry.size_classes[offer.group]
 
     def _queue(
         self, taken: Sequence[tuple[_Offer, Slot]], request: RequestState | None, *, watched: bool = True
@@ -376,13 +374,15 @@ class StorePlanner(HasParts):
         if not taken:
             return None
         catalog, tier = self._catalog, self._target.tier
-        rows, moves, details = [], [], []
-        for (key, parent, gpu_block, group, position), slot in taken:
-            row = catalog.find(key)
-            if row < 0:
-                self._generation += 1
-                row = catalog.add(key, self._generation, self._state.epoch, parent)
-            rows.append(row)
+        rows = catalog.find_all([offer.key for offer, _ in taken])
+        new = [at for at, row in enumerate(rows) if row == NONE]
+        generations = range(self._generation + 1, self._generation + len(new) + 1)
+        self._generation += len(new)
+        keys, parents = [taken[at][0].key for at in new], [taken[at][0].parent for at in new]
+        for at, row in zip(new, catalog.add(keys, generations, self._state.epoch, parents), strict=True):
+            rows[at] = row
+        moves, details = [], []
+        for row, ((key, parent, gpu_block, group, position), slot) in zip(rows, taken, strict=True):
             moves.append(Move(key, catalog.generations[row], gpu_block, {tier: slot}, parent))
             details.append(MoveDetail(row, group, position, None, tier))
         catalog.begin(rows, tier, [slot for _, slot in taken])

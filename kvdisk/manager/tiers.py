@@ -268,7 +268,9 @@ class TierSpace:
 
     def _drop_doomed(self, rows: Sequence[int]) -> None:
         columns = self._catalog.columns(self.tier)
-        self.drop([row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0])
+        doomed = [row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0]
+        if doomed:
+            self.drop(doomed)
 
     def reset(self) -> None:
         """The weights may have changed: the copies are of no use any more, nor what was counted."""

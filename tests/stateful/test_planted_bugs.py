@@ -149,7 +149,7 @@ BUGS = {
         on.QUEUE_SIZES,
     ),
     # -- loads and reading ahead --
-    "read without a pin": Bug(loads, "catalog.pin((row,), source)", "pass", (on.ONE_GROUP, *on.QUEUE_SIZES), pins=True),
+    "read without a pin": Bug(loads, "catalog.pin(rows, source)", "pass", (on.ONE_GROUP, *on.QUEUE_SIZES), pins=True),
     "waiting for an answer without end": Bug(loads, "if not self._is_over(request, now):", "if True:"),
     "waiting for a load without end": Bug(
         loads,
@@ -158,7 +158,7 @@ BUGS = {
         (on.NVME_ONLY, on.QUEUE_WINDOW),
     ),
     "neighbour's block kept under a generation of its own": Bug(
-        loads, "catalog.add(read.key, read.generation,", "catalog.add(read.key, read.generation + 1,"
+        loads, "catalog.add((read.key,), (read.generation,),", "catalog.add((read.key,), (read.generation + 1,),"
     ),
     "lookup remembered after an eviction": Bug(
         lookup,

@@ -58,10 +58,11 @@ def head_evicted_before_its_tail(patch: Patch) -> None:
 
 @shows_in(*on.ON_COMPUTE_SIZES)
 def parent_not_found_again_after_a_gap(patch: Patch) -> None:
-    def add(original: Any, self: Catalog, key: BlockKey, *args: Any) -> Any:
-        if self.find(key) < 0:
-            self._rows.pop(key, None)
-        return original(self, key, *args)
+    def add(original: Any, self: Catalog, keys: list[BlockKey], *args: Any) -> Any:
+        for key in keys:
+            if self.find(key) < 0:
+                self._rows.pop(key, None)
+        return original(self, keys, *args)
 
     wrap(patch, Catalog, "add", add)
 

@@ -32,7 +32,7 @@ def act(catalog: Catalog, number: int, what: Act) -> None:
         new = [at for at, row in found if row < 0]
         if turned:
             new.reverse()  # nobody should, and it must not tie a chain to itself
-        rows = [catalog.add(keys[at], 100 * number + at, 7, keys[at - 1] if at else None) for at in new]
+        rows = [catalog.add([keys[at]], [100 * number + at], 7, [keys[at - 1] if at else None])[0] for at in new]
         catalog.begin(rows, tier, [Slot(at % 2, 100 * number + at) for at in new])
     elif name == "begin":
         absent = [row for row in rows if states[row] == ABSENT]
@@ -85,11 +85,11 @@ def test_presence_and_chains_are_what_the_copies_make_of_them(acts: list[Act]) -
 
 def test_rows_of_an_earlier_epoch_are_given_back_once() -> None:
     catalog, pair = Catalog(), [BlockKey(b"a"), BlockKey(b"ab")]
-    old = [catalog.add(pair[0], 1, 0, None), catalog.add(pair[1], 2, 0, pair[0])]
+    old = catalog.add(pair, [1, 2], 0, [None, pair[0]])
     catalog.begin(old, Tier.CPU, [Slot(0, 0), Slot(0, 1)])
     catalog.finish(old, Tier.CPU)
     catalog.hide_all()
     catalog.drop(old[::-1], Tier.CPU)
     assert len(catalog) == 0
-    rows = [catalog.add(BlockKey(b"%d" % number), 9, 1, None) for number in range(8)]
+    rows = catalog.add([BlockKey(b"%d" % number) for number in range(8)], [9] * 8, 1, [None] * 8)
     assert len({*rows}) == len(rows)

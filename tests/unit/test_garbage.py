@@ -61,7 +61,7 @@ def store(parts: Parts, nvme: NvmeSpace, numbers: range) -> None:
     for start in range(numbers.start, numbers.stop, CHAIN):
         slots = nvme.allocate(0, CHAIN)
         rows = [
-            parts.catalog.add(key_of(number), number + 1, 0, parent_of(number))
+            parts.catalog.add([key_of(number)], [number + 1], 0, [parent_of(number)])[0]
             for number in range(start, start + CHAIN)
         ]
         parts.catalog.begin(rows, Tier.NVME, slots)

@@ -74,7 +74,7 @@ def _change(catalog, key, tier, segment, step):
     happen to it."""
     row = catalog.find(key)
     if row < 0:
-        row = catalog.add(key, 1, 0, None)
+        (row,) = catalog.add([key], [1], 0, [None])
     state = catalog.state(row, tier)
     if state == CopyState.ABSENT:
         catalog.begin((row,), tier, (Slot(segment, 0),))

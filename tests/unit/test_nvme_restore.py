@@ -80,7 +80,7 @@ def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, Bloc
 
 
 def store(catalog: Catalog, record: BlockRecord) -> None:
-    row = catalog.add(record.key, record.generation, record.epoch, record.parent)
+    (row,) = catalog.add([record.key], [record.generation], record.epoch, [record.parent])
     catalog.begin((row,), Tier.NVME, (record.slot,))
     catalog.finish((row,), Tier.NVME)
 

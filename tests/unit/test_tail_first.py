@@ -42,7 +42,7 @@ class Copies:
         parent, row = self.parents[number], self.catalog.find(key_of(number))
         if row < 0:
             self.stored += 1
-            row = self.catalog.add(key_of(number), self.stored, 0, key_of(parent) if parent >= 0 else None)
+            (row,) = self.catalog.add([key_of(number)], [self.stored], 0, [key_of(parent) if parent >= 0 else None])
             self.catalog.begin((row,), Tier.CPU, (Slot(0, number),))
             self.catalog.finish((row,), Tier.CPU)
             self.order.insert((row,))
@@ -187,7 +187,7 @@ def test_a_parked_row_comes_back_whatever_way_its_follower_goes(eviction, way):
         nvme.segments.specs[number] = spec
         nvme.pool.add_segment(number, 0, 1)
     catalog, (order,) = parts.catalog, nvme._orders
-    head, tail = (catalog.add(key_of(at), at + 1, 0, key_of(0) if at else None) for at in range(2))
+    head, tail = catalog.add([key_of(0), key_of(1)], [1, 2], 0, [None, key_of(0)])
     slots = sorted(nvme.pool.allocate(0, 2))
     catalog.begin((head, tail), Tier.NVME, slots)
     nvme.finish((head,) if way == "abandoned" else (tail, head), 1)

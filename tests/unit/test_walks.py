@@ -47,7 +47,7 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     cpu, catalog, demotions = bench.parts.cpu, bench.catalog, bench.parts.demotions
     rows = []
     for number, slot in enumerate(cpu.pool.allocate(0, MANY)):
-        rows.append(catalog.add(BlockKey(number.to_bytes(32, "big") + bytes(2)), number + 1, 0, None))
+        rows += catalog.add([BlockKey(number.to_bytes(32, "big") + bytes(2))], [number + 1], 0, [None])
         catalog.begin((rows[-1],), Tier.CPU, (slot,))
     cpu.finish(rows, 0)
     assert demotions.offer(rows) == MANY
