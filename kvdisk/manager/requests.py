@@ -107,7 +107,7 @@ class RequestState:
     """Of its offers."""
     cut: dict[int, int] = field(default_factory=dict)
     """By group the position of the first block that was not admitted: what follows it would be of
-    no use."""
+    no use, even if another request stores that one, since those between are not offered again."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
