@@ -46,7 +46,7 @@ _LEAST_LEFT: Final = 0.1
 """Of blocks: an age that fewer have come to is taken to be much like the one before."""
 _LATELY: Final = 0.04
 """Of a tier: new blocks and first reuses that say how many come back lately."""
-_MOST_OF_ONE: Final = 0.3
+_MOST_OF_ONE: Final = 0.2
 """Of what came lately: one call's share."""
 
 _Floats = NDArray[np.float64]
