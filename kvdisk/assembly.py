@@ -140,7 +140,7 @@ def assemble_scheduler(
     if config.cpu_bytes and not all(cpu_slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count
         raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
-    admission = make_admission(config.cpu_admission, sum(cpu_slots), "cpu_admission")
+    admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     nvme = index = home = neighbours = None
     if config.store_dirs:
@@ -248,7 +248,8 @@ def _take_home(
             home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
         )
         try:
-            admission = make_admission(config.nvme_admission, layout.most_slots(geometry), "nvme_admission")
+            parts.history.reserve(layout.most_slots(geometry))
+            admission = make_admission(config.nvme_admission, parts.history, "nvme_admission")
             nvme = NvmeSpace(parts, layout, index, admission, home.drive_count, _make_budget(config, geometry))
             nvme.restore(home.id, fingerprint, read_uses(home.path))
             nvme.uses.now_s = int(time.time())

@@ -22,7 +22,7 @@ for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("Gi
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "gds")
-EVICTIONS = ("credit", "lru", "s3fifo")
+EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _NEAR_MISS = 0.8
 """From which likeness on, of 1, an unknown key is taken for a misspelt one."""
@@ -72,7 +72,7 @@ def _is_class_name(value: Any) -> bool:
 
 
 def _is_admission(value: Any) -> bool:
-    known = r"all|adaptive|reuse\(([1-9]|1[0-6])\)"
+    known = r"all|learned|reuse\(([1-9]|1[0-6])\)"
     return isinstance(value, str) and (re.fullmatch(known, value) is not None or _is_class_name(value))
 
 
@@ -91,7 +91,7 @@ _parse_tokens = _checked(
     lambda value: None if value == "auto" else value,
 )
 _parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
-_parse_admission = _checked("'all', 'adaptive', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
+_parse_admission = _checked("'all', 'learned', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
 
 
 def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
@@ -170,15 +170,15 @@ class Config:
     """
     cpu_admission: str = _setting("all", _parse_admission)
     """Which blocks may enter the CPU tier. `"all"`; `"reuse(n)"`: those that n distinct requests
-    have wanted, n up to 16; `"adaptive"`; or a class of your own, `"module:Class"`. What each does:
+    have wanted, n up to 16; `"learned"`; or a class of your own, `"module:Class"`. What each does:
     [admission](SCHEDULING.md#admission).
 
     Example: "reuse(2)"
     """
-    nvme_admission: str = _setting("adaptive", _parse_admission)
-    """Which blocks may enter the NVMe tier, with the same choices. `"adaptive"`: everything while
-    there is room, then the more by reuse the sooner copies are evicted. Memory still serves what
-    NVMe refuses, while it is there.
+    nvme_admission: str = _setting("learned", _parse_admission)
+    """Which blocks may enter the NVMe tier, with the same choices. `"learned"`: everything while
+    there is room, then what is likelier to be asked for than what would leave for it. Memory still
+    serves what NVMe refuses, while it is there.
 
     Example: "reuse(2)"
     """
@@ -189,10 +189,10 @@ class Config:
     Default: none
     Example: "2TB"
     """
-    eviction: str = _setting("credit", _one_of(EVICTIONS))
-    """What a full tier evicts. `"credit"`: what was used longest ago, where uses before that one
-    count as well. `"lru"`: what was used longest ago, and nothing else; `"s3fifo"`: S3-FIFO, which
-    resists scans. With each the tail of a chain of blocks is evicted before its head.
+    eviction: str = _setting("learned", _one_of(EVICTIONS))
+    """What a full tier evicts. `"learned"`: what is to bring the fewest hits for the time that it
+    is kept, learnt from how often and how soon blocks like it were asked for again. `"lru"`: what
+    was used longest ago. With both the tail of a chain of blocks is evicted before its head.
 
     Example: "lru"
     """

@@ -43,7 +43,7 @@ from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, sl
 from kvdisk.index.base import BlockColumns, BlockRecord, Index, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.lookup import Lookups
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
@@ -135,7 +135,7 @@ def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str,
     index = make_index()
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
-    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), index, AdmitAll())
+    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), index, AdmissionPolicy())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s
     assert len(parts.catalog) == block_count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other policies beside ``kvdisk replay``: LRU, ARC, and the optimum.
+"""Models of other policies beside ``kvdisk replay``: LRU, ARC, S3-FIFO, and the optimum.
 
     python tools/replay_models.py TRACE --nvme 1%,5%,10% --picture docs/pictures/replay.svg
 
@@ -8,7 +8,8 @@ and counts by the same rule: a block hits when it and all before it in its promp
 request comes. Then every block of the prompt that is there is used and every other one is written,
 the tail of the prompt first, so that its head is the last to be used.
 
-LRU and ARC are what vLLM's own offloading has. ``belady`` knows the future: of the blocks that are
+LRU and ARC are what vLLM's own offloading has. No library of caches counts by
+prefixes, so these are own.  ``belady`` knows the future: of the blocks that are
 there, and the one that comes, it does not keep the one that is used again last, or never (Belady's
 MIN, block by block, with bypass). Whoever asks for a block asks for those before it, so what it
 keeps are prefixes, and no policy can hit more. It writes only what will hit.
@@ -132,14 +133,66 @@ class Arc:
             self._left_often[self._often.popitem(last=False)[0]] = None
 
 
-MODELS: dict[str, Callable[[int], Model]] = {"lru": Lru, "arc": Arc}
+class S3Fifo:
+    """S3-FIFO (SOSP '23): a tenth of the blocks on probation; those used there stay, and those that
+    come back soon after they left."""
+
+    _MOST_USES = 3
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._probation, self._main, self._left = (Blocks() for _ in range(3))
+        self._uses: dict[Hashable, int] = {}
+
+    def __contains__(self, block: Hashable) -> bool:
+        return block in self._uses
+
+    def use(self, block: Hashable) -> None:
+        """See ``Model``."""
+        self._uses[block] = min(self._MOST_USES, self._uses[block] + 1)
+
+    def add(self, block: Hashable) -> None:
+        """See ``Model``."""
+        while len(self._uses) >= self._capacity:
+            self._evict()
+        self._uses[block] = 0
+        if block in self._left:
+            del self._left[block]
+            self._main[block] = None
+        else:
+            self._probation[block] = None
+
+    def _evict(self) -> None:
+        """Make room for one block, or let one off probation."""
+        if len(self._probation) >= max(1, self._capacity // 10) or not self._main:
+            block, _ = self._probation.popitem(last=False)
+            if self._uses[block]:
+                self._uses[block] = 0
+                self._main[block] = None
+                return
+            self._left[block] = None
+            if len(self._left) > self._capacity * 9 // 10:
+                self._left.popitem(last=False)
+        else:
+            block, _ = self._main.popitem(last=False)
+            if self._uses[block]:
+                self._uses[block] -= 1
+                self._main[block] = None
+                return
+        del self._uses[block]
+
+
+MODELS: dict[str, Callable[[int], Model]] = {"lru": Lru, "arc": Arc, "s3fifo": S3Fifo}
+REUSE = ", reuse(2)"
+"""Behind a model's name: it admits what two requests have asked for."""
 
 
 def run_model(name: str, prompts: Sequence[Prompt], capacity: int) -> Counts:
     """Replay prompts against a model, or ``belady``."""
     if name == "belady":
         return run_belady(prompts, capacity)
-    model = MODELS[name](capacity)
+    model = MODELS[name.removesuffix(REUSE)](capacity)
+    wants_reuse, known = name.endswith(REUSE), set[Hashable]()
     hits: list[int] = []
     written = 0
     for prompt in prompts:
@@ -148,9 +201,11 @@ def run_model(name: str, prompts: Sequence[Prompt], capacity: int) -> Counts:
         for block in reversed(prompt):
             if block in model:
                 model.use(block)
-            elif capacity:
+            elif capacity and (block in known or not wants_reuse):
                 model.add(block)
                 written += 1
+        if wants_reuse:
+            known.update(prompt)
     return Counts(hits, written)
 
 

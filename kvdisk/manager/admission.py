@@ -1,108 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may enter a tier: the policies by name, and who is told of demand."""
+"""Who may enter a tier: the policies by name. Scheduler thread only."""
 
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Sequence
-from zlib import crc32
+from typing import Final
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
-from kvdisk.manager.catalog import number_of
-
-MOST_PLACES = 1 << 22
-FEWEST_PLACES = 1 << 18
-_BITS = 0xFFFFFFFF
-
-
-def places_for(slots: int) -> int:
-    """Return how many keys to track for a tier: eight a slot, within bounds; a power of two."""
-    return min(MOST_PLACES, max(FEWEST_PLACES, 1 << (8 * slots - 1).bit_length()))
-
-
-class ReuseTable:
-    """Counts up to ``most`` distinct requests a key, of ``places`` keys at most (a power of two).
-
-    A place takes 9 bytes and 4 for each request that must be known again: 13 for two requests. A
-    key has two places, and of two that are taken the one that was wanted longest ago gives way. A
-    key may be forgotten early and, about once in 2**30 times, another be taken for it: that decides
-    nothing but who is stored. ``now``: keys met so far.
-    """
-
-    def __init__(self, most: int, places: int) -> None:
-        assert most >= 1 and places & (places - 1) == 0
-        self.most = most
-        self.now = 0
-        self._known = max(1, most - 1)  # one more than these is enough, whoever it is
-        self._mask = places - 1
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        places = self._mask + 1
-        self._tags, self._times = array("I", [0]) * places, array("I", [0]) * places
-        self._counts = bytearray(places)
-        self._requests = array("I", [0]) * (places * self._known)
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> list[int]:
-        """Count a request once per key. Return of each key's second request how many keys were met
-        since the first."""
-        request = _tag_of(request_id)
-        tags, counts, times, requests = self._tags, self._counts, self._times, self._requests
-        known, most, mask, now = self._known, self.most, self._mask, self.now
-        ages: list[int] = []
-        for name in map(number_of, keys):  # all in one: it is done for every block
-            tag, place = name >> 32 | 1, name & mask
-            if tags[place] != tag:
-                other = name >> 22 & mask
-                if tags[other] != tag:
-                    now += 1
-                    if tags[place] and (not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)):
-                        place = other
-                    tags[place], times[place], counts[place] = tag, now & _BITS, 1
-                    requests[place * known] = request
-                    continue
-                place = other
-            count, first = counts[place], place * known
-            if count < most:
-                if requests[first] == request or (count > 1 and request in requests[first : first + min(count, known)]):
-                    continue
-                if count < known:
-                    requests[first + count] = request
-                counts[place] = count + 1
-            if count == 1 and most > 1:
-                ages.append(now - times[place] & _BITS)
-            times[place] = now & _BITS
-        self.now = now
-        return ages
-
-    def known(self, keys: Sequence[BlockKey]) -> list[tuple[int, float]]:
-        """Return of each key how many distinct requests wanted it, at most ``most``, and a number
-        from 0 to 1 that stands for the first of them; 1: none is known."""
-        tags, counts, requests, known, mask = self._tags, self._counts, self._requests, self._known, self._mask
-        found = []
-        for name in map(number_of, keys):
-            tag, place = name >> 32 | 1, name & mask
-            if tags[place] != tag:
-                place = name >> 22 & mask
-            is_known = tags[place] == tag
-            found.append((counts[place], requests[place * known] / 2**32) if is_known else (0, 1.0))
-        return found
-
-
-def _tag_of(request_id: str) -> int:
-    """Return 32 bits that are spread evenly, also over names that count up."""
-    tag = crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
-    tag = (tag ^ tag >> 15) * 0x85EBCA77 & 0xFFFFFFFF
-    return tag ^ tag >> 13
+from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.reuse import ReuseHistory
 
 
 class AdmissionPolicy:
-    """Decides for one tier. ``want`` is told before ``admits`` is asked for the same request. What
-    is here lets every block in.
+    """Decides for one tier. What is here lets every block in.
 
     The CPU tier's is asked when a request offers a block. The NVMe tier's is asked when a copy in
     the CPU tier becomes READY, each time a request wants it there, and before it leaves; without a
@@ -115,12 +29,15 @@ class AdmissionPolicy:
         return True
 
     def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """A request wanted these blocks (offered them, or was served from them). May be told again
-        for the same one."""
+        """A request wanted these blocks, in the order of its prompt. Told once for each of them,
+        before ``admits`` is asked."""
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether it may enter now."""
         return [True] * len(keys)
+
+    def watch(self, orders: Sequence[TailFirst]) -> None:
+        """Learn who decides what leaves the tier, by size class."""
 
     def note_room(self, free: int, total: int) -> None:
         """Learn, once a step, how many of the tier's slots are free, of all that it may have."""
@@ -129,116 +46,94 @@ class AdmissionPolicy:
         """Forget all counts: the KV they stood for is gone."""
 
 
-class AdmitAll(AdmissionPolicy):
-    """Every block may enter."""
-
-
 class AdmitReused(AdmissionPolicy):
     """A block may enter once ``needed`` distinct requests wanted it."""
 
-    def __init__(self, needed: int, places: int) -> None:
+    is_open = False
+
+    def __init__(self, history: ReuseHistory, needed: int) -> None:
+        self._history = history
         self._needed = needed
-        self.table = ReuseTable(needed, places)
-
-    @property
-    def is_open(self) -> bool:
-        """Return False."""
-        return False
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """Count a request once per key."""
-        self.table.want(keys, request_id)
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether enough distinct requests wanted it."""
-        return [count >= self._needed for count, _ in self.table.known(keys)]
-
-    def reset(self) -> None:
-        """Forget all counts."""
-        self.table.clear()
+        return [self._history.known(key)[0] >= self._needed for key in keys]
 
 
-class AdmitAdaptive(AdmitReused):
-    """Admits everything while there is room, and the fewer blocks that one request wanted the
-    sooner copies leave.
+class AdmitLearned(AdmissionPolicy):
+    """Admits everything while there is room, and then what is worth its write: what is expected to
+    bring more hits while it is kept than what leaves for it, by ``LEAST_GAIN`` hits a block.
 
-    ``distance``: how many keys are met, on average, between the first and the second request that
-    want a block. A tier of ``total`` slots that admits all holds a new block while about ``total``
-    others are met. So where ``total`` is ``distance`` or more, most of what comes back is still
-    there, and all may enter. Below, new blocks push each other out before they are used, and only a
-    share of the requests, ``(total / distance) ** 6``, has its new blocks admitted at once; those
-    of others enter when a second request wants them. Which requests these are goes by a hash of
-    their names: one request's blocks are all in or all out, and asking twice changes nothing. A
-    reset forgets the counts, not the distance, which says nothing of the KV.
+    Where copies of several sizes would leave, those that bring most are compared with: a hit needs
+    the blocks of all groups.
     """
 
-    _STEEPNESS = 6
-    """So that small tiers are written little (decision 25)."""
-    _MEMORY = 2000
-    """Second requests over which the distance is averaged."""
+    LEAST_GAIN: Final = 0.02
 
-    def __init__(self, places: int) -> None:
-        super().__init__(2, places)
-        self._total = 0
+    def __init__(self, history: ReuseHistory) -> None:
+        self._history = history
         self._is_full = False
-        self._seconds = 0
-        self.distance = 0.0
+        self._orders: Sequence[TailFirst] = ()
+
+    def watch(self, orders: Sequence[TailFirst]) -> None:
+        """Compare with what these would let leave."""
+        self._orders = orders
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is room, or all requests have their new blocks admitted."""
-        return not self._is_full or self.share >= 1.0
-
-    def want(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """Count a request once per key, and learn from the second."""
-        for age in self.table.want(keys, request_id):
-            self._seconds = min(self._seconds + 1, self._MEMORY)
-            self.distance += (age - self.distance) / self._seconds
+        """Return whether there is room."""
+        return not self._is_full
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return True while open, and for what two wanted, or the first if it is of the share."""
+        """Return of each block whether it is worth its write."""
         if self.is_open:
             return [True] * len(keys)
-        share = self.share
-        return [count >= self._needed or first < share for count, first in self.table.known(keys)]
-
-    @property
-    def share(self) -> float:
-        """Of the requests, how many have their new blocks admitted when the tier is full."""
-        return 1.0 if self.distance <= self._total else (self._total / self.distance) ** self._STEEPNESS
+        history, rate = self._history, max(order.least_rate() for order in self._orders)
+        gains: dict[tuple[int, int], bool] = {}
+        answers: list[bool] = []
+        for key in keys:
+            _, number, age = history.known(key)
+            kind = (number, age.bit_length())  # as far as the history tells ages apart
+            if kind not in gains:
+                gains[kind] = history.gain(number, age, rate) >= self.LEAST_GAIN
+            answers.append(gains[kind])
+        return answers
 
     def note_room(self, free: int, total: int) -> None:
-        """A tier is full from when an eighth of it or less is free until half of it is."""
-        self._total = total
-        self._is_full = free * 2 <= total if self._is_full else free * 8 <= total
-
-
-def make_admission(text: str, slots: int, key: str = "admission") -> AdmissionPolicy:
-    """Return a new policy for a tier of so many slots. ``key``: the setting that ``text`` is the
-    value of.
-
-    Raises ConfigError.
-    """
-    if text == "all":
-        return AdmitAll()
-    if text == "adaptive":
-        return AdmitAdaptive(places_for(slots))
-    reuse = re.fullmatch(r"reuse\((\d+)\)", text)
-    if reuse:
-        return AdmitReused(int(reuse[1]), places_for(slots))
-    if ":" not in text:
-        raise ConfigError(f"{key} must be 'all', 'adaptive', 'reuse(n)' or 'module:Class', not {text!r}.")
-    policy: AdmissionPolicy = make_own(key, text, AdmissionPolicy)
-    return policy
+        """A tier is full where an eighth of it or less is free."""
+        self._is_full = free * 8 <= total
 
 
 class Demand:
-    """Counts which blocks requests want, in the tiers' admissions."""
+    """Counts which blocks requests come to: each once for each request, in the order of its
+    prompt."""
 
-    def __init__(self, admissions: Sequence[AdmissionPolicy]) -> None:
-        self._counting = [admission for admission in admissions if type(admission) is not AdmitAll]
+    def __init__(self, history: ReuseHistory, admissions: Sequence[AdmissionPolicy]) -> None:
+        self._history = history
+        self._admissions = admissions
 
-    def count_demand(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """A request wants these blocks: it has come to them, or is served from them."""
-        for admission in self._counting:
-            admission.want(keys, request_id)
+    def reach(self, request: RequestState, group: int, stop: int) -> None:
+        """A request has come to its first ``stop`` blocks of a group, or will."""
+        start = request.counted[group]
+        if start < stop:
+            keys = request.keys[group]
+            request.counted[group] = stop
+            request.kin[group] = self._history.count(keys, start, stop, request.kin[group])
+            for admission in self._admissions:
+                admission.want(keys[start:stop], request.request_id)
+
+
+def make_admission(text: str, history: ReuseHistory, key: str = "admission") -> AdmissionPolicy:
+    """Return a new policy. ``key``: the setting that ``text`` is the value of. Raises
+    ConfigError."""
+    if text == "all":
+        return AdmissionPolicy()
+    if text == "learned":
+        return AdmitLearned(history)
+    reuse = re.fullmatch(r"reuse\((\d+)\)", text)
+    if reuse:
+        return AdmitReused(history, int(reuse[1]))
+    if ":" not in text:
+        raise ConfigError(f"{key} must be 'all', 'learned', 'reuse(n)' or 'module:Class', not {text!r}.")
+    policy: AdmissionPolicy = make_own(key, text, AdmissionPolicy)
+    return policy

@@ -65,7 +65,8 @@ class Demotions:
         if self._neighbours.hints and not own:
             wanted = [row for row in wanted if not self._is_with_neighbour(row)]
         if not self._lower.admission.is_open:
-            wanted = list(compress(wanted, self._lower.admission.admits([keys[row] for row in wanted])))
+            parents = map(self._catalog.parent, wanted)
+            wanted = list(compress(wanted, self._lower.admits([keys[row] for row in wanted], list(parents))))
         taken = 0
         for row in wanted:
             size_class = self._upper.class_of(row)

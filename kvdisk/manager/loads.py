@@ -336,6 +336,7 @@ class LoadPlanner(HasParts):
         reads: list[Read] = []
         for group in self._geometry.groups:
             keys, gpu_blocks = request.keys[group.group], block_ids[group.group]
+            self._demand.reach(request, group.group, end_tokens // group.block_tokens)
             # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
             # even where ``lookup`` needed less of a window: else nobody would have written it.
             needed = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
@@ -345,7 +346,6 @@ class LoadPlanner(HasParts):
                 if gpu_blocks[at]
             ]
         self._reader.pin_sources(reads)
-        self._demand.count_demand([read.key for read in reads if read.source is not None], request.request_id)
         self._land(reads)
         moves, details = [read.move for read in reads], [read.detail for read in reads]
         request.loading = True
@@ -371,7 +371,7 @@ class LoadPlanner(HasParts):
             read for read in reads if read.source not in {None, landing.tier} and self._is_vacant(read, landing.tier)
         ]
         by_class: dict[int, list[Read]] = {}
-        for read in compress(vacant, landing.admission.admits([read.key for read in vacant])):
+        for read in compress(vacant, landing.admits([read.key for read in vacant], [read.parent for read in vacant])):
             by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)
         for size_class, alike in by_class.items():
             slots = landing.allocate(size_class, len(alike))

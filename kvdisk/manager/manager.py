@@ -68,7 +68,7 @@ class TierManager(HasParts):
         self._neighbours = NeighbourCopies(parts, neighbours)
         self._demotions = [Demotions(parts, *pair, self._neighbours) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions)
-        demand = Demand([space.admission for space in tiers])
+        demand = Demand(parts.history, [space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
@@ -299,10 +299,12 @@ class TierManager(HasParts):
         self._gpu_loads.clear()
         for space in self._tiers:
             space.reset()
+        self._history.clear()
         self._catalog.hide_all()
         for request in self._requests.values():
             request.hit_tokens.clear()
             request.stale = True
+            request.count_anew()
 
     # -- questions of the engine ---------------------------------------------------------------
 

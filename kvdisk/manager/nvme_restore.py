@@ -19,7 +19,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
 from kvdisk.device.uses import Uses, UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, Index, SegmentRecord
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 
 _Flags = NDArray[np.bool_]
@@ -67,10 +67,11 @@ def restore_blocks(
     # leaves first.
     last_s = np.maximum(columns.stored_s, uses.table["last_use_s"])
     rows_by_use = np.lexsort((~columns.generations, last_s)).astype(np.int32)
+    counts = _never_rising(uses.table["uses"], catalog.parent_rows)
     classes = np.array(geometry.size_classes)[groups[rows_by_use]]
     for size_class, order in enumerate(orders):
         rows = rows_by_use[classes == size_class]
-        order.fill(rows, uses.table["uses"][rows])
+        order.fill(rows, counts[rows])
     return restored
 
 
@@ -100,6 +101,17 @@ def _place(
         fresh[rows[first]] = True
     each = zip(numbers.tolist(), np.split(taken, starts[1:-1]), strict=True)
     return fresh, fits, {number: np.flatnonzero(found).astype(np.uint32) for number, found in each}
+
+
+def _never_rising(uses: NDArray[np.uint32], parent_rows: Sequence[int]) -> NDArray[np.uint32]:
+    """Return of each row the most uses of its own and of all that follow it: a head that was
+    evicted and stored again has fewer of its own."""
+    found, ahead = uses.copy(), np.array(parent_rows[: len(uses)], np.int32)
+    ahead[ahead >= len(uses)] = NONE
+    while len(on_way := np.flatnonzero(ahead != NONE)):  # twice as far each time
+        np.maximum.at(found, ahead[on_way], found[on_way])
+        ahead[on_way] = ahead[ahead[on_way]]
+    return found
 
 
 def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:

@@ -11,6 +11,7 @@ from kvdisk.context import SchedulerContext
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.jobs import Transfers
+from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.stats import Stats
 
 
@@ -39,6 +40,7 @@ class Parts:
     context: SchedulerContext
     catalog: Catalog
     transfers: Transfers
+    history: ReuseHistory = field(default_factory=ReuseHistory)
     stats: Stats = field(default_factory=Stats)
     state: StepState = field(default_factory=StepState)
 
@@ -57,5 +59,6 @@ class HasParts:
         self._context = parts.context
         self._catalog = parts.catalog
         self._transfers = parts.transfers
+        self._history = parts.history
         self._stats = parts.stats
         self._state = parts.state

@@ -123,6 +123,7 @@ class Promotions(HasParts):
         held: list[int] = []
         for group in self._geometry.groups:
             keys = request.keys[group.group]
+            self._demand.reach(request, group.group, hit // group.block_tokens)
             for position in range(first_needed(group, 0, hit), hit // group.block_tokens):
                 row = catalog.find(keys[position])
                 if row >= 0 and catalog.state(row, self._landing.tier) == READY:
@@ -155,10 +156,8 @@ class Promotions(HasParts):
         picked: list[Read] = []
         while wanted and len(picked) < MAX_PROMOTE_MOVES:
             read = wanted.popleft()
-            if self._is_wanted(read.key):
-                self._demand.count_demand((read.key,), request_id)
-                if self._landing.admission.admits((read.key,))[0]:
-                    picked.append(read)
+            if self._is_wanted(read.key) and self._landing.admission.admits((read.key,))[0]:
+                picked.append(read)
         slots = self._take_slots(request_id, picked)
         made: list[Read] = []
         left: list[Read] = []

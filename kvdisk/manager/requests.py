@@ -89,6 +89,10 @@ class RequestState:
     keys: tuple[list[BlockKey], ...] = ()
     hash_count: int = 0
     stale: bool = False
+    counted: list[int] = field(default_factory=list)
+    """By group: how many of its blocks are counted as wanted."""
+    kin: list[int] = field(default_factory=list)
+    """By group: what ``ReuseHistory.count`` returned for these."""
     lookups: Lookups = field(default_factory=Lookups)
     held_tokens: int = 0
     held_blocks: Sequence[Sequence[int]] = ()
@@ -101,6 +105,9 @@ class RequestState:
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
     """Of its offers."""
+    cut: dict[int, int] = field(default_factory=dict)
+    """By group the position of the first block that was not admitted: what follows it would be of
+    no use, even if another request stores that one, since those between are not offered again."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
@@ -124,6 +131,7 @@ class RequestState:
     def __post_init__(self) -> None:
         self.keys = tuple([[] for _ in self.geometry.groups])
         self.holds_nothing()
+        self.count_anew()
 
     def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
@@ -142,6 +150,11 @@ class RequestState:
         self.held_tokens, self.held_blocks = 0, ()
         self.reached = [0] * len(self.geometry.groups)
         self.due = []
+        self.cut.clear()
+
+    def count_anew(self) -> None:
+        """What was counted of it is forgotten, or it has other keys."""
+        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""
@@ -171,6 +184,7 @@ class RequestState:
                 for stale in self.keys:
                     stale.clear()
                 self.hash_count = 0
+                self.count_anew()
                 self.lookups = Lookups()
                 return True
         return False

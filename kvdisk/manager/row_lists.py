@@ -40,7 +40,7 @@ class RowLists:
             self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)
         for row, number in zip(rows, numbers, strict=False):
             assert self._number_of[row] == _NO_LIST, "inserted twice"
-            self._link(row, number)
+            self._link(row, number, number)
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their lists; those that are in none are ignored."""
@@ -51,19 +51,20 @@ class RowLists:
             counts[numbers[row]] -= 1
             numbers[row] = _NO_LIST
 
-    def move(self, row: int, number: int) -> None:
-        """Make a row that is in a list the newest of another, or of the same."""
+    def move(self, row: int, number: int, *, oldest: bool = False) -> None:
+        """Make a row that is in a list the newest, or the oldest, of another, or of the same."""
         olders, newers, place = self._older, self._newer, row + self._ends
         older, newer = olders[place], newers[place]
         newers[older], olders[newer] = newer, older
         self.counts[self._number_of[row]] -= 1
-        self._link(row, number)
+        self._link(row, number, newers[number] if oldest else number)
 
-    def _link(self, row: int, number: int) -> None:
+    def _link(self, row: int, number: int, newer: int) -> None:
+        """Put a row in a list, before ``newer``: its end, or its oldest."""
         olders, newers, place = self._older, self._newer, row + self._ends
-        newest = olders[number]
-        newers[newest] = olders[number] = place
-        olders[place], newers[place] = newest, number
+        older = olders[newer]
+        newers[older] = olders[newer] = place
+        olders[place], newers[place] = older, newer
         self._number_of[row] = number
         self.counts[number] += 1
 

@@ -103,7 +103,8 @@ class StorePlanner(HasParts):
             request.reached[group.group] = stop
             if start < stop:
                 keys = request.keys[group.group]
-                self._count_reached(keys[start:stop], request.request_id)
+                self._demand.reach(request, group.group, stop)
+                self._use(keys[start:stop])
                 if group.state_tokens is None:
                     positions = self._store_policy.reached(request.request_id, keys, start, stop)
                     request.due += [(group.group, at) for at in positions]
@@ -153,13 +154,10 @@ class StorePlanner(HasParts):
         known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
         return min(final_tokens // group.block_tokens, known)
 
-    def _count_reached(self, keys: Sequence[BlockKey], request_id: str) -> None:
-        """Record that a request reached these blocks: count the demand and refresh recency.
-
-        Offer those that a tier has to the next one again: their count may have risen.
-        """
+    def _use(self, keys: Sequence[BlockKey]) -> None:
+        """Refresh the recency of blocks that a request has reached, and offer those that a tier has
+        to the next one again: their count has risen."""
         catalog = self._catalog
-        self._demand.count_demand(keys, request_id)
         used = list(compress(catalog.find_all(keys), catalog.presences(keys)))
         if not used:
             return
@@ -174,7 +172,8 @@ class StorePlanner(HasParts):
         """Forget a request. What of it waits for a segment may still be stored while the engine has
         it cached; room that others leave is for the requests that live."""
         if request.due and not request.stale and self._target.status.has_room_soon:
-            due = [(group, at) for group, at in request.due if at < request.reached[group]]
+            ends = [request.cut.get(group, reached) for group, reached in enumerate(request.reached)]
+            due = [(group, at) for group, at in request.due if at < min(ends[group], request.reached[group])]
             self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
         self.forget(request)
 
@@ -236,7 +235,7 @@ class StorePlanner(HasParts):
             storable = self._full_blocks(request, group, storable_tokens)
             positions = self._store_policy.preempted(request.request_id, group.group, storable)
             # Generated tokens too, whose demand was not counted without ``store_decode``.
-            self._demand.count_demand([keys[position] for position in positions], request.request_id)
+            self._demand.reach(request, group.group, max(positions, default=-1) + 1)
             places += [(group.group, at) for at in positions]
         # Never offered again: they are overwritten before room comes free.
         offers = [offer._replace(position=-1) for offer in self._offers(request, places, tables)]
@@ -335,7 +334,16 @@ class StorePlanner(HasParts):
         none, and those refused. ``watched``: see ``_queue``.
         """
         missing = self._missing(offers)
-        answers = self._target.admission.admits([offer.key for offer, _ in missing])
+        answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
+        if request is not None:
+            cut = request.cut
+            for offer in compress([offer for offer, _ in missing], [not answer for answer in answers]):
+                if offer.position >= 0:
+                    cut[offer.group] = min(offer.position, cut.get(offer.group, offer.position))
+            answers = [
+                answer and offer.position < cut.get(offer.group, offer.position + 1)
+                for answer, (offer, _) in zip(answers, missing, strict=True)
+            ]
         admitted = list(compress(missing, answers))
         if len(admitted) < len(missing):
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))

@@ -8,10 +8,10 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import DOOMED, READY
 from kvdisk.manager.eviction import TailFirst, make_eviction
@@ -63,8 +63,15 @@ class TierSpace:
         self.pool = SlotPool(len(classes))
         self.capacity: Sequence[int] = self.pool.total
         self._orders = [
-            TailFirst(make_eviction(parts.config.eviction, parts.catalog.keys), parts.catalog, tier) for _ in classes
+            TailFirst(
+                make_eviction(parts.config.eviction, parts.catalog.keys, parts.history),
+                parts.catalog,
+                tier,
+                parts.history,
+            )
+            for _ in classes
         ]
+        admission.watch(self._orders)
 
     # -- how it stands ---------------------------------------------------------------------------
 
@@ -105,6 +112,20 @@ class TierSpace:
             f"held_blocks.{name}": sum(used),
             f"capacity_bytes.{name}": sum(map(int.__mul__, self.capacity, sizes)) * parts,
         }
+
+    def admits(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[bool]:
+        """Return of each block whether it may enter now; never what follows a refused one, which it
+        would be of no use without. ``keys``: of one chain the tail comes first, or last.
+        ``parents``: of each."""
+        if self.admission.is_open:
+            return [True] * len(keys)
+        answers = list(self.admission.admits(keys))
+        refused = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
+        for at in chain(range(len(keys)), reversed(range(len(keys)))) if refused else ():
+            if parents[at] in refused:
+                answers[at] = False
+                refused.add(keys[at])
+        return answers
 
     # -- room ----------------------------------------------------------------------------------
 

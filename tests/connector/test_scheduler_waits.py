@@ -84,7 +84,7 @@ def test_a_prefix_that_many_ask_for_is_loaded_once(restarted, extra, source):
 @pytest.mark.parametrize(
     ("more", "first"),
     [
-        ({"extra": {"cpu_admission": "reuse(3)"}, "prefix_caching": False}, "nvme"),
+        ({"extra": {"cpu_admission": "reuse(4)"}, "prefix_caching": False}, "nvme"),
         ({"extra": {"cpu_bytes": 0}, "prefix_caching": False}, "nvme"),
         ({"extra": {"lookup_wait_s": 0}}, "nvme, kept"),
     ],

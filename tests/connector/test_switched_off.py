@@ -21,7 +21,7 @@ from kvdisk.connector.connector import KVDiskWorkerMetadata
 from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
-from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind, Report
 
@@ -285,13 +285,12 @@ class BrokenPolicy(OnCompute):
         return super().reached(request_id, *arguments)
 
 
-class BrokenAdmission(AdmitAll):
+class BrokenAdmission(AdmissionPolicy):
     """Raises when the second request wants a block."""
 
-    def want(self, keys: Any, request_id: str) -> tuple[()]:
+    def want(self, keys: Any, request_id: str) -> None:
         if request_id == "second":
             raise Planted("admission")
-        return ()
 
 
 @pytest.mark.parametrize(("setting", "name"), [("store_policy", "BrokenPolicy"), ("cpu_admission", "BrokenAdmission")])

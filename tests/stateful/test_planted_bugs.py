@@ -174,7 +174,7 @@ BUGS = {
         prefetch, "self._taken.subtract(self._ahead.pop(request.request_id, Counter()))", "pass", on.QUEUE_SIZES
     ),
     "reading ahead what the tier refuses": Bug(
-        prefetch, "if self._landing.admission.admits((read.key,))[0]:", "if True:", (on.QUEUE_REUSE,)
+        prefetch, " and self._landing.admission.admits((read.key,))[0]:", ":", (on.QUEUE_REUSE,)
     ),
     "block read a second time": Bug(loads, "if not landing or hit <= local_tokens:", "if True:", on.QUEUE_SIZES),
     "block loaded a second time": Bug(loads, "if self._enabled:", "if False:", (on.NVME_ONLY,)),

@@ -5,7 +5,7 @@ catch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ from support import manager_sizes as on
 from support.manager_parts import Sizes
 
 from kvdisk.blocks import BlockKey
-from kvdisk.manager.admission import AdmitReused, ReuseTable
-from kvdisk.manager.catalog import Catalog
+from kvdisk.manager.admission import Demand
+from kvdisk.manager.catalog import Catalog, number_of
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.store_policy import OnPreemption, Spillover
 from kvdisk.messages import JobKind
 
@@ -49,7 +51,7 @@ def nvme_refusal_never_asked_again(patch: Patch) -> None:
 @shows_in(*on.ON_COMPUTE_SIZES)
 def head_evicted_before_its_tail(patch: Patch) -> None:
     def victims(self: TailFirst, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return list(islice(filter(evictable, self._policy.proposals()), count))
+        return list(islice(filter(evictable, (row for _, row in self._policy.proposals())), count))
 
     patch.setattr(TailFirst, "victims", victims)
 
@@ -81,17 +83,31 @@ shows_in(*on.QUEUE_SIZES)(late_slot_freed_at_settlement(JobKind.PROMOTE))
 
 @shows_in(on.REUSE_CPU)
 def one_request_counted_twice(patch: Patch) -> None:
-    numbers = count()
+    def reach(original: Any, self: Demand, request: RequestState, group: int, stop: int) -> None:
+        request.counted[group] = 0
+        original(self, request, group, stop)
 
-    def want(original: Any, self: ReuseTable, key: Any, request_id: str) -> Any:
-        return original(self, key, f"{request_id} {next(numbers)}")
-
-    wrap(patch, ReuseTable, "want", want)
+    wrap(patch, Demand, "reach", reach)
 
 
 @shows_in(on.REUSE_CPU)
 def counts_that_survive_a_reset(patch: Patch) -> None:
-    patch.setattr(AdmitReused, "reset", lambda self: None)
+    def clear(original: Any, self: ReuseHistory) -> None:
+        if not hasattr(self, "_tags"):  # at start
+            original(self)
+
+    wrap(patch, ReuseHistory, "clear", clear)
+
+
+@shows_in(on.REUSE_CPU)
+def uses_that_rise_along_a_chain(patch: Patch) -> None:
+    def count(original: Any, self: ReuseHistory, keys: Sequence[BlockKey], start: int, stop: int, kin: int) -> int:
+        counted: int = original(self, keys, start, stop, kin)
+        place, _ = self._find(number_of(keys[stop - 1]))
+        self._marks[place] = min(255, 2 * self._marks[place])
+        return counted
+
+    wrap(patch, ReuseHistory, "count", count)
 
 
 @shows_in(*on.ON_PREEMPTION_SIZES)

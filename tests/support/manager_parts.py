@@ -188,14 +188,14 @@ class ManagerParts:
         policy = WatchedPolicy(make_store_policy(sizes.config.store_policy))
         cpu = None
         if sizes.has_cpu:
-            admission = make_admission(sizes.config.cpu_admission, sum(sizes.cpu_slots))
+            admission = make_admission(sizes.config.cpu_admission, parts.history)
             cpu = WatchedCpuSpace(parts, sizes.cpu_slots, admission)
         nvme = None
         if sizes.has_nvme:
             layout = _layout(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
             budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
-            admission = make_admission(sizes.config.nvme_admission, layout.most_slots(sizes.geometry))
+            admission = make_admission(sizes.config.nvme_admission, parts.history)
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)
         tiers = Tiers(cpu, nvme)

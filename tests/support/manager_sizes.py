@@ -28,7 +28,7 @@ REUSE = Sizes(_ONE_GROUP, _config(nvme_admission="reuse(2)"), 7, (2,), (3,), 2, 
 REUSE_CPU = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)", store_decode=True), 7, (3,), (2,), 1, _PROMPTS)
 NVME_ONLY = Sizes(_ONE_GROUP, _config(cpu_bytes=0), 7, (), (2,), 2, _PROMPTS)
 NVME_REUSE = Sizes(_ONE_GROUP, _config(cpu_bytes=0, nvme_admission="reuse(2)"), 7, (), (2,), 2, _PROMPTS)
-ADAPTIVE = Sizes(_ONE_GROUP, _config(nvme_admission="adaptive"), 7, (2,), (2,), 2, _PROMPTS)
+LEARNED = Sizes(_ONE_GROUP, _config(nvme_admission="learned"), 7, (2,), (2,), 2, _PROMPTS)
 _TWO_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * _ONE_GROUP.slot_sizes[0]}
 _TWO_LARGE_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * max(_TWO_GROUPS.slot_sizes)}
 BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
@@ -48,10 +48,10 @@ SPILLOVER_REUSE = Sizes(
 SPILLOVER_WINDOW = Sizes(_TWO_GROUPS, _config(store_policy="spillover"), 12, (2, 2), (2, 2), 2, _LONG_PROMPTS, 2)
 QUEUE = Sizes(_ONE_GROUP, _config(lookup_wait_s=0.5), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 QUEUE_WINDOW = Sizes(_TWO_GROUPS, _config(), 10, (4, 4), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3)
-QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(2)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
+QUEUE_REUSE = Sizes(_ONE_GROUP, _config(cpu_admission="reuse(3)"), 7, (4,), (6,), 2, _QUEUED, most_running=1, stored=3)
 ON_PREEMPTION_QUEUE = Sizes(
     _TWO_GROUPS,
-    _config(store_policy="on_preemption", nvme_admission="adaptive", **_TWO_LARGE_BLOCKS_AN_HOUR),
+    _config(store_policy="on_preemption", nvme_admission="learned", **_TWO_LARGE_BLOCKS_AN_HOUR),
     *(10, (4, 4), (6, 6), 2, _QUEUED, 2),
     zeroes=True,
     most_running=2,
@@ -59,7 +59,7 @@ ON_PREEMPTION_QUEUE = Sizes(
 )
 SPILLOVER_QUEUE = Sizes(
     _TWO_GROUPS,
-    _config(store_policy="spillover", cpu_admission="adaptive", **_TWO_LARGE_BLOCKS_AN_HOUR),
+    _config(store_policy="spillover", cpu_admission="learned", **_TWO_LARGE_BLOCKS_AN_HOUR),
     *(12, (4, 4), (6, 6), 2, _QUEUED, 2),
     most_running=1,
     stored=3,
@@ -69,9 +69,9 @@ SPILLOVER_NVME = Sizes(
 )
 QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
 """Requests wait in line, and are read ahead for."""
-ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET)
+ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, LEARNED, BUDGET, NVME_BUDGET)
 ON_COMPUTE_SIZES = (
-    *(ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, ADAPTIVE, BUDGET, NVME_BUDGET, CPU_ONLY),
+    *(ONE_GROUP, WINDOW, REUSE, REUSE_CPU, NVME_ONLY, NVME_REUSE, LEARNED, BUDGET, NVME_BUDGET, CPU_ONLY),
     *QUEUE_SIZES,
 )
 ON_PREEMPTION_SIZES = (ON_PREEMPTION, ON_PREEMPTION_WINDOW, ON_PREEMPTION_NVME)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
@@ -82,6 +82,8 @@ class ManagerWatch(Watch):
     _write_failed_s: float = -FIRST_BACK_OFF_S
     _first_paused: int = 0
     _wants: dict[BlockKey, set[str]] = field(default_factory=dict)
+    _known: set[BlockKey] = field(default_factory=set)
+    """Blocks that came from before a restart, and those before them: somebody wanted these."""
     _saved: dict[str, set[BlockKey]] = field(default_factory=dict)
     """By victim, the blocks whose stores were urgent, and have not failed."""
     _allowed_bytes: float = 0.0
@@ -95,6 +97,10 @@ class ManagerWatch(Watch):
         self.parts.manager._stores._store = self._watched_store  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
+        for key in map(self.parts.catalog.keys.__getitem__, self.parts.catalog.rows()):
+            group, tokens = group_of(key), key[:-2]
+            step = self.sizes.geometry.groups[group].block_tokens
+            self._known |= {make_block_key(tokens[:end], group) for end in range(step, len(tokens) + 1, step)}
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
@@ -103,12 +109,12 @@ class ManagerWatch(Watch):
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
     def _is_admitted(self, admission: str, key: BlockKey, hopes: Collection[str] = ()) -> bool:
-        """Whether enough requests wanted a block; ``adaptive`` may let others in too, and a user's
-        own any.
+        """Whether enough requests wanted a block; ``learned`` may let any in, and need not, as a
+        user's own.
 
         ``hopes``: requests that may have wanted it, besides.
         """
-        by_name = {"all": 0, "adaptive": 2}
+        by_name = {"all": 0, "learned": math.inf}
         needed = int(admission[6:-1]) if "(" in admission else 0 if ":" in admission else by_name[admission]
         return len(self._wants.get(key, set()).union(hopes)) >= needed
 
@@ -248,8 +254,9 @@ class ManagerWatch(Watch):
                     self._wants.setdefault(move.key, set()).add(owner)
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
-                hopes: Collection[str] = () if writes else self.reads.hopes.get(move.key, ())
-                may_enter = admission == "adaptive" or self._is_admitted(admission, move.key, hopes)
+                hopes = set() if writes else set(self.reads.hopes.get(move.key, ()))
+                hopes |= {"before"} if move.key in self._known else set()
+                may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
 
     def _spend(self, written_bytes: int) -> None:
@@ -369,6 +376,7 @@ class ManagerWatch(Watch):
         self._not_admitted.clear()
         self.reads.reset()
         self._wants.clear()
+        self._known.clear()
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -407,9 +415,13 @@ class ManagerWatch(Watch):
             assert free >= 0 and limbo >= 0 and free + limbo <= total
 
     def _check_copies(self) -> None:
-        """Invariant 3: a READY copy's slot holds that key's bytes on every rank."""
-        catalog = self.parts.catalog
+        """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
+        uses never rise."""
+        catalog, known = self.parts.catalog, self.parts.manager._history.known
         for row in catalog.rows():
+            parent = catalog.parent(row)
+            rises = parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
+            assert not rises, f"{catalog.keys[row]!r} was used more often than {parent!r} before it"
             for tier in (Tier.CPU, Tier.NVME):
                 if catalog.state(row, tier) == CopyState.READY:
                     key, epoch = catalog.keys[row], catalog.epochs[row]

@@ -2,118 +2,156 @@
 from __future__ import annotations
 
 import pytest
+from tier_bench import GEOMETRY, TierBench
 
-from kvdisk.blocks import make_block_key
+from kvdisk.blocks import Tier, make_block_key
 from kvdisk.errors import ConfigError
-from kvdisk.manager.admission import (
-    AdmitAdaptive,
-    AdmitAll,
-    AdmitReused,
-    ReuseTable,
-    make_admission,
-)
+from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, Demand, make_admission
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.reuse import ReuseHistory
 
-KEY, OTHER = (make_block_key(name * 32, 0) for name in (b"a", b"b"))
+PROMPT = "aabbccx"
+KEYS = [make_block_key(PROMPT[:end].encode(), 0) for end in (2, 4, 6)]
+OTHER = make_block_key(b"z", 0)
 
 
-def admits(policy, key):
-    (answer,) = policy.admits((key,))
-    return answer
-
-
-def counts(table, keys):
-    return [count for count, _ in table.known(keys)]
-
-
-def key_number(number):
-    return make_block_key(number.to_bytes(32, "big"), 0)
+def request(name, prompt=PROMPT):
+    hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]
+    state = RequestState(name, hashes, len(prompt), GEOMETRY)
+    state.update_keys()
+    return state
 
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 16])
 def test_distinct_requests_count_once_each(needed):
-    policy = AdmitReused(needed, 64)
+    history = ReuseHistory()
+    policy = AdmitReused(history, needed)
+    demand, requests = Demand(history, [policy]), [request(str(number)) for number in range(needed)]
     for seen in range(needed):
-        assert (counts(policy.table, (KEY,)), admits(policy, KEY)) == ([seen], False)
-        for request in [*range(seen + 1), *range(seen + 1)]:  # all so far, in turns, and once more
-            policy.want((KEY,), str(request))
-    assert counts(policy.table, (KEY,)) == [needed] and admits(policy, KEY)
-    policy.want((KEY,), "one more")
-    assert counts(policy.table, (KEY,)) == [needed]
-    assert policy.admits((KEY, OTHER, KEY)) == [True, False, True]
+        assert policy.admits(KEYS) == [False] * 3
+        for stop in (1, 3, 2, 3):
+            for each in requests[: seen + 1]:  # all so far, in turns
+                demand.reach(each, 0, stop)
+        assert [history.known(key)[0] for key in KEYS] == [seen + 1] * 3
+    assert policy.admits([KEYS[0], OTHER, KEYS[2]]) == [True, False, True]
 
 
-@pytest.mark.parametrize("name", ["reuse(2)", "adaptive"])
-def test_counts_do_not_survive_a_reset(name):
-    policy = make_admission(name, 10)
-    policy.note_room(0, 1)
-    policy.want((KEY,), "1")
-    policy.want((KEY,), "2")
-    policy.distance = 1e9
-    assert admits(policy, KEY)
-    policy.reset()
-    assert not admits(policy, KEY)
+def test_a_policy_is_told_once_who_wants_what():
+    told = []
+
+    class Telling(AdmissionPolicy):
+        def want(self, keys, request_id):
+            told.append((list(keys), request_id))
+
+    demand, one = Demand(ReuseHistory(), [Telling(), Telling()]), request("one")
+    for stop in (0, 2, 1, 3):
+        demand.reach(one, 0, stop)
+    assert told == [(KEYS[:2], "one")] * 2 + [(KEYS[2:], "one")] * 2
 
 
-def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
-    table = ReuseTable(2, 256)
-    for number in range(2000):
-        table.want((key_number(0),), str(number))  # one that is always asked for
-        table.want((key_number(number),), "once")
-    held = counts(table, [key_number(number) for number in range(2000)])
-    assert held[0] == 2
-    assert sum(map(bool, held)) <= 256
-    assert sum(map(bool, held[1900:])) > 70 > sum(map(bool, held[:1000]))
+@pytest.mark.parametrize("admission", ["reuse(2)", "learned"])
+def test_what_was_refused_is_remembered_as_used(admission):
+    bench = TierBench((), (8,), nvme_admission=admission)
+    bench.idle()
+    nvme = bench.parts.nvme
+    nvme.admission._is_full = True
+    nvme.admission.note_room = lambda free, total: None
+    if admission == "learned":
+        bench.manager._history.gain = lambda number, age, rate: float(number > 2)
+    bench.serve(PROMPT)
+    assert bench.stats["refused_blocks.reuse"] == 3 and not len(bench.catalog)
+    bench.serve(PROMPT, cold=True)
+    assert [bench.catalog.state(bench.catalog.find(key), Tier.NVME) for key in KEYS] == [2] * 3
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [2] * 3
 
 
-class TestAdaptive:
+def test_one_that_waits_is_read_ahead_for_loads_and_computes_counts_once():
+    bench = TierBench((8,), (16,), nvme_admission="all", min_load_tokens=0, most_running=1)
+    bench.idle()
+    bench.serve(PROMPT)
+    bench.engine.pool.forget_all()
+    bench.parts.cpu.discard(*(bench.catalog.find(key) for key in reversed(KEYS)))
+    first = bench.engine.add("first", "z", 9)
+    bench.step()
+    bench.add(PROMPT + "ddeex")
+    for _ in range(4):
+        bench.step()
+    assert bench.stats["promoted_blocks"] == 3
+    first.finishing = True
+    bench.finish()
+    assert bench.stats["hit_blocks.cpu"] == 3
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [2] * 3
+
+
+def test_one_that_starts_again_after_a_reset_counts_anew():
+    bench = TierBench((8,), (), store_policy="on_compute")
+    request = bench.engine.add("one", PROMPT, 9)
+    bench.step()
+    bench.change_weights()  # which preempts it
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [0] * 3
+    request.finishing = True
+    bench.finish()
+    assert [bench.manager._history.known(key)[0] for key in KEYS] == [1] * 3
+
+
+class TestLearned:
     @staticmethod
-    def admitted(policy):
-        """Of a thousand requests with two new blocks each, those whose blocks are admitted, which
-        are both or none."""
-        found = set()
-        for number in range(1000):
-            pair = [make_block_key(f"{number} {part}".encode(), 0) for part in (0, 1)]
-            for key in pair:
-                policy.want((key,), f"request-{number}")
-            answers = {admits(policy, key) for key in (*pair, pair[0])}
-            assert len(answers) == 1, "one request's blocks are all in or all out, and asking again changes nothing"
-            if answers == {True}:
-                found.add(number)
-        return found
+    def make(rate=0.5):
+        """Of a history in which what was used twice is worth a write, against what leaves."""
+
+        class Order:
+            def least_rate(self):
+                return rate
+
+        history = ReuseHistory()
+        history.gain = lambda number, age, least: 0.1 if number > 2 and least < 1 else 0.0
+        policy = AdmitLearned(history)
+        policy.watch([Order()])
+        policy.note_room(0, 100)
+        return history, policy
 
     def test_everything_enters_while_there_is_room(self):
-        policy = AdmitAdaptive(1 << 16)
-        policy.distance = 1e9
-        policy.note_room(100, 100)
-        assert len(self.admitted(policy)) == 1000
-        for free, enters in ((13, True), (12, False), (50, False), (51, True)):  # evictions leave some room
+        _, policy = self.make()
+        for free, enters in ((100, True), (13, True), (12, False), (13, True), (0, False)):
             policy.note_room(free, 100)
-            assert admits(policy, KEY) == enters
+            assert policy.is_open == enters and policy.admits([OTHER]) == [enters]
 
-    @pytest.mark.parametrize(("distance", "share"), [(100.0, 1.0), (200.0, 1 / 64), (120.0, (100 / 120) ** 6)])
-    def test_the_share_of_new_blocks_goes_down_as_copies_leave_sooner(self, distance, share):
-        policy = AdmitAdaptive(1 << 16)
-        policy.note_room(0, 100)
-        policy._MEMORY = 10**9
-        policy._seconds, policy.distance = 10**9, distance
-        assert policy.share == pytest.approx(share)
-        assert len(self.admitted(policy)) == pytest.approx(1000 * share, abs=40)
-        assert admits(policy, KEY) == (share == 1), "one that is not known any more"
+    def test_then_what_brings_more_than_what_leaves(self):
+        history, policy = self.make()
+        for _ in range(2):
+            history.count(KEYS, 0, 2, 0)
+        assert policy.admits([*KEYS, OTHER]) == [True, True, False, False]
+        _, dear = self.make(rate=1)
+        assert dear.admits([*KEYS, OTHER]) == [False] * 4
 
-    def test_the_distance_is_learned(self):
-        policy = AdmitAdaptive(1 << 16)
-        for number in range(5000):
-            policy.want((key_number(number),), f"{number}")
-            if number >= 300:
-                policy.want((key_number(number - 300),), f"{number}")
-        assert policy.distance == pytest.approx(300, abs=5)
+    @pytest.mark.parametrize("tail_first", [False, True])
+    def test_what_follows_a_refused_block_is_refused_too(self, tail_first):
+        bench = TierBench((4,), (8,), nvme_admission="learned")
+        space = bench.parts.nvme
+        space.admission.note_room(0, 100)
+        space.admission.admits = lambda keys: [key != KEYS[0] for key in keys]
+        chain = list(zip([*KEYS, OTHER], [None, *KEYS[:2], None], strict=True))
+        chain = chain[::-1] if tail_first else chain
+        answers = space.admits(*zip(*chain, strict=True))
+        assert dict(zip(dict(chain), answers, strict=True)) == dict.fromkeys(KEYS, False) | {OTHER: True}
+
+    @pytest.mark.parametrize("has_room", [False, True])
+    def test_nor_does_it_enter_in_a_later_step(self, has_room):
+        """Where there is no room yet, what comes before waits for it, also beyond its request."""
+        bench = TierBench((), (8,), nvme_admission="reuse(1)")
+        if has_room:
+            bench.serve("x" * 3)
+            bench.parts.nvme.discard(*bench.catalog.rows())
+        bench.parts.nvme.admission.admits = lambda keys: [key != KEYS[2] for key in keys]
+        bench.serve("aabbccddeex")
+        assert {bench.catalog.keys[row] for row in bench.catalog.rows()} == set(KEYS[:2])
 
 
-class Own(AdmitReused):
-    """Lets in what was wanted three times."""
+class Own(AdmissionPolicy):
+    """Lets nothing in."""
 
-    def __init__(self):
-        super().__init__(3, 64)
+    def admits(self, keys):
+        return [False] * len(keys)
 
 
 class Half:
@@ -127,22 +165,22 @@ class Failing(Own):
 
 
 def test_names():
-    names = {"all": AdmitAll, "adaptive": AdmitAdaptive, "reuse(3)": AdmitReused, f"{__name__}:Own": Own}
-    assert {name: type(make_admission(name, 10)) for name in names} == names
+    names = {"all": AdmissionPolicy, "learned": AdmitLearned, "reuse(3)": AdmitReused, f"{__name__}:Own": Own}
+    assert {name: type(make_admission(name, ReuseHistory())) for name in names} == names
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("some", "'adaptive'"),
+        ("some", "'learned'"),
         ("no_such_module:Own", "cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:Nobody", "no class of that name"),
-        (f"{__name__}:KEY", "no class of that name"),
+        (f"{__name__}:PROMPT", "no class of that name"),
         (f"{__name__}:Failing", "cannot be built without arguments: ValueError: no luck"),
-        (f"{__name__}:Half", "'is_open', 'admits', 'note_room', 'reset'"),
+        (f"{__name__}:Half", "'is_open', 'admits', 'watch', 'note_room', 'reset'"),
     ],
 )
 def test_a_wrong_name_is_one_sentence_that_names_the_setting(text, said):
     with pytest.raises(ConfigError, match=said) as error:
-        make_admission(text, 10, "nvme_admission")
+        make_admission(text, ReuseHistory(), "nvme_admission")
     assert str(error.value).startswith("nvme_admission ") and str(error.value).count(".\n") == 0

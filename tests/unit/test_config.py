@@ -23,7 +23,7 @@ STORE = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"}
         ("min_load_tokens", "auto", None),
         ("min_load_tokens", 0, 0),
         ("store_decode", True, True),
-        ("eviction", None, "credit"),
+        ("eviction", None, "learned"),
     ],
 )
 def test_values_are_read(key, value, read):
@@ -67,7 +67,7 @@ def test_wrong_sizes(wrong):
         ({"device": "uring"}, "'posix', 'gds'"),
         ({"nvme_admission": "reuse(0)"}, "reuse"),
         ({"cpu_admission": "reuse(17)"}, "from 1 to 16"),
-        ({"nvme_admission": "adaptiv"}, "'adaptive'"),
+        ({"nvme_admission": "adaptive"}, "'learned'"),
         ({"nvme_admission": "my policies:Own"}, "'module:Class'"),
         ({"nvme_admission": 2}, "'module:Class'"),
         ({"nvme_write_bytes_per_day": "1TB"}, "needs store_dirs"),

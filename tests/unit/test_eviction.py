@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 
 import numpy as np
@@ -13,18 +12,25 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import EVICTIONS
-from kvdisk.manager.eviction import CreditPolicy, LeftKeys, make_eviction
+from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.reuse import ReuseHistory
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
-STEPS = st.lists(st.tuples(st.sampled_from(["insert", "access", "remove"]), st.integers(0, 7)), max_size=60)
+STEPS = st.lists(st.tuples(st.sampled_from(["insert", "access", "remove", "park"]), st.integers(0, 7)), max_size=60)
+
+
+def order_of(policy: EvictionPolicy) -> list[int]:
+    return [row for _, row in policy.proposals()]
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
 @given(STEPS, st.permutations(range(8)).flatmap(lambda rows: st.integers(0, 8).map(lambda count: rows[:count])))
 def test_every_policy_proposes_each_row_that_it_has_and_lru_in_its_order(name, steps, filled):
-    policy, model = make_eviction(name, KEYS), OrderedDict.fromkeys(filled)
+    history = ReuseHistory()
+    policy, model, parked = make_eviction(name, KEYS, history), OrderedDict.fromkeys(filled), set()
     policy.fill(np.array(filled, np.int32), np.arange(len(filled), dtype=np.uint32))
     for step, row in steps:
+        history.count(KEYS, row, row + 1, 0)
         if step == "insert" and row not in model:
             policy.insert((row,))
             model[row] = None
@@ -32,68 +38,56 @@ def test_every_policy_proposes_each_row_that_it_has_and_lru_in_its_order(name, s
             policy.access((row,))
             if row in model:
                 model.move_to_end(row)
+            parked.discard(row)
         elif step == "remove":
             policy.remove((row,))
             model.pop(row, None)
-        proposed = list(policy.proposals())
-        assert proposed == list(model) if name == "lru" else sorted(proposed) == sorted(model)
+            parked.discard(row)
+        elif step == "park" and (proposed := order_of(policy)):
+            policy.park(proposed[0])
+            parked.add(proposed[0])
+        proposed = order_of(policy)
+        expected = [row for row in model if row not in parked]
+        assert proposed == expected if name == "lru" else sorted(proposed) == sorted(expected)
+    policy.call_back(range(9))
+    assert sorted(order_of(policy)) == sorted(model)
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_a_copy_that_could_not_leave_is_proposed_last_and_is_not_used(name):
-    policy = make_eviction(name, KEYS)
+    history = ReuseHistory()
+    policy = make_eviction(name, KEYS, history)
+    history.count(KEYS, 0, 10, 0)
     policy.insert(range(10))
+    history.count(KEYS, 10, 20, 0)
     policy.postpone(0)
     policy.postpone(999)
-    assert list(policy.proposals()) == [*range(1, 10), 0]
-    assert list(policy.proposals()) == [*range(1, 10), 0], "no search has moved it to another queue"
+    for _ in range(2):  # no search has changed anything
+        assert order_of(policy) == [*range(1, 10), 0]
+        assert history.known(KEYS[0])[::2] == (1, 10)
 
 
-class TestCredit:
-    @staticmethod
-    def make(interval: float) -> CreditPolicy:
-        """Return a policy that has learnt an interval, and goes on averaging slowly."""
-        policy = CreditPolicy(KEYS)
-        policy.interval, policy._learnt = interval, policy.MEMORY
-        return policy
-
-    def test_the_order_is_that_of_the_formula(self):
-        policy = self.make(interval=300)
-        rng = np.random.default_rng(5)
-        policy.insert(range(400))
-        for row in rng.zipf(1.3, 3000) % 400:
-            policy.access((int(row),))
-
-        def credit(row: int) -> float:
-            age, horizon = policy._now - policy._last[row], int(policy.HORIZON * policy.interval)
-            doubled = next(at for at, most in enumerate((1, 2, 4, 8, 1000)) if policy._uses[row] <= most)
-            return doubled * max(0, horizon - age) / 2 - age
-
-        order = list(policy.proposals())
-        found = [credit(row) for row in order]
-        assert found == sorted(found) and sorted(order) == list(range(400))
-
-    def test_uses_that_follow_at_once_are_one_and_are_remembered_while_a_copy_is_away(self):
-        policy = self.make(interval=160)
-        policy.insert((0, 1))
-        for _ in range(5):
-            policy.access((0,))
-        assert policy._uses[0] == 1
-        policy.insert(range(10, 40))
-        policy.access((0,))
-        assert policy._uses[0] == 2
-        policy.remove((0, 1))
-        policy.insert(range(50, 70))
-        policy.insert((0, 1))
-        assert (policy._uses[0], policy._uses[1]) == (3, 2)
+def test_what_brings_least_for_its_time_leaves_first():
+    history = ReuseHistory()
+    policy = make_eviction("learned", KEYS, history)
+    for at in range(10_000):  # the first ten come back in turn, and no others do
+        history.count(KEYS, at % 10, at % 10 + 1, 0)
+        history.count([BlockKey(b"once %d" % at)], 0, 1, 0)
+    history.count(KEYS, 100, 110, 0)
+    policy.insert([*range(10), *range(100, 110)])
+    assert set(order_of(policy)[:10]) == set(range(100, 110)), "newer, but nobody will want them"
+    worths = [worth for worth, _ in policy.proposals()]
+    assert worths == sorted(worths)
 
 
-def test_a_key_that_has_left_is_forgotten_only_by_another_in_its_place():
-    left = LeftKeys(1 << 18)
-    keys = [BlockKey(os.urandom(34)) for _ in range(20_000)]
-    start = (1 << 32) - 10_000  # the clock goes beyond 32 bits
-    left.add(keys, [3] * len(keys), range(start, start + len(keys)), 100)
-    found = left.take(keys, start + 50_000)
-    assert 0.95 * len(keys) < len(found) < len(keys)
-    assert all(uses == 3 and age == 50_000 - at for at, (uses, age) in found.items())
-    assert left.take(keys, start + 50_000) == {}
+def test_a_copy_keeps_its_class_when_its_key_is_forgotten():
+    history = ReuseHistory()
+    policy = make_eviction("learned", KEYS, history)
+    for _ in range(5):
+        history.count(KEYS, 0, 1, 0)
+    policy.insert((0,))
+    number = policy._class(0)
+    history.clear()
+    history.count(KEYS, 0, 1, 0)
+    policy.access((0,))
+    assert policy._class(0) == number > policy.class_of(0)

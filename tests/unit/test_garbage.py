@@ -15,7 +15,7 @@ from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
@@ -39,7 +39,7 @@ class NoIndex(MemoryIndex):
 def make_tier(eviction: str, index: MemoryIndex) -> tuple[Parts, NvmeSpace]:
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
-    return parts, NvmeSpace(parts, NvmeLayout(0, (SLOTS,), (1 << 62,)), index, AdmitAll())
+    return parts, NvmeSpace(parts, NvmeLayout(0, (SLOTS,), (1 << 62,)), index, AdmissionPolicy())
 
 
 def key_of(number: int) -> BlockKey:

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
-from kvdisk.device.uses import USES_RECORD, Uses
+from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import LruPolicy, TailFirst
 from kvdisk.manager.nvme_restore import Restored, restore_blocks
+from kvdisk.manager.reuse import ReuseHistory
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
 SMALL, LARGE = GEOMETRY.slot_sizes
@@ -48,11 +49,14 @@ def records_of(some_keys: Any) -> Any:
     return st.lists(records.filter(lambda record: record.parent is None or record.parent < record.key), max_size=14)
 
 
-def restore(index: MemoryIndex, geometry: Geometry, segments: Any) -> tuple[Catalog, list[TailFirst], Restored]:
+def restore(
+    index: MemoryIndex, geometry: Geometry, segments: Any, uses: UsesRecords | None = None
+) -> tuple[Catalog, list[TailFirst], Restored]:
     catalog = Catalog()
-    orders = [TailFirst(LruPolicy(()), catalog, Tier.NVME) for _ in geometry.slot_sizes]
-    no_uses = np.zeros(0, USES_RECORD)
-    return catalog, orders, restore_blocks(index, geometry, catalog, orders, segments, Uses(), no_uses)
+    history = ReuseHistory()
+    orders = [TailFirst(LruPolicy(catalog.keys, history), catalog, Tier.NVME, history) for _ in geometry.slot_sizes]
+    known = np.zeros(0, USES_RECORD) if uses is None else uses
+    return catalog, orders, restore_blocks(index, geometry, catalog, orders, segments, Uses(), known)
 
 
 def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, BlockKey]], set[Slot], set[Slot]]:
@@ -109,7 +113,7 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     assert (set(restored.stale_slots), len(restored.stale_slots)) == (stale_slots, len(stale_slots))
     assert {Slot(segment, number) for segment, found in restored.used.items() for number in found.tolist()} == used
     for size_class, order in enumerate(orders):
-        left = [catalog.keys[row] for row in order._policy.proposals()]
+        left = [catalog.keys[row] for _, row in order._policy.proposals()]
         assert left == [record.key for record in kept if GEOMETRY.size_classes[group_of(record.key)] == size_class]
     stored = Catalog()
     for record in kept:
@@ -136,3 +140,20 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
         order.remove((row,))
         catalog.drop((row,), Tier.NVME)
     assert len(catalog) == 0
+
+
+def test_eviction_goes_on_with_the_last_uses_and_no_head_has_fewer_than_its_tail():
+    """Of three chains: one whose head was evicted and stored again, one used often, one never."""
+    geometry = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
+    index, segment = MemoryIndex(), SegmentRecord(0, geometry.slot_sizes[0], 9)
+    names = [make_block_key(number.to_bytes(32, "big"), 0) for number in range(9)]
+    for at, name in enumerate(names):
+        index.put([BlockRecord(FILE_EPOCH, name, Slot(0, at), at + 1, names[at - 1] if at % 3 else None, 1)])
+    index.flush(1.0)
+    counts, last_s = (0, 5, 2, 3, 1, 1, 0, 0, 0), (90, 80, 40, 70, 60, 60, 0, 0, 0)
+    known = np.array(list(zip(range(1, 10), counts, last_s, strict=True)), USES_RECORD)
+    catalog, (order,), _ = restore(index, geometry, {0: segment}, known)
+    history = order._history
+    assert [history.known(name)[0] for name in names] == [6, 6, 3, 4, 2, 2, 1, 1, 1]
+    left = order.victims(9, catalog.evictable_in(Tier.NVME))
+    assert [catalog.keys[row] for row in left] == [names[at] for at in (8, 7, 6, 2, 5, 4, 3, 1, 0)]

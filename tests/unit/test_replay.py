@@ -93,6 +93,25 @@ def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats):
     assert sum(own.hit_blocks.values()) >= sum(counts.hits) and own.written_blocks <= counts.written / 2
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_scan_costs_a_warm_working_set_a_twentieth_of_its_hits_at_most(tmp_path, share, is_mixed):
+    """Documents that fill a share of the room, asked for in turn; then ten times the room of what
+    never comes back, at once or between two rounds of the documents."""
+    prefixes, room = Prefixes(), 1000
+    warm = [prefixes.number([("document", at), *range(7)]) for at in range(int(share * room / 8))]
+    scan = [prefixes.number([("scan", at), *range(9)]) for at in range(room)]
+    between = [prompt for at in range(room) for prompt in (scan[at], *([warm[at % len(warm)]] if is_mixed else []))]
+
+    def hits(*prompts: list[int]) -> int:
+        trace = read_trace(write_mooncake(tmp_path / "t", list(prompts)))
+        return sum(replayed(trace, str(room)).hit_blocks.values())
+
+    before = hits(*warm * 8, *between)
+    assert before >= 0.95 * 8 * (7 * len(warm) + is_mixed * room)
+    assert hits(*warm * 8, *between, *warm) - before >= 0.95 * 8 * len(warm)
+
+
 # --- The models of tools/replay_models.py. ---
 
 
@@ -145,7 +164,7 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
     packed = tmp_path / "small.gz"
     packed.write_bytes(gzip.compress(small.read_bytes()))
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    options = ["--json", "--nvme", "200,5%", "--eviction", "lru,credit", "--nvme-admission", "reuse(2)"]
+    options = ["--json", "--nvme", "200,5%", "--eviction", "lru,learned", "--nvme-admission", "reuse(2)"]
     outputs = []
     for path, processes in ((small, "1"), (packed, "3")):
         done = subprocess.run(
@@ -163,12 +182,12 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
         assert one["written_bytes"] == one["written_blocks"] * found["slot_bytes"]
     assert (found["json_version"], found["trace"]["requests"], found["trace"]["form"]) == (2, 60, "mooncake")
     assert found["slot_bytes"] == found["block_bytes"] + 4096 == (64 << 20) + 4096
-    assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "credit, reuse(2)"] * 2
+    assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "learned, reuse(2)"] * 2
     room = {"given": "200", "blocks": 200, "slots": 228}
     assert found["runs"][1]["room"] == found["runs"][1]["setting"]["nvme"] == room
     done = run_here("replay", small, "--nvme", "5%,20%", "--cpu", "10")
     assert done.exit_code == 0 and "60 requests" in done.stdout
-    assert done.stdout.count("credit, adaptive, cpu 10") == 2 and "by CPU" in done.stdout
+    assert done.stdout.count("learned, learned, cpu 10") == 2 and "by CPU" in done.stdout
 
 
 @pytest.mark.parametrize(

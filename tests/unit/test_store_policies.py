@@ -18,7 +18,7 @@ from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import stores
-from kvdisk.manager.admission import AdmitAll
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.requests import BackOff
 from kvdisk.manager.store_policy import NoStores, Spillover, make_store_policy
 
@@ -162,7 +162,7 @@ class Failing(EveryOther):
         self.size = size
 
 
-class Telling(AdmitAll):
+class Telling(AdmissionPolicy):
     """Has a method of its own that is more than that of the class it is derived from."""
 
     told: ClassVar[list[int]] = []

@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_pool import FakePool
+from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.config import EVICTIONS
+from kvdisk.config import EVICTIONS, Config
+from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst, make_eviction
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.messages import SegmentSpec
 
 
 def key_of(number: int) -> BlockKey:
@@ -20,7 +32,9 @@ class Copies:
 
     def __init__(self, eviction: str, parents: list[int]) -> None:
         self.catalog = Catalog()
-        self.order = TailFirst(make_eviction(eviction, self.catalog.keys), self.catalog, Tier.CPU)
+        self.history = ReuseHistory()
+        policy = make_eviction(eviction, self.catalog.keys, self.history)
+        self.order = TailFirst(policy, self.catalog, Tier.CPU, self.history)
         self.parents = parents
         self.stored = 0
 
@@ -80,6 +94,7 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
             room = len(copies.ready()) - len(copies.held())
             assert copies.evict(number) == min(number, room)
         elif row >= 0 and step == "use":
+            copies.history.count([key_of(number)], 0, 1, 0)
             copies.order.access((row,))
         elif row >= 0 and step == "pin":
             if copies.catalog.pins(row, Tier.CPU):
@@ -96,29 +111,109 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
     assert len(copies.catalog._vacant) == len(copies.catalog.generations), "a row is lost"
 
 
+class Watched(Copies):
+    """Notes how many rows a search looks at."""
+
+    def __init__(self, eviction: str, parents: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(eviction, parents)
+        self.looked = 0
+        park = self.order._policy.park
+
+        def count(row: int) -> None:
+            self.looked += 1
+            park(row)
+
+        monkeypatch.setattr(self.order._policy, "park", count)
+
+    def search(self, count: int, *, kept: Collection[int] = ()) -> list[int]:
+        self.looked = 0
+        evictable = self.catalog.evictable_in(Tier.CPU)
+
+        def asked(row: int) -> bool:
+            self.looked += 1
+            return evictable(row) and row not in kept
+
+        rows = self.order.victims(count, asked)
+        assert self.looked <= TailFirst.MAX_STEPS + 4 * count
+        for row in rows:
+            self.drop(row)
+        return rows
+
+
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, monkeypatch):
     monkeypatch.setattr(TailFirst, "MAX_STEPS", 64)
-    copies = Copies(eviction, list(range(-1, 299)))
-    rows, left, asked = [copies.store(number) for number in range(300)], [], []
-
-    def evictable(row: int) -> bool:
-        asked.append(row)
-        return copies.catalog.evictable_in(Tier.CPU)(row)
-
-    for _ in range(400):
-        asked.clear()
-        for row in copies.order.victims(2, evictable):
-            copies.drop(row)
-            left.append(row)
-        assert len(asked) < 100
+    copies = Watched(eviction, list(range(-1, 299)), monkeypatch)
+    rows = [copies.store(number) for number in range(300)]
+    left = [row for _ in range(155) for row in copies.search(2)]
     assert left == rows[::-1]
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_all_children_of_one_parent_leave_in_one_search(newest_first, monkeypatch):
+    copies = Watched("lru", [-1] + [0] * 10_000, monkeypatch)
+    rows = [copies.store(number) for number in range(10_001)]
+    children = rows[:0:-1] if newest_first else rows[1:]
+    for row in children:
+        copies.history.now += 1
+        copies.order.access((row,))
+    assert copies.search(5000) == children[:5000]
+    assert copies.search(5001) == [*children[5000:], rows[0]]
+
+
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_a_chain_in_use_does_not_keep_others_from_leaving(eviction, monkeypatch):
+@pytest.mark.parametrize("why", ["in use", "waits for its demotion", "chain in use"])
+def test_what_may_not_leave_does_not_keep_others_from_leaving(eviction, why, monkeypatch):
     monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 16)
-    copies = Copies(eviction, [*range(-1, 199), -1])
+    monkeypatch.setattr(TailFirst, "MAX_STEPS", 64)
+    parents = [*range(-1, 199), -1] if why == "chain in use" else [-1] * 201
+    copies = Watched(eviction, parents, monkeypatch)
     rows = [copies.store(number) for number in range(201)]
-    copies.catalog.pin((rows[199],), Tier.CPU)
-    assert next(filter(None, (copies.victims(1) for _ in range(400)))) == rows[200:]
+    copies.catalog.pin({"in use": rows[:200], "chain in use": rows[199:200]}.get(why, ()), Tier.CPU)
+    kept = rows[:200] if why == "waits for its demotion" else ()
+    found = [copies.search(1, kept=kept) for _ in range(20)]
+    assert list(filter(None, found)) == [rows[200:]]
+    assert not any(found[15:]), "nor is anything else found"
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("way", ["evicted", "abandoned", "discarded", "segment dropped"])
+def test_a_parked_row_comes_back_whatever_way_its_follower_goes(eviction, way):
+    config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
+    parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
+    nvme = NvmeSpace(parts, NvmeLayout(0, (1,), (1 << 62,)), MemoryIndex(), AdmissionPolicy())
+    for number in range(2):
+        spec = SegmentSpec(number, 4096, 1)
+        nvme.segments.specs[number] = spec
+        nvme.pool.add_segment(number, 0, 1)
+    catalog, (order,) = parts.catalog, nvme._orders
+    head, tail = catalog.add([key_of(0), key_of(1)], [1, 2], 0, [None, key_of(0)])
+    slots = sorted(nvme.pool.allocate(0, 2))
+    catalog.begin((head, tail), Tier.NVME, slots)
+    nvme.finish((head,) if way == "abandoned" else (tail, head), 1)
+    everything = catalog.evictable_in(Tier.NVME)
+    assert order.victims(1, lambda row: row == head) == [] == list(order._policy.proposals())[1:]
+    if way == "evicted":
+        assert nvme._evict(0, 1) == 1
+    elif way == "abandoned":
+        nvme.abandon(tail)
+    elif way == "discarded":
+        catalog.pin((tail,), Tier.NVME)
+        nvme.discard(tail)
+        assert order.victims(1, everything) == [], "a doomed copy follows it still"
+        nvme.unpin((tail,))
+    else:
+        nvme._drop_segment(nvme.segments.specs[1])
+    assert order.victims(2, everything) == [head]
+
+
+def test_what_a_reset_leaves_on_nvme_can_leave_it():
+    bench = TierBench((8,), (8,), nvme_admission="all")
+    bench.idle()
+    bench.serve("aabbccx")
+    for space in (bench.parts.cpu, bench.parts.nvme):
+        assert space._orders[0].victims(9, lambda _: False) == [], "heads are parked"
+    bench.change_weights()
+    bench.serve("aabbccx", cold=True)
+    assert [space.pool.free for space in (bench.parts.cpu, bench.parts.nvme)] == [[5], [2]]
+    assert bench.parts.cpu._evict(0, 9) == 3 and bench.parts.nvme._evict(0, 9) == 6

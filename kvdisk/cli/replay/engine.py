@@ -23,7 +23,8 @@ STEP_TOKENS = 8192
 """Tokens of a prompt that one step computes: vLLM's ``max_num_batched_tokens`` on a server."""
 STEP_S = 0.05
 _MOST_WAITING_STEPS = 64
-"""At most so many of the steps in which a request generates are taken to wait for room."""
+"""At most so many of the steps in which a request generates are taken to wait for room; so many
+where the trace does not say how much it generates."""
 _DONE, _NOTHING = JobResult(), Report()
 
 
@@ -115,7 +116,7 @@ class Engine:
     def _wait_for_room(self, request_id: str, request: TracedRequest, blocks: list[int]) -> None:
         """Take some of the steps in which a request generates, while blocks of it wait for room."""
         tokens = len(blocks) * self._block_tokens
-        for _ in range(min(request.output_tokens, _MOST_WAITING_STEPS)):
+        for _ in range(min(request.output_tokens or _MOST_WAITING_STEPS, _MOST_WAITING_STEPS)):
             if not self.manager.may_offer(request_id, tokens):
                 break
             self.manager.plan_store(request_id, tokens, [blocks], self._now)

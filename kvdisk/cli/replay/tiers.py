@@ -165,13 +165,14 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
     parts = Parts.make(config, geometry, pool)
     cpu = nvme = None
     if setting.cpu.slots:
-        admission = make_admission(setting.cpu_admission, setting.cpu.slots, "cpu_admission")
+        admission = make_admission(setting.cpu_admission, parts.history, "cpu_admission")
         cpu = CpuSpace(parts, (setting.cpu.slots,), admission)
     if setting.nvme.slots:
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
         layout = NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,))
-        admission = make_admission(setting.nvme_admission, setting.nvme.slots, "nvme_admission")
+        parts.history.reserve(setting.nvme.slots)
+        admission = make_admission(setting.nvme_admission, parts.history, "nvme_admission")
         nvme = NvmeSpace(parts, layout, InstantIndex(), admission)
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
     return TierManager(parts, Tiers(cpu, nvme), make_store_policy(setting.store_policy), first_generation=1)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often and how soon blocks are wanted again: counted for each block, learnt for classes of
+them. Scheduler thread only.
+
+Eviction and admission of all tiers go by it (decision 31). Time is counted in blocks that requests
+came to.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import BlockKey
+from kvdisk.manager.catalog import number_of
+
+MOST_PLACES: Final = 1 << 22
+FEWEST_PLACES: Final = 1 << 18
+MOST_USES: Final = 65
+"""That are told apart."""
+_KINS: Final = 3
+_LEVEL_OF: Final = bytes(max(0, uses - 1).bit_length() for uses in range(MOST_USES + 1))
+"""Of a number of uses: how often it can be halved, rounded up."""
+CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
+_CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
+_BUCKETS: Final = 33
+"""Of ages: an age is in the bucket of its bit length."""
+_EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
+_WIDTHS: Final = np.diff(_EDGES)
+_BITS: Final = 0xFFFFFFFF
+_LEARNT_EVERY: Final = (512, 4096)
+"""Blocks, at first and at most: a sixteenth of those that were counted."""
+_MOST_PAST: Final = 128
+"""Earlier counts that are kept; those long ago are further apart."""
+_PRIOR: Final = 30.0
+"""A class's own counts weigh as much as all classes' together once so many blocks of it were at
+risk."""
+_FIRST_CHANCE: Final = 0.1
+"""Of reuse while an age doubles, before anything is learnt: the order is then that of last use."""
+_FIRST_WEIGHT: Final = 5.0
+_LEAST_LEFT: Final = 0.1
+"""Of blocks: an age that fewer have come to is taken to be much like the one before."""
+_LATELY: Final = 0.04
+"""Of a tier: new blocks and first reuses that say how many come back lately."""
+_MOST_OF_ONE: Final = 0.2
+"""Of what came lately: one call's share."""
+
+_Floats = NDArray[np.float64]
+
+
+class ReuseHistory:
+    """Remembers keys: how many requests wanted each, and when last. Learns from that how soon, if
+    at all, blocks of a class are wanted again.
+
+    The class of a block is made of its uses, in doublings, and of its kin: the uses of the last
+    known block before it in the prompt that first brought it. So what extends a conversation is
+    told from what begins one. Of a prompt that came no block has more uses than the one before it.
+
+    A key takes 9 bytes of a place, and has two places: of two that are taken, the one that was
+    wanted longest ago gives way. About once in 2**30 times a key is taken for another: that decides
+    nothing but who is stored and who is evicted. ``now``: blocks wanted so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._places = FEWEST_PLACES
+        self._lately_blocks = _LATELY * FEWEST_PLACES / 8
+        self.clear()
+        self._entered = [0] * CLASSES
+        """By class: how often a block came to be in it, or was used in it."""
+        self._reused = [0] * (CLASSES * _BUCKETS)
+        """By class and bucket: how many of these were used again at that age."""
+        self._lately = [1.0] * _KINS
+        """By kin: of blocks that come for the first or the second time, the latter's share,
+        lately."""
+        self._past: list[tuple[int, _Floats, _Floats]] = [(0, np.zeros(CLASSES), np.zeros(CLASSES * _BUCKETS))]
+        """Of ``now`` and of both counts, the earliest first."""
+        self._learn()
+
+    def reserve(self, slots: int) -> None:
+        """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
+        all keys; for start only."""
+        self._places = max(self._places, min(MOST_PLACES, 1 << (8 * slots - 1).bit_length()))
+        self._lately_blocks = _LATELY * slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all keys: their KV is gone. What was learnt of classes holds."""
+        self._tags, self._times = array("I", [0]) * self._places, array("I", [0]) * self._places
+        self._marks = bytearray(self._places)
+        """Of a key, ``_KINS`` times its uses, and its kin."""
+
+    # -- keys ----------------------------------------------------------------------------------
+
+    def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int) -> int:
+        """A request came to these blocks of its prompt, from ``start`` on, for the first time.
+
+        ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
+        ``start``; 0 at first. Each request counts once: the caller sees to that.
+        """
+        found: list[tuple[int, int, int]] = []
+        for name in map(number_of, keys[start:stop]):
+            place, is_known = self._find(name)
+            if is_known:
+                kin = min(_LEVEL_OF[self._marks[place] // _KINS] + 1, _KINS - 1)
+            found.append((place, kin, name >> 32 | 1))
+        tags, times, marks, entered, reused, now = (
+            self._tags, self._times, self._marks, self._entered, self._reused, self.now,
+        )  # fmt: skip
+        new, again = [0] * _KINS, [0] * _KINS
+        least = 0
+        for place, own_kin, tag in reversed(found):  # the tail first: it is to leave before its head
+            now += 1
+            if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
+                mark = marks[place]
+                reused[_CLASS_OF[mark] * _BUCKETS + (now - times[place] & _BITS).bit_length()] += 1
+                if mark < 2 * _KINS:
+                    again[mark % _KINS] += 1
+                mark = max(min(mark // _KINS + 1, MOST_USES), least) * _KINS + mark % _KINS
+            else:
+                tags[place] = tag
+                new[own_kin] += 1
+                mark = max(1, least) * _KINS + own_kin
+            marks[place], times[place] = mark, now & _BITS
+            least = mark // _KINS
+            entered[_CLASS_OF[mark]] += 1
+        self.now = now
+        for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
+            if came or came_again:
+                weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
+                self._lately[number] += (came_again / (came + came_again) - self._lately[number]) * weight
+        self._raise(keys, start, least)
+        if now >= self._learns_at:
+            self._learn()
+        return kin
+
+    def _raise(self, keys: Sequence[BlockKey], stop: int, least: int) -> None:
+        """Let blocks before ``stop`` have at least so many uses: some were forgotten, and came back
+        before those behind them were counted."""
+        for at in range(stop - 1, -1, -1):
+            place, is_known = self._find(number_of(keys[at]))
+            if is_known:
+                uses, kin = divmod(self._marks[place], _KINS)
+                if uses >= least:
+                    break
+                self._marks[place] = least * _KINS + kin
+
+    def _find(self, name: int) -> tuple[int, bool]:
+        """Return the place of a key's number, and whether it is there; else where it would be."""
+        tags, mask = self._tags, self._places - 1
+        tag, place, other = name >> 32 | 1, name & mask, name >> 22 & mask
+        if tags[place] == tag:
+            return place, True
+        if tags[other] == tag:
+            return other, True
+        times, now = self._times, self.now
+        older = not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
+        return (other if tags[place] and older else place), False
+
+    def known(self, key: BlockKey) -> tuple[int, int, int]:
+        """Return a key's uses, its class and its age; of one not known 0, the lowest, and as old as
+        can be."""
+        place, is_known = self._find(number_of(key))
+        if not is_known:
+            return 0, 0, min(self.now, _BITS)
+        mark = self._marks[place]
+        return mark // _KINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
+
+    def restore(self, keys: Sequence[BlockKey], uses: NDArray[np.uint32]) -> NDArray[np.uint8]:
+        """Remember keys of before a restart, the one used last at the end, as far as there are
+        places; return the class of each."""
+        names = np.fromiter(map(number_of, keys), np.uint64, len(keys))
+        of_names = (names >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint8) + np.uint8(1)) * np.uint8(_KINS)
+        tags, times = (np.frombuffer(each, np.uint32) for each in (self._tags, self._times))
+        left = np.arange(len(keys), dtype=np.uint64)
+        for bits in (0, 22):  # as in _find
+            places = names >> np.uint64(bits) & np.uint64(self._places - 1)
+            able = left[tags[places[left]] == 0]  # of several with one place the last has it
+            tags[places[able]], times[places[able]] = of_names[able], able + np.uint64(self.now + 1)
+            np.frombuffer(self._marks, np.uint8)[places[able]] = marks[able]
+            left = left[tags[places[left]] != of_names[left]]
+        self.now += len(keys)
+        classes: NDArray[np.uint8] = np.array(_CLASS_OF, np.uint8)[marks]
+        self._entered = (self._entered + np.bincount(classes, minlength=CLASSES)).tolist()
+        return classes
+
+    # -- classes -------------------------------------------------------------------------------
+
+    def rate(self, number: int, age: int) -> float:
+        """Return how many hits a copy of a class and age brings for each block that requests come
+        to while it is kept, if it is kept for as long as pays best."""
+        age = min(age, _BITS)
+        bucket = age.bit_length()
+        rates = self._rates[number]
+        return rates[bucket] + (rates[bucket + 1] - rates[bucket]) * (age / (1 << bucket >> 1) - 1.0 if age else 0.0)
+
+    def gain(self, number: int, age: int, rate: float) -> float:
+        """Return how many more hits are to be expected of a copy of a class and age, while it is
+        kept, than of one that brings ``rate``.
+
+        Of new blocks what was learnt holds only as far as they still come back as often: a scan is
+        over before the ages of its blocks tell.
+        """
+        bucket, still = age.bit_length(), 1.0
+        if number < _KINS and self._returned[number] > 0.0:
+            share = self._lately[number]
+            still = min(1.0, share / max(1.0 - share, 1e-9) / self._returned[number])
+        gains = (still * self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
+        return float(gains.max() / self._left[number, bucket])
+
+    def _learn(self) -> None:
+        """Learn from the counts the chances of classes.
+
+        Of what came to be in a class at least an age ago, and was not wanted before that age, how
+        much was wanted at it (Kaplan and Meier's estimate): what came lately does not count as
+        never wanted.
+        """
+        now, memory = self.now, 8 * self._places
+        entered, reused = np.array(self._entered, np.float64), np.array(self._reused, np.float64)
+        times = np.array([time for time, _, _ in self._past] + [now + 1], np.float64)
+        counts = np.array([past for _, past, _ in self._past] + [entered])
+        ends = now - _EDGES
+        come_to = np.array(
+            [np.interp(ends, times, column) - np.interp(ends - memory, times, column) for column in counts.T]
+        )
+        risk = (come_to[:, :-1] + come_to[:, 1:]) / 2
+        old = max(
+            (past for past in self._past if past[0] <= now - memory), default=self._past[0], key=lambda past: past[0]
+        )
+        wanted = (reused - old[2]).reshape(CLASSES, _BUCKETS)
+        self._returned = (wanted[:_KINS].sum(1) / np.maximum(come_to[:_KINS, 0], 1.0)).tolist()
+        chance, all_left, left = _FIRST_CHANCE, 1.0, np.ones(CLASSES)
+        self._hits, self._kept, self._left = (np.zeros((CLASSES, _BUCKETS)) for _ in range(3))
+        for bucket in range(_BUCKETS):
+            at_risk = risk[:, bucket].sum()
+            weight = _FIRST_WEIGHT + _LEAST_LEFT * at_risk
+            chance = min(1.0, (wanted[:, bucket].sum() + weight * chance) / (at_risk * all_left + weight))
+            all_left = max(all_left * (1.0 - chance), 1e-6)
+            own = np.minimum(1.0, (wanted[:, bucket] + _PRIOR * chance) / (risk[:, bucket] * left + _PRIOR))
+            self._left[:, bucket] = left
+            self._hits[:, bucket] = left * own
+            self._kept[:, bucket] = _WIDTHS[bucket] * left * (1.0 - own / 2)
+            left = np.maximum(left * (1.0 - own), 1e-6)
+        rates = np.zeros((CLASSES, _BUCKETS + 1))
+        for bucket in range(_BUCKETS):
+            hits, kept = self._hits[:, bucket:].cumsum(1), self._kept[:, bucket:].cumsum(1)
+            rates[:, bucket] = (hits / kept).max(1)
+        rates[:, _BUCKETS] = rates[:, _BUCKETS - 1]
+        self._rates: list[list[float]] = rates.tolist()
+        self._learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
+        self._past.append((now, entered, reused))
+        if len(self._past) > _MOST_PAST:
+            del self._past[1 : _MOST_PAST // 2 : 2]

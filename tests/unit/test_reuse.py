@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is remembered of blocks, and what is learnt from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.manager.admission import AdmitLearned
+from kvdisk.manager.catalog import number_of
+from kvdisk.manager.reuse import CLASSES, FEWEST_PLACES, MOST_PLACES, MOST_USES, ReuseHistory
+
+
+def key_of(number: int) -> BlockKey:
+    return make_block_key(number.to_bytes(32, "big"), 0)
+
+
+def come(history: ReuseHistory, keys: list[BlockKey], stops: tuple[int, ...] = ()) -> None:
+    """A request comes to all of its prompt, in parts that end there."""
+    start, kin = 0, 0
+    for stop in (*stops, len(keys)):
+        kin = history.count(keys, start, stop, kin)
+        start = stop
+
+
+def uses(history: ReuseHistory, keys: list[BlockKey]) -> list[int]:
+    return [history.known(key)[0] for key in keys]
+
+
+def small(places: int) -> ReuseHistory:
+    history = ReuseHistory()
+    history._places = places
+    history.clear()
+    return history
+
+
+parents_of = st.tuples(*(st.integers(-1, number - 1) for number in range(12))).map(list)
+requests_of = st.lists(st.tuples(st.integers(0, 11), st.lists(st.integers(1, 11), max_size=3)), max_size=40)
+
+
+@settings(max_examples=300)
+@given(parents_of, requests_of, st.sampled_from([2, 4, 8, FEWEST_PLACES]))
+def test_uses_never_rise_along_a_chain_whatever_is_forgotten(parents, requests, places):
+    history, counts = small(places), [0] * 12
+    for block, stops in requests:
+        path = [block]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        keys = [key_of(number) for number in path]
+        come(history, keys, tuple(sorted(stop for stop in stops if stop < len(keys))))
+        for number in path:
+            counts[number] += 1
+        known = [count for count in uses(history, keys) if count]
+        assert known == sorted(known, reverse=True)
+        assert known or places < len(path)
+        if places == FEWEST_PLACES:
+            assert uses(history, [key_of(number) for number in range(12)]) == counts
+
+
+def test_a_head_that_was_forgotten_has_the_uses_of_what_follows_it():
+    history, keys = ReuseHistory(), [key_of(number) for number in range(6)]
+    for _ in range(4):
+        come(history, keys)
+    for place in {history._find(name)[0] for name in map(number_of, keys[:3])}:
+        history._tags[place] = 0
+    come(history, keys, (2, 4))
+    assert uses(history, keys) == [5] * 6
+
+
+def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
+    history, always = small(256), key_of(10**6)
+    for number in range(2000):
+        come(history, [always])
+        come(history, [key_of(number)])
+    held = uses(history, [key_of(number) for number in range(2000)])
+    assert uses(history, [always]) == [MOST_USES]
+    assert sum(held) <= 256 and sum(held[1900:]) > 70 > sum(held[:1000])
+    history.reserve(100_000)
+    assert len(history._tags) == 1 << 20 and uses(history, [always]) == [0]
+    history.reserve(10**9)
+    assert len(history._tags) == MOST_PLACES
+
+
+def test_a_kin_tells_what_extends_a_conversation_from_what_begins_one():
+    history, (old, new, first) = ReuseHistory(), map(key_of, range(3))
+    come(history, [old])
+    come(history, [old, new], (1,))
+    come(history, [first])
+    assert len({history.known(key)[1] for key in (new, first)}) == 2
+
+
+@pytest.fixture(scope="module")
+def learnt() -> ReuseHistory:
+    """200 blocks that come back in turn, between blocks that never do."""
+    history = ReuseHistory()
+    for number in range(20_000):
+        come(history, [key_of(number % 200)])
+        come(history, [key_of(10**6 + number)])
+    return history
+
+
+def test_what_comes_back_is_worth_more_than_what_does_not(learnt):
+    (_, warm, age), (_, cold, _) = (learnt.known(key_of(number)) for number in (100, 10**6 + 19_000))
+    assert age == 199
+    rate = learnt.rate(cold, 100)
+    assert learnt.rate(warm, age) > 20 * rate
+    assert learnt.gain(warm, 1, rate) > 0.5 and learnt.gain(cold, 1, learnt.rate(warm, age)) < AdmitLearned.LEAST_GAIN
+    assert learnt.rate(warm, 4000) < learnt.rate(warm, age) / 20, "it has not come back when it should have"
+
+
+def test_before_anything_is_learnt_the_order_is_that_of_last_use():
+    history = ReuseHistory()
+    rates = [[history.rate(number, age) for number in range(CLASSES)] for age in (1, 2, 3, 50, 10**4, 10**8)]
+    assert all(len(set(of_age)) == 1 for of_age in rates)
+    assert [of_age[0] for of_age in rates] == sorted({of_age[0] for of_age in rates}, reverse=True)
+
+
+def test_no_age_is_too_high(learnt):
+    history = small(4)
+    history._learn()
+    history.now = 1 << 40
+    _, number, age = history.known(key_of(1))
+    for each in (age, history.now):
+        assert history.rate(number, each) >= 0.0
+    assert history.gain(number, age, 0.1) <= 1.0
+    come(history, [key_of(1)])
+    assert history.known(key_of(1)) == (1, 0, 0)
+
+
+def test_what_was_there_before_a_restart_comes_back_no_more_often_than_it_does():
+    """Blocks that are restored count as having come."""
+    history = ReuseHistory()
+    history.restore([key_of(number) for number in range(4000)], np.zeros(4000, np.uint32))
+    assert uses(history, [key_of(7)]) == [1]
+    for number in range(1000):  # every fourth is used
+        come(history, [key_of(4 * number)])
+    history._learn()
+    assert history.gain(0, 1, 2e-4) < 0.01
+
+
+def test_what_is_restored_is_as_if_it_had_come_in_that_order():
+    """But where two places are taken: then the later of two has the place."""
+    given = np.array([*range(500)] * 20, np.uint32)
+    keys = [key_of(number) for number in range(len(given))]
+    history, crowded = ReuseHistory(), small(1 << 10)
+    classes = history.restore(keys, given)
+    found = [(*history.known(key), at) for at, key in enumerate(keys) if history.known(key)[0]]
+    assert len(found) > 0.995 * len(keys)
+    for uses_of_it, number, age, at in found:
+        expected = min(int(given[at]) + 1, MOST_USES), classes[at], len(keys) - 1 - at
+        assert (uses_of_it, number, age) == expected
+    crowded.restore(keys, given)
+    known = [at for at, key in enumerate(keys) if crowded.known(key)[0]]
+    assert len(known) > 900 and min(known[len(known) // 4 :]) > len(keys) // 2, "mostly late ones"
+
+
+def test_what_was_learnt_of_new_blocks_holds_while_they_come_back_as_often():
+    """A scan is refused before the ages of its blocks tell; what it left out comes in once more of
+    it comes back."""
+    history, rate = ReuseHistory(), 1e-4
+    history.reserve(2000)  # 80 events are of late
+    warm = [key_of(number) for number in range(1000)]
+    for _ in range(5):
+        for key in warm:
+            come(history, [key])
+    number = history.known(key_of(10**6))[1]
+    assert history.gain(number, 1, rate) > 0.5
+    for scanned in range(10**6, 10**6 + 400):
+        come(history, [key_of(scanned)])
+    assert history.gain(number, 1, rate) < AdmitLearned.LEAST_GAIN
+    come(history, [key_of(10**6)])
+    assert history.gain(history.known(key_of(10**6))[1], 1, rate) > 0.5, "what came back is no scan"
+    for scanned in range(10**6, 10**6 + 400):
+        come(history, [key_of(scanned)])
+    assert history.gain(number, 1, rate) > 0.5
+
+
+def test_one_long_prompt_is_no_scan():
+    history = ReuseHistory()
+    history.reserve(100)
+    for number in range(300):
+        come(history, [key_of(number % 100)])
+    come(history, [key_of(1000 + number) for number in range(90)])
+    assert history.gain(history.known(key_of(1000))[1], 1, 1e-4) > 0.2

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the default policies with others on families of traces, at rooms of 1 to 25 %.
+
+    python tools/compare_policies.py mooncake_conversation_trace.jsonl ...
+
+prints the tables of ``docs/REPLAY.md``: of ``kvdisk replay`` with its defaults, with NVMe alone and
+with memory of a tenth of it, of the best of six others, and of Belady's bound. The six are LRU, ARC
+and S3-FIFO, each with all and with ``reuse(2)``. ``--seed 1`` is what constants were chosen on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import groupby, islice, product
+from multiprocessing import get_context
+from operator import itemgetter
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+from make_traces import FAMILIES, make_trace
+from replay_models import MODELS, REUSE, run_model
+
+from kvdisk.cli.replay.run import run_setting
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
+from kvdisk.cli.replay.trace import Trace, read_trace
+from kvdisk.config import Config
+
+ROOMS = ("1%", "5%", "10%", "25%")
+OTHERS = [model + reuse for model, reuse in product(MODELS, ("", REUSE))]
+NEAR = 0.3
+"""Points behind the best of the others that count as level."""
+REFERENCES = 100_000
+"""Blocks of a made trace, about."""
+_BLOCK_BYTES = 1 << 20
+_NONE = Capacity("0", 0, 0)
+
+
+class Score(NamedTuple):
+    """``hits``: blocks, in percent of all. ``written``: blocks."""
+
+    hits: float
+    written: int
+
+
+class Row(NamedTuple):
+    """One trace at one room. ``memory``: with a tenth of the room in memory."""
+
+    trace: str
+    room: str
+    ours: Score
+    memory: Score
+    others: dict[str, Score]
+    bound: Score
+
+    @property
+    def best(self) -> str:
+        """The other policy that hits most."""
+        return max(self.others, key=lambda name: self.others[name].hits)
+
+    @property
+    def lead(self) -> float:
+        """Points ahead of the best of the others."""
+        return self.ours.hits - self.others[self.best].hits
+
+    @property
+    def memory_lead(self) -> float:
+        """The same with memory."""
+        return self.memory.hits - self.others[self.best].hits
+
+
+def score(trace: Trace, room: str, policy: str) -> Score:
+    """Run one policy at one room: ``""``: the defaults, ``"memory"``: with memory besides."""
+    nvme = parse_capacity("--nvme", room, trace, make_geometry(trace, _BLOCK_BYTES), on_nvme=True)
+    if policy in {"", "memory"}:
+        config, blocks = Config(), nvme.blocks // 10
+        cpu = Capacity("10 %", blocks, blocks) if policy else _NONE
+        policies = config.eviction, config.cpu_admission, config.nvme_admission, config.store_policy
+        run = run_setting(trace, _BLOCK_BYTES, Setting(*policies, cpu, nvme, 0))
+        return Score(100 * run.hit_blocks_rate, run.written_blocks)
+    counts = run_model(policy, [request.hashes for request in trace.requests], nvme.blocks)
+    return Score(100 * sum(counts.hits) / trace.references, counts.written)
+
+
+def read_traces(paths: Iterable[Path], seed: int) -> Iterator[tuple[str, Trace]]:
+    """Yield traces with their families."""
+    for path in paths:
+        yield path.stem, read_trace(path)
+    for family, block_tokens in product(FAMILIES, (512, 16)):
+        small = make_trace(family, seed, block_tokens, 200)
+        yield family, make_trace(family, seed, block_tokens, 200 * REFERENCES // small.references)
+
+
+_traces: list[tuple[str, Trace]] = []
+"""In forked processes, too: a trace is too large to be sent."""
+
+
+def _score(at: int, room: str, policy: str) -> Score:
+    return score(_traces[at][1], room, policy)
+
+
+def compare(processes: int) -> Iterator[tuple[str, Row]]:
+    """Yield a row for each trace and room, with its family, as soon as it is there."""
+    policies = ["", "memory", *OTHERS, "belady"]
+    cells = list(product(range(len(_traces)), ROOMS))
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        scores = pool.map(_score, *zip(*((*cell, policy) for cell in cells for policy in policies), strict=True))
+        for at, room in cells:
+            family, trace = _traces[at]
+            ours, memory, *others, bound = islice(scores, len(policies))
+            name = f"{trace.block_tokens}, {trace.references / 1000:.0f} k"
+            yield family, Row(name, room, ours, memory, dict(zip(OTHERS, others, strict=True)), bound)
+
+
+def tell(rows: Iterable[tuple[str, Row]]) -> Iterator[str]:
+    """Yield the lines of a table for each family, and what comes of all."""
+    found: list[tuple[str, Row]] = []
+    for family, each in groupby(rows, key=itemgetter(0)):
+        mine = [row for _, row in each]
+        found += [(family, row) for row in mine]
+        yield from ("", f"**{family}**: {mean(row.lead for row in mine):+.2f} points in the mean", "")
+        yield "| tokens a block, blocks | room | kvdisk | with memory | best other | Belady | writes of its, of LRU's |"
+        yield "|---|---|---|---|---|---|---|"
+        for row in mine:
+            best, lru, written = row.others[row.best], row.others["lru"], row.ours.written
+            yield (
+                f"| {row.trace} | {row.room} | {row.ours.hits:.2f} | {row.memory.hits:.2f} "
+                f"| {row.best} {best.hits:.2f} | {row.bound.hits:.2f} "
+                f"| {written / best.written:.2f}, {written / lru.written:.2f} |"
+            )
+    yield ""
+    for name, leads in (
+        ("NVMe alone", [row.lead for _, row in found]),
+        ("memory besides", [row.memory_lead for _, row in found]),
+    ):
+        behind, worst = sum(lead < -NEAR for lead in leads), leads.index(min(leads))
+        family, row = found[worst]
+        yield (
+            f"With {name}, of {len(found)} cells {behind} are more than {NEAR} points behind the best of the six; "
+            f"the mean is {mean(leads):+.2f}, the worst {leads[worst]:+.2f} ({family}, {row.trace}, {row.room})."
+        )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("traces", type=Path, nargs="*", help="of real requests")
+    parser.add_argument("--seed", type=int, default=2, help="of the made ones")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    _traces[:] = read_traces(options.traces, options.seed)
+    for line in tell(compare(options.processes)):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
