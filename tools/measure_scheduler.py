@@ -214,6 +214,7 @@ def _settings() -> Any:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         kv_events_config=None,
         speculative_config=None,
+        lora_config=None,
     )
 
 

@@ -52,9 +52,9 @@ class EvictionPolicy:
         self._last = array("Q")
         """By row: when it was last used or postponed."""
 
-    def class_of(self, row: int) -> int:  # noqa: ARG002 - for policies of more than one class
-        """Return the class of a row's block by now."""
-        return 0
+    def classes_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the class of each row's block by now."""
+        return [0] * len(rows)
 
     def worth(self, number: int, last: int) -> float:
         """Return what a copy of a class, last used then, is worth now. Of one class the older is
@@ -68,9 +68,10 @@ class EvictionPolicy:
         lacking = max(rows, default=-1) + 1 - len(self._last)
         if lacking > 0:
             self._last.extend(bytes(lacking + GROWN_ROWS))
+        last, now = self._last, self._history.now
         for row in rows:
-            self._last[row] = self._history.now
-        self._lists.append(rows, map(self.class_of, rows))
+            last[row] = now
+        self._lists.append(rows, self.classes_of(rows))
 
     def access(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first.
@@ -78,10 +79,11 @@ class EvictionPolicy:
         One request may use a copy up to three times: when it is read ahead for, when it has loaded
         the copy, and when it reaches the block. The history counts that once.
         """
-        for row in self._lists.held(rows):
-            self._last[row] = self._history.now
+        last, now, rows = self._last, self._history.now, self._lists.held(rows)
+        for row, number in zip(rows, self.classes_of(rows), strict=True):
+            last[row] = now
             # A key may be forgotten, but not while its copy is here.
-            self._lists.move(row, max(self.class_of(row), self._class(row)))
+            self._lists.move(row, max(number, self._class(row)))
 
     def postpone(self, row: int) -> None:
         """A copy could not leave now: propose it later than others of its class. That is no use."""
@@ -159,9 +161,9 @@ class LearnedPolicy(EvictionPolicy):
 
     classes = CLASSES
 
-    def class_of(self, row: int) -> int:
-        """Return the class that the history has a row's block in."""
-        return self._history.known(self._keys[row])[1]
+    def classes_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the class that the history has each row's block in."""
+        return self._history.classes_of([self._keys[row] for row in rows])
 
     def worth(self, number: int, last: int) -> float:
         """Return what the history says that a copy brings."""

@@ -9,7 +9,7 @@ came to.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -102,31 +102,35 @@ class ReuseHistory:
         ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
         ``start``; 0 at first. Each request counts once: the caller sees to that.
         """
+        tags, times, marks, entered, reused, now, mask = (
+            self._tags, self._times, self._marks, self._entered, self._reused, self.now, self._places - 1,
+        )  # fmt: skip
         found: list[tuple[int, int, int]] = []
         for name in map(number_of, keys[start:stop]):
-            place, is_known = self._find(name)
-            if is_known:
-                kin = min(_LEVEL_OF[self._marks[place] // _KINS] + 1, _KINS - 1)
-            found.append((place, kin, name >> 32 | 1))
-        tags, times, marks, entered, reused, now = (
-            self._tags, self._times, self._marks, self._entered, self._reused, self.now,
-        )  # fmt: skip
+            tag, place = name >> 32 | 1, name & mask
+            if tags[place] != tag:
+                place, _ = self._find(name)
+            if tags[place] == tag:
+                kin = min(_LEVEL_OF[marks[place] // _KINS] + 1, _KINS - 1)
+            found.append((place, kin, tag))
         new, again = [0] * _KINS, [0] * _KINS
         least = 0
-        for place, own_kin, tag in reversed(found):  # the tail first: it is to leave before its head
+        for place, came_behind, tag in reversed(found):  # the tail first: it is to leave before its head
             now += 1
             if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
                 mark = marks[place]
                 reused[_CLASS_OF[mark] * _BUCKETS + (now - times[place] & _BITS).bit_length()] += 1
                 if mark < 2 * _KINS:
                     again[mark % _KINS] += 1
-                mark = max(min(mark // _KINS + 1, MOST_USES), least) * _KINS + mark % _KINS
+                uses, own_kin = divmod(mark, _KINS)
+                uses += uses < MOST_USES
             else:
+                uses, own_kin = 1, came_behind
                 tags[place] = tag
                 new[own_kin] += 1
-                mark = max(1, least) * _KINS + own_kin
-            marks[place], times[place] = mark, now & _BITS
-            least = mark // _KINS
+            least = max(least, uses)
+            marks[place] = mark = least * _KINS + own_kin
+            times[place] = now & _BITS
             entered[_CLASS_OF[mark]] += 1
         self.now = now
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
@@ -160,6 +164,16 @@ class ReuseHistory:
         times, now = self._times, self.now
         older = not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
         return (other if tags[place] and older else place), False
+
+    def classes_of(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Return the class of each key; the lowest of one that is not known."""
+        tags, marks, mask, found = self._tags, self._marks, self._places - 1, []
+        for name in map(number_of, keys):
+            place, is_known = name & mask, True
+            if tags[place] != name >> 32 | 1:
+                place, is_known = self._find(name)
+            found.append(_CLASS_OF[marks[place]] if is_known else 0)
+        return found
 
     def known(self, key: BlockKey) -> tuple[int, int, int]:
         """Return a key's uses, its class and its age; of one not known 0, the lowest, and as old as

@@ -90,4 +90,4 @@ def test_a_copy_keeps_its_class_when_its_key_is_forgotten():
     history.clear()
     history.count(KEYS, 0, 1, 0)
     policy.access((0,))
-    assert policy._class(0) == number > policy.class_of(0)
+    assert policy._class(0) == number > policy.classes_of([0])[0]
