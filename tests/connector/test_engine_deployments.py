@@ -82,7 +82,7 @@ def test_stages_of_a_pipeline(model, layout, env, few_blocks, tmp_path):
         assert not {name: value for name, value in metrics.items() if name.startswith("kvdisk_failed_") and value}
         for stage in (0, 1):
             engine.reset()
-            engine.call("engine_acts:zero_loads", stage)
+            engine.call("engine_acts:zero_stage", stage)
             (damaged,) = engine.generate(LONG[:1])
             assert damaged.cached == whole
             assert damaged.tokens != long[0], "what the stage loads is what it computes with"

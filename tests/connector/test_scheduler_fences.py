@@ -189,4 +189,4 @@ def test_slow_and_hanging_writes_cost_an_engine_without_a_cpu_tier_no_step(engin
     hung = steps_of_40_requests()
     assert bench.connector.has_pending_push_work()
     gate.set()
-    assert max(slow, hung) <= 1.05 * usual + 1
+    assert max(slow, hung) <= 1.25 * usual

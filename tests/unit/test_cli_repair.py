@@ -49,14 +49,14 @@ def test_a_healthy_store_is_left_as_it_is_unless_somebody_says_yes(path, monkeyp
     mine = home_path(path)
     other = leave_home(path, HYBRID, 2, last_use_s=5000)
     index = mine / "index" / "data.mdb"
-    before = index.stat().st_ino
+    before = index.stat().st_ctime_ns
     done = run_here("repair", path)
-    assert (done.exit_code, index.stat().st_ino) == (0, before)
+    assert (done.exit_code, index.stat().st_ctime_ns) == (0, before)
     assert done.stdout == "2 engine stores of stopped engines are healthy: there is nothing to repair.\n"
     for answer, code in (("n", False), ("y", True)):
         monkeypatch.setattr(command, "can_ask", lambda: True)
         done = run_here("repair", path, typed=f"{answer}\n")
-        assert (done.exit_code, "recovered" in done.stdout, index.stat().st_ino == before) == (0, code, not code)
+        assert (done.exit_code, "recovered" in done.stdout, index.stat().st_ctime_ns == before) == (0, code, not code)
     shutil.rmtree(path / "homes" / other / "index")
     found = {one["id"]: one["result"] for one in json.loads(run_here("repair", path, "--json").stdout)["homes"]}
     assert found == {mine.name: "healthy", other: "rebuilt"}

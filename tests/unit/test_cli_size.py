@@ -144,4 +144,4 @@ def test_the_rate_of_a_store(tmp_path):
         writes = json.loads(run_here(*arguments, "--json").stdout)["writes"]
         assert writes["at_least"] and abs(writes["measured_s"] - min(age_s, 86400)) < 60
         assert abs(writes["bytes_per_day"] - factor * recent) < recent / 100
-    assert "at least, since what has left is not counted" in " ".join(run_here(*arguments).stdout.split())
+    assert "at least, since what was evicted is not counted" in " ".join(run_here(*arguments).stdout.split())

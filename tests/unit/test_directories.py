@@ -74,7 +74,7 @@ def test_a_directory_that_others_may_write_holds_one_of_our_own(volume, mode):
     assert (inner / "homes" / home_id).is_dir()
     assert (mode_of(volume), mode_of(inner)) == (mode, 0o700)
     for named in (volume, inner):
-        done = run_here("inspect", named)
+        done = run_here("inspect", named, "--stores")
         assert done.exit_code == 0 and home_id[:8] in done.stdout
     volume.chmod(0o700)
     assert Store.open(volume).path == inner, "what was made there is found for good"
