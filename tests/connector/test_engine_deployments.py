@@ -17,6 +17,8 @@ from torture_rounds import BLOCK_TOKENS, HERE
 from kvdisk.cli import verify
 from kvdisk.device.listing import list_homes
 
+pytestmark = pytest.mark.torture
+
 CHOSEN = random.Random(7)
 SHARED = [CHOSEN.randrange(10, 500) for _ in range(330)]
 LONG = [SHARED + [CHOSEN.randrange(10, 500) for _ in range(40)] for _ in range(2)]
@@ -40,7 +42,7 @@ def _tokens(engine: EngineChild, prompts: list[list[int]], max_tokens: int = 8, 
     [
         # Six layers in three groups. Those of the windows have no layer on the second stage.
         ("gemma3", "pp2", {"VLLM_PP_LAYER_PARTITION": "5,1"}, 66),
-        pytest.param("llama", "tp2pp2", {}, 24, marks=pytest.mark.torture),
+        pytest.param("llama", "tp2pp2", {}, 24),
     ],
     ids=["two stages", "two stages of two ranks"],
     indirect=["model"],
