@@ -156,6 +156,8 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
                     f"recurrent state in the cache mode {mode!r}; set mamba_cache_mode to {STATE_MODE!r}, with vLLM's "
                     "prefix caching on"
                 )
+            if isinstance(spec, MambaSpec) and vllm_config.speculative_config is not None:
+                yield "speculative decoding with recurrent state, which has not been tried"
             if group.is_eagle_group and _reach(spec) != (None, None):
                 yield "drafters with sliding windows"
 

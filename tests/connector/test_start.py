@@ -108,6 +108,7 @@ def test_vllm_finds_the_connector(more):
         ({}, _cache(FULL, MAMBA), "cache mode 'none'; set mamba_cache_mode to 'align'"),
         ({}, _cache(FULL, replace(MAMBA, mamba_cache_mode="all")), "cache mode 'all'"),
         ({}, _cache(FULL, STATE, CHUNKED), None),
+        ({"drafter": "ngram"}, _cache(FULL, STATE), "speculative decoding with recurrent state"),
         ({}, _cache(EncoderOnlyAttentionSpec(**SIZES)), "EncoderOnlyAttentionSpec"),
         ({}, _cache(REPLAYED), "prefix cache keeps nothing"),
         ({}, _cache(REPLAYED, FULL), None),
