@@ -74,7 +74,9 @@ class Promotions(HasParts):
     def leave(self, request: RequestState) -> None:
         """Read nothing more ahead for a request. What was read ahead for it is left to the tier."""
         self._waiting.pop(request, None)
-        self._taken.subtract(self._ahead.pop(request.request_id, Counter()))
+        ahead = self._ahead.pop(request.request_id, None)
+        if ahead is not None:  # asked of every request in every step, of few there is any
+            self._taken.subtract(ahead)
 
     def reset(self) -> None:
         """Forget what was read ahead, which is gone with the weights, and look for it anew."""

@@ -208,10 +208,8 @@ class ReuseHistory:
     def rate(self, number: int, age: int) -> float:
         """Return how many hits a copy of a class and age brings for each block that requests come
         to while it is kept, if it is kept for as long as pays best."""
-        age = min(age, _BITS)
-        bucket = age.bit_length()
-        rates = self._rates[number]
-        return rates[bucket] + (rates[bucket + 1] - rates[bucket]) * (age / (1 << bucket >> 1) - 1.0 if age else 0.0)
+        at = number * _BUCKETS + min(age.bit_length(), _BUCKETS - 1)
+        return self._rates[at] + self._slopes[at] * age
 
     def gain(self, number: int, age: int, rate: float) -> float:
         """Return how many more hits are to be expected of a copy of a class and age, while it is
@@ -227,6 +225,16 @@ class ReuseHistory:
         gains = (still * self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
         return float(gains.max() / self._left[number, bucket])
 
+    def _entered_by(self, ends: _Floats) -> _Floats:
+        """Return by time, and by class, how many had entered it by then: on a line between the
+        counts that are kept."""
+        times = np.array([time for time, _, _ in self._past] + [self.now + 1], np.float64)
+        counts = np.array([past for _, past, _ in self._past] + [self._entered], np.float64)
+        after = np.searchsorted(times, ends, "right").clip(1, len(times) - 1)
+        part = ((ends - times[after - 1]) / np.maximum(times[after] - times[after - 1], 1.0)).clip(0.0, 1.0)
+        entered: _Floats = counts[after - 1] + (counts[after] - counts[after - 1]) * part[..., None]
+        return entered
+
     def _learn(self) -> None:
         """Learn from the counts the chances of classes.
 
@@ -236,12 +244,8 @@ class ReuseHistory:
         """
         now, memory = self.now, 8 * self._places
         entered, reused = np.array(self._entered, np.float64), np.array(self._reused, np.float64)
-        times = np.array([time for time, _, _ in self._past] + [now + 1], np.float64)
-        counts = np.array([past for _, past, _ in self._past] + [entered])
-        ends = now - _EDGES
-        come_to = np.array(
-            [np.interp(ends, times, column) - np.interp(ends - memory, times, column) for column in counts.T]
-        )
+        by_edge, by_memory = self._entered_by(np.stack((now - _EDGES, now - _EDGES - memory)))
+        come_to = (by_edge - by_memory).T
         risk = (come_to[:, :-1] + come_to[:, 1:]) / 2
         old = max(
             (past for past in self._past if past[0] <= now - memory), default=self._past[0], key=lambda past: past[0]
@@ -265,7 +269,10 @@ class ReuseHistory:
             hits, kept = self._hits[:, bucket:].cumsum(1), self._kept[:, bucket:].cumsum(1)
             rates[:, bucket] = (hits / kept).max(1)
         rates[:, _BUCKETS] = rates[:, _BUCKETS - 1]
-        self._rates: list[list[float]] = rates.tolist()
+        slopes = np.diff(rates) / _WIDTHS
+        self._slopes: list[float] = slopes.ravel().tolist()
+        self._rates: list[float] = (rates[:, :-1] - slopes * _EDGES[:-1]).ravel().tolist()
+        """By class and bucket: on a line from age 0 that has the slope of the bucket."""
         self._learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
         self._past.append((now, entered, reused))
         if len(self._past) > _MOST_PAST:
