@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     """A numbered fixed-size place in a tier; the same number names the same place on every rank.
 
     On NVMe ``segment`` is a segment id. In the CPU tier it is the size class of the arena region
-    (see ``geometry.Geometry.size_class``).
+    (see ``geometry.Geometry.size_classes``).
     """
 
     segment: int

@@ -59,17 +59,30 @@ own."""
 
 LAYERLESS_DRAFTERS = frozenset({"ngram", "suffix"})
 
-_SUPPORTED_SPECS = (
-    FullAttentionSpec,
-    SinkFullAttentionSpec,
-    RSWASpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    SlidingWindowMLASpec,
-    ChunkedLocalAttentionSpec,
-    MambaSpec,
-)
-"""Exact classes: a subclass may keep its KV in another way."""
+_Reach = tuple[int | None, int | None]
+"""The window and the chunk that a kind of layers reads in, in tokens, each None where there is
+none."""
+
+
+def _all(_spec: KVCacheSpec) -> _Reach:
+    return None, None
+
+
+def _window(spec: SlidingWindowSpec) -> _Reach:
+    return spec.sliding_window + spec.extra_retained_tokens, None
+
+
+_REACHES: dict[type[KVCacheSpec], Callable[[Any], _Reach]] = {
+    FullAttentionSpec: _all,
+    SinkFullAttentionSpec: _all,
+    RSWASpec: _all,
+    MLAAttentionSpec: _all,
+    SlidingWindowSpec: _window,
+    SlidingWindowMLASpec: _window,
+    ChunkedLocalAttentionSpec: lambda spec: (None, spec.attention_chunk_size),
+    MambaSpec: lambda _spec: (2, None),
+}
+"""The kinds that are supported. Exact classes: a subclass may keep its KV in another way."""
 
 STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
@@ -148,8 +161,9 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
         yield "models of which vLLM's prefix cache keeps nothing"
     for group in groups:
         for spec in _specs_of(group):
-            if type(spec) not in _SUPPORTED_SPECS:
+            if type(spec) not in _REACHES:
                 yield f"KV-cache groups of the kind {type(spec).__name__}"
+                continue
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != STATE_MODE:
                 mode = spec.mamba_cache_mode
                 yield (
@@ -158,7 +172,7 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
                 )
             if isinstance(spec, MambaSpec) and vllm_config.speculative_config is not None:
                 yield "speculative decoding with recurrent state, which has not been tried"
-            if group.is_eagle_group and _reach(spec) != (None, None):
+            if group.is_eagle_group and _REACHES[type(spec)](spec) != (None, None):
                 yield "drafters with sliding windows"
 
 
@@ -172,15 +186,6 @@ def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
     """Return what kinds of layers a group has, on whatever stage of the pipeline."""
     spec = group.kv_cache_spec
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-
-
-def _reach(spec: KVCacheSpec) -> tuple[int | None, int | None]:
-    """Return the window and the chunk of a kind, in tokens, each None where there is none."""
-    if isinstance(spec, MambaSpec):
-        return 2, None
-    if isinstance(spec, SlidingWindowSpec):
-        return spec.sliding_window + spec.extra_retained_tokens, None
-    return None, spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
 
 
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
@@ -266,12 +271,12 @@ def geometry_of(
     """Return the sizes of this engine's blocks.
 
     ``stages``: the groups of each stage of a pipeline. A block is as large on each of them as on
-    the one that has most of its bytes. None: those that the configuration has, see
+    the one that has most of its bytes. Empty: those that the configuration has, see
     ``sizes_are_certain``; without layers of a group its blocks have no bytes.
     """
     groups = []
     for index, group in enumerate(kv_cache_config.prefix_cacheable_groups):
-        reaches = {_reach(spec) for spec in _specs_of(group)}
+        reaches = {_REACHES[type(spec)](spec) for spec in _specs_of(group)}
         if len(reaches) > 1:
             raise ConfigError("kvdisk does not support KV-cache groups whose layers have different windows.")
         window, chunk = reaches.pop()

@@ -300,7 +300,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the tail; the blocks may be freed at once."""
         aborted = request.status == RequestStatus.FINISHED_ABORTED
-        return self.scheduler.finished(request, block_ids, aborted), None
+        self.scheduler.finished(request, block_ids, aborted)
+        return False, None
 
     @guarded
     def has_pending_push_work(self) -> bool:

@@ -44,9 +44,9 @@ _LOCALITY = "LOCAL"
 class BlockDescriptions:
     """Tokens and parents of the blocks of the latest requests, by hash."""
 
-    def __init__(self, geometry: Geometry, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self._hash_tokens = geometry.hash_tokens
-        self._most = most
+        self._most = MOST_REMEMBERED
         self._known: dict[bytes, tuple[bytes | None, array[int]]] = {}
 
     def remember(self, request: Request, known: int) -> int:

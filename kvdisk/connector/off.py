@@ -94,9 +94,8 @@ class SchedulerOff:
         """Nothing is given by any tier."""
         return {}
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> bool:  # noqa: ARG002
-        """No block is kept."""
-        return False
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
+        """There is nothing to offer it to."""
 
     def plan(self, output: SchedulerOutput) -> Plan:  # noqa: ARG002
         """Tell the workers that this is over, and which loads they never heard of shall fail."""

@@ -178,11 +178,11 @@ class SchedulerSide:
         sources = {_SOURCES[tier]: tokens for tier, tokens in served.items() if tokens}
         return sources if sum(sources.values()) == external_tokens else {}
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> bool:
-        """Offer the tail of a finished request; return whether its blocks must be kept: never."""
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
+        """Offer the tail of a finished request."""
         self._local_tokens.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is None:
-            return False
+            return
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
@@ -192,7 +192,7 @@ class SchedulerSide:
                 tables = self._groups.tables(block_ids)
                 self._manager.plan_store(request.request_id, computed_tokens, tables, time.monotonic())
         self._described.pop(request.request_id, None)
-        return not self._manager.request_finished(request.request_id)
+        self._manager.request_finished(request.request_id)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cap, as values: what all homes hold and may hold, and which must go for more room.
 
-The allocated bytes of all homes never exceed the caps of the live owners together. An owner's
-layout keeps within its own cap, so homes without an owner can always make room. The index of a live
-owner grows without asking, and counts at its full size. ``store`` measures, and deletes.
+The allocated bytes of all homes never exceed the caps of the engines that live, or ended within 15
+minutes. An owner's layout keeps within its own cap, so homes without an owner can always make room.
+The index of a live owner grows without asking, and counts at its full size. ``store`` measures, and
+deletes.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ class MemoryIndex(RecordIndex):
     while True, the state is REFUSING and ``put`` answers None; a test may set it at any time.
     """
 
-    def __init__(self, *, max_queued: int = 65536, refuse_puts: bool = False) -> None:
+    def __init__(self, *, max_queued: int = 65536) -> None:
         assert max_queued > 0
         super().__init__()
-        self.refuse_puts = refuse_puts
+        self.refuse_puts = False
         self._max_queued = max_queued
         self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
         self._calls: deque[tuple[Table, Sequence[Item]]] = deque()

@@ -51,17 +51,17 @@ class IndexContent(NamedTuple):
     problem: str | None = None
 
 
-def read_indexes(paths: Sequence[Path], timeout_s: float = math.inf) -> list[IndexContent]:
+def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
     """Read the indexes in these directories, in order. Never raises for what is wrong with one.
 
-    ``timeout_s``: for each; one that takes longer cannot be read, since its drive may hang. Writes
-    nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is possible.
+    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is
+    possible.
     """
     reader, found = ReaderProcess(), []
     try:
         for path in paths:
             try:
-                found.append(reader.read(path, timeout_s))
+                found.append(reader.read(path))
             except KvdiskError as error:
                 found.append(IndexContent(problem=str(error)))
     finally:
@@ -102,9 +102,9 @@ class ReaderProcess:
         )
         return found
 
-    def read(self, index_path: Path, timeout_s: float = math.inf) -> IndexContent:
+    def read(self, index_path: Path) -> IndexContent:
         """Return all that an index holds."""
-        content: IndexContent = self.ask(timeout_s, "read", str(index_path)) or IndexContent(exists=False)
+        content: IndexContent = self.ask(math.inf, "read", str(index_path)) or IndexContent(exists=False)
         return content
 
     def stop(self) -> str:

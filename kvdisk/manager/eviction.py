@@ -43,8 +43,11 @@ class EvictionPolicy:
     """
 
     classes = 1
+    """How many: 1, or the history's own, which ``fill`` gives to what was there before a restart.
+    A block's class only rises while its copy is here."""
 
     def __init__(self, keys: Keys, history: ReuseHistory) -> None:
+        assert self.classes in (1, CLASSES)
         self._keys = keys
         self._history = history
         self._lists = RowLists(2 * self.classes)

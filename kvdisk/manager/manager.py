@@ -105,15 +105,13 @@ class TierManager(HasParts):
             if request.forget_changed_keys():
                 self._stores.forget(request)
 
-    def request_finished(self, request_id: str) -> bool:
-        """Forget a request; return whether its GPU blocks may be freed now: always, since the fence
-        protects copies."""
+    def request_finished(self, request_id: str) -> None:
+        """Forget a request. Its GPU blocks may be freed now: the fence protects copies."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._promotions.leave(request)
             self._stores.finished(request)
             self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
-        return True
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
         """Save what the victims have lost; they wait again. Call it once a step, before stores are

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, unique
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,24 +76,25 @@ class Memory(Enum):
     GPU_STAGING = 3
 
 
+@unique
 class Route(Enum):
-    """The ways of a move.
+    """The ways of a move: its legs, whose slots they use, and the tier behind the device, where
+    they read or write one.
 
     ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU.
-    ``far``: the tier behind the device, where it reads or writes one.
     """
 
-    LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING)
-    LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING)
-    LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER)
-    LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER)
-    STORE_CPU = ((Leg.GATHER, Leg.SEAL), Memory.CPU_TIER)
-    STORE_DIRECT = ((Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), Memory.GPU_STAGING)
-    STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING)
-    PROMOTE = ((Leg.READ, Leg.CHECK), Memory.CPU_TIER)
-    DEMOTE = ((Leg.WRITE,), Memory.CPU_TIER)
+    LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING, Tier.NVME)
+    LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING, Tier.NVME)
+    LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, Tier.NVME)
+    LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, None)
+    STORE_CPU = ((Leg.GATHER, Leg.SEAL), Memory.CPU_TIER, None)
+    STORE_DIRECT = ((Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), Memory.GPU_STAGING, Tier.NVME)
+    STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING, Tier.NVME)
+    PROMOTE = ((Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.NVME)
+    DEMOTE = ((Leg.WRITE,), Memory.CPU_TIER, Tier.NVME)
 
-    def __init__(self, legs: tuple[Leg, ...], memory: Memory) -> None:
+    def __init__(self, legs: tuple[Leg, ...], memory: Memory, far: Tier | None) -> None:
         self.legs = legs
         self.memory = memory
         self.staged = memory is not Memory.CPU_TIER
@@ -102,7 +103,7 @@ class Route(Enum):
         self.scatters = Leg.SCATTER in legs
         self.reads = Leg.READ in legs
         self.writes = Leg.WRITE in legs
-        self.far = Tier.NVME if self.reads or self.writes else None
+        self.far = far
 
     def far_slot(self, move: Move) -> Slot:
         """Return the slot behind the device that a move reads or writes."""

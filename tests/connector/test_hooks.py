@@ -20,12 +20,12 @@ LEFT_ALONE = {
     "get_required_kvcache_layout": "None: layer_blocks takes every layout in which a block is contiguous",
     "has_connector_metadata": "the base keeps the step's metadata",
     "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
-    "register_finished_partial_tail": "called for Mamba's state, and Mamba is refused",
+    "register_finished_partial_tail": "False: a state behind the last full block has no key",
     "reset_capture_state": "hooks by layer do nothing, so a capture changes nothing",
     "restore_kv_caches": "called after sleep, which is refused",
     "role": "the base keeps it",
     "set_host_xfer_buffer_ops": "kvdisk copies the blocks itself",
-    "supports_divergent_local_hybrid_hits": "False: it is about Mamba's state, and Mamba is refused",
+    "supports_divergent_local_hybrid_hits": "False: blocks before the end of the GPU's hit are not loaded",
     "unregister_kv_caches": "called before sleep, which is refused",
 }
 """The hooks that kvdisk does not override, and why."""
