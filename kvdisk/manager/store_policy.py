@@ -31,10 +31,12 @@ class FreeOffer(NamedTuple):
 class StorePolicy(Protocol):
     """Decides which blocks are offered, and when. As it is written here it offers nothing.
 
-    ``saves_victims``: whether ``preempted`` returns anything.
+    ``saves_victims``: whether ``preempted`` returns anything. ``offers_all``: whether ``reached``
+    returns every block, so that one which follows a block that no tier has is of no use.
     """
 
     saves_victims: bool = False
+    offers_all: bool = False
 
     def reached(
         self,
@@ -87,6 +89,8 @@ class NoStores(StorePolicy):
 
 class OnCompute(NoStores):
     """Offers each full block in the step that computes it."""
+
+    offers_all = True
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> Sequence[int]:  # noqa: ARG002
         """Return all of them."""

@@ -322,6 +322,35 @@ class StorePlanner(HasParts):
             if offer.gpu_block and not presence and not self._neighbours.holds(offer.key, near)
         ]
 
+    def _without_gaps(self, request: RequestState, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
+        """Return the missing blocks of a request but for those behind one that has left all tiers
+        since it was offered: no hit gets there."""
+        offered = {offer.key for offer, _ in missing}
+        first = [offer for offer, _ in missing if offer.parent is not None and offer.parent not in offered]
+        rows = self._catalog.find_all([offer.parent for offer in first if offer.parent is not None])
+        groups, hints = self._geometry.groups, self._neighbours.hints
+        gone = {
+            offer.key
+            for offer, row in zip(first, rows, strict=True)
+            if row == NONE and groups[offer.group].reads_all and offer.parent not in hints
+        }
+        if not gone:
+            return missing
+        kept: list[tuple[_Offer, int]] = []
+        for offer, row in missing:
+            if offer.key in gone or offer.parent in gone:
+                gone.add(offer.key)
+                self._cut(request, offer)
+            else:
+                kept.append((offer, row))
+        self._stats.add("refused_blocks.room", len(missing) - len(kept))
+        return kept
+
+    def _cut(self, request: RequestState, offer: _Offer) -> None:
+        """Store nothing of a group that is behind this block any more."""
+        if offer.position >= 0:
+            request.cut[offer.group] = min(offer.position, request.cut.get(offer.group, offer.position))
+
     def _store(
         self, offers: Sequence[_Offer], request: RequestState | None, now: float, *, watched: bool = True
     ) -> tuple[JobId | None, list[_Offer]]:
@@ -334,12 +363,13 @@ class StorePlanner(HasParts):
         none, and those refused. ``watched``: see ``_queue``.
         """
         missing = self._missing(offers)
+        if request is not None and self._store_policy.offers_all:
+            missing = self._without_gaps(request, missing)
         answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
         if request is not None:
             cut = request.cut
             for offer in compress([offer for offer, _ in missing], [not answer for answer in answers]):
-                if offer.position >= 0:
-                    cut[offer.group] = min(offer.position, cut.get(offer.group, offer.position))
+                self._cut(request, offer)
             answers = [
                 answer and offer.position < cut.get(offer.group, offer.position + 1)
                 for answer, (offer, _) in zip(answers, missing, strict=True)

@@ -187,13 +187,17 @@ class TierSpace:
         if self.lower is None:
             return rows
         leaving: list[int] = []
-        held: set[int] = set()
+        held: list[int] = []
+        parents: set[int] = set()
         for row in rows:
             # Where what follows a copy stays, the copy stays before it.
-            if row in held or self.lower.keeps(row):
-                held.add(self._catalog.parent_rows[row])
-            else:
+            if row in parents:
+                held.append(row)
+            elif not self.lower.keeps(row):
                 leaving.append(row)
+                continue
+            parents.add(self._catalog.parent_rows[row])
+        self.lower.offer(held[::-1])  # or of a long chain one would leave a step
         return leaving
 
     # -- the life of copies ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ class WatchedPolicy:
 
     def __init__(self, inner: StorePolicy) -> None:
         self.inner = inner
-        self.saves_victims = inner.saves_victims
+        self.saves_victims, self.offers_all = inner.saves_victims, inner.offers_all
         self._offered: set[BlockKey] = set()
         """Free blocks that were offered since a request reached them, and not refused."""
 

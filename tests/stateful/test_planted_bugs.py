@@ -170,9 +170,7 @@ BUGS = {
         prefetch, "total[size_class] // PREFETCH_DIVISOR", "total[size_class]", on.QUEUE_SIZES
     ),
     "reading ahead for those that run": Bug(prefetch, "self._waiting.pop(request, None)", "pass", on.QUEUE_SIZES),
-    "slots ahead never given back": Bug(
-        prefetch, "self._taken.subtract(self._ahead.pop(request.request_id, Counter()))", "pass", on.QUEUE_SIZES
-    ),
+    "slots ahead never given back": Bug(prefetch, "self._taken.subtract(ahead)", "pass", on.QUEUE_SIZES),
     "reading ahead what the tier refuses": Bug(
         prefetch, " and self._landing.admission.admits((read.key,))[0]:", ":", (on.QUEUE_REUSE,)
     ),

@@ -21,7 +21,7 @@ from replay_traces import Prefixes, conversations, write_mooncake
 
 from kvdisk.cli.replay.run import Run, run_setting
 from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
-from kvdisk.cli.replay.trace import Trace, read_trace
+from kvdisk.cli.replay.trace import Chain, Trace, TracedRequest, read_trace
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.manager.nvme import spare_slots
@@ -37,6 +37,17 @@ def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Capacity:
 def replayed(trace: Trace, nvme: str, cpu: str = "0", gpu: int = 0, **policies: str) -> Run:
     rooms = {"cpu": room_of(trace, cpu, on_nvme=False), "nvme": room_of(trace, nvme), "gpu_blocks": gpu}
     return run_setting(trace, 4096, Setting(**rooms | POLICIES | policies))
+
+
+def of_prompts(prompts: list[list[int]]) -> Trace:
+    """Requests that generate for as long as a replay waits."""
+    requests = [
+        TracedRequest(
+            10.0 * at, Chain().hashes([number.to_bytes(4, "little") for number in prompt]), 512 * len(prompt), 0
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    return Trace("t", "made", 512, requests)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +102,24 @@ def test_lru_that_admits_all_is_the_model_and_the_default_hits_no_less(chats):
     assert sum(lru.hit_blocks.values()) == pytest.approx(sum(counts.hits), rel=0.01)
     assert lru.written_blocks == pytest.approx(counts.written, rel=0.03)
     assert sum(own.hit_blocks.values()) >= sum(counts.hits) and own.written_blocks <= counts.written / 2
+
+
+def test_of_a_prompt_longer_than_the_tier_the_head_is_kept():
+    """What is behind a block that has left again is not stored: it would serve nobody, and push out
+    the head."""
+    prefixes = Prefixes()
+    trace = of_prompts([prefixes.number([("prompt", at // 3), *range(20 * (at % 7))]) for at in range(60)])
+    lru = replayed(trace, "70", eviction="lru", nvme_admission="all")
+    counts = run_model("lru", [request.hashes for request in trace.requests], 70)
+    assert sum(lru.hit_blocks.values()) == sum(counts.hits) > 0
+    assert lru.written_blocks < counts.written
+
+
+def test_long_prompts_pass_through_a_small_memory_while_their_requests_run():
+    """A chain in memory that NVMe has not got leaves as a whole, and not a block at a time."""
+    prefixes = Prefixes()
+    trace = of_prompts([prefixes.number([("prompt", at), *range(299)]) for at in range(8)] * 2)
+    assert sum(replayed(trace, "4000", cpu="40").hit_blocks.values()) == 8 * 300
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])

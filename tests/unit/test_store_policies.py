@@ -152,7 +152,7 @@ class EveryOther(NoStores):
 class Lacking:
     """Has no ``reached``."""
 
-    saves_victims = False
+    saves_victims = offers_all = False
 
 
 class Failing(EveryOther):
