@@ -61,14 +61,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
-"""0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on
+"""0.32 is what the tests run on; 0.33 adds the hooks of sleep mode and keeps no reference count on
 null blocks."""
 
-SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
+_TELLS_OF_SLEEP = (0, 33)
+"""The first version whose workers tell before they unmap the KV cache, and after."""
+
+SUPPORTED_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "mtp"})
 """Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
 own."""
 
-LAYERLESS_DRAFTERS = frozenset({"ngram", "suffix"})
+LAYERLESS_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 _SUPPORTED_SPECS = (
     FullAttentionSpec,
@@ -121,6 +124,11 @@ def settings_looked_up() -> dict[str, Any] | None:
     return getattr(found, "kv_connector_extra_config", None) if is_ours else None
 
 
+def sleeps(vllm_config: VllmConfig) -> bool:
+    """Whether the engine's GPU memory can be unmapped, for a sleep, and mapped again."""
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+
+
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
     support."""
@@ -136,8 +144,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
-    if getattr(model, "enable_sleep_mode", False):
-        yield "sleep mode, which remaps the KV cache under its copies (sleep level 0, a pause, needs no such mode)"
+    if sleeps(vllm_config) and vllm_minor_version() < _TELLS_OF_SLEEP:
+        yield "sleep mode with this vLLM, which does not tell when it unmaps the KV cache (0.33 does)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
     speculative = vllm_config.speculative_config
@@ -174,7 +182,7 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
                 )
             if isinstance(spec, MambaSpec) and vllm_config.speculative_config is not None:
                 yield "speculative decoding with recurrent state, which has not been tried"
-            if group.is_eagle_group and _reach(spec) != (None, None):
+            if _has_drafter(vllm_config, kv_cache_config, group) and _reach(spec) != (None, None):
                 yield "drafters with sliding windows"
 
 
@@ -197,6 +205,19 @@ def _reach(spec: KVCacheSpec) -> tuple[int | None, int | None]:
     if isinstance(spec, SlidingWindowSpec):
         return spec.sliding_window + spec.extra_retained_tokens, None
     return None, spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+
+
+def _has_drafter(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
+    """Whether a drafter's layers may be in a group. vLLM: in any, where it marks none."""
+    speculative = vllm_config.speculative_config
+    marked = any(each.is_eagle_group for each in kv_cache_config.kv_cache_groups)
+    return group.is_eagle_group or (not marked and speculative is not None and speculative.use_eagle_block_drop())
+
+
+def _volatile_tokens(vllm_config: VllmConfig) -> int:
+    """Return how many tokens ahead a drafter's KV looks: one, or, of MTP with several modules, one
+    for each of them."""
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
@@ -298,7 +319,7 @@ def geometry_of(
                 block_tokens,
                 max(_payload_bytes(stage[index]) for stage in stages or [kv_cache_config.prefix_cacheable_groups]),
                 window,
-                group.is_eagle_group,
+                _volatile_tokens(vllm_config) if _has_drafter(vllm_config, kv_cache_config, group) else 0,
                 chunk,
                 any(isinstance(spec, RSWASpec) for spec in _specs_of(group)),
                 _state_tokens(kv_cache_config, block_tokens) if _keeps_states(group) else None,

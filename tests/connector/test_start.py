@@ -23,6 +23,7 @@ from schedulers import vllm_config
 from transformers import configuration_utils
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -79,7 +80,10 @@ def _config(**changes: Any) -> SimpleNamespace:
         for part in parts.values():
             if hasattr(part, name):
                 setattr(part, name, value)
-    speculative = SimpleNamespace(method=changes["drafter"]) if "drafter" in changes else None
+    speculative = None
+    if "drafter" in changes:
+        method = changes["drafter"]
+        speculative = SimpleNamespace(method=method, use_eagle_block_drop=lambda: "ngram" not in method)
     return SimpleNamespace(**parts, speculative_config=speculative)
 
 
@@ -99,10 +103,13 @@ def test_vllm_finds_the_connector(more):
     [
         ({}, _cache(FULL, WINDOW), None),
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
-        ({"enable_sleep_mode": True}, _cache(FULL), "sleep"),
+        ({"enable_sleep_mode": True, "version": (0, 32)}, _cache(FULL), "sleep mode with this vLLM"),
+        ({"enable_sleep_mode": True, "version": (0, 33)}, _cache(FULL), None),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
+        ({"drafter": "ngram_gpu"}, _cache(WINDOW), None),
+        ({"drafter": "mtp"}, _cache(FULL, WINDOW), "drafters with sliding windows"),  # it may be in any group
         ({"pipeline_parallel_size": 2, "drafter": "ngram"}, _cache(FULL), None),
         ({"pipeline_parallel_size": 2, "drafter": "eagle"}, _cache(FULL), "drafters .* under pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, _cache(FULL), "context parallelism"),
@@ -195,6 +202,17 @@ def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, 
     monkeypatch.syspath_prepend(tmp_path)
     transfer = _transfer({"of_its_own": 1}, kv_connector="Own", kv_connector_module_path="built_on")
     _configure(tiny_llama, transfer)
+
+
+def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folder, monkeypatch):
+    monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 33))
+    config = vllm_config(folder, extra={"device": "gds"}, sleeps=True)
+    with pytest.raises(ConfigError, match="device 'gds' with sleep mode: leave device out"):
+        KVDiskConnector(config, KVConnectorRole.SCHEDULER, _cache(FULL))
+
+
+def test_vllm_hears_that_sleep_mode_is_supported():
+    assert KVDiskConnector.supports_sleep_mode(_transfer({}))
 
 
 def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
