@@ -80,7 +80,8 @@ def test_the_sleep_waits_for_copies_under_way(monkeypatch):
     assert begun.wait(WAIT_S)
     sleeper = threading.Thread(target=rank.mover.leave_gpu)
     sleeper.start()
-    assert copy.waited.wait(WAIT_S)
+    while sleeper.is_alive() and not copy.waited.is_set():
+        sleeper.join(0.001)
     assert sleeper.is_alive()
     copy.ended.set()
     sleeper.join(WAIT_S)
