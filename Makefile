@@ -16,7 +16,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture demo serve docs clean
+.PHONY: help install install-dev check test torture test-next demo serve docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ test: check ## the checks and every test that needs no GPU
 
 torture: install-dev ## the long tests; see docs/TESTING.md
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m torture --durations 12 # many wait for drives and processes
+
+test-next: install-dev ## the scheduler's, hooks' and engine's tests on the other supported vLLM; part of torture
+	@$(BIN)/python -m pytest -m torture tests/connector/test_torture_next_vllm.py
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")

@@ -239,9 +239,9 @@ class Config:
     Example: false
     """
     on_reset: str = _setting("epoch", _one_of(ON_RESET))
-    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, and for
-    less. `"epoch"`: nothing from before is served again by this engine. `"keep"`: weights never
-    change in memory here, so everything is.
+    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, with
+    each [sleep](RESETS.md#sleep), and for less. `"epoch"`: nothing from before is served again by
+    this engine. `"keep"`: weights never change in memory here, so everything is.
 
     Example: "keep"
     """

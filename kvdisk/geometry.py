@@ -50,24 +50,29 @@ class GroupGeometry:
     ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
     of the group; of a pipeline, on the stage that has most of it, to which the others pad.
     ``window_tokens``: sliding window, with what the engine keeps behind it; None: there is none.
-    ``volatile_last``: the KV of a token depends on the next one, too (a drafter's layers): that of
-    a block's last token is not what its hash says. ``chunk_tokens``: of chunked local attention;
-    None: another kind. ``prompt_only``: generated tokens see less than a prompt's, so that their KV
-    is not what their hash says. ``state_tokens``: the group keeps recurrent states, and about one
-    in so many tokens; a block is the state after its last token, and serves without those before
-    it, which is a window of 2; None: the group keeps KV. ``least_bytes``: what a slot has room for
-    at least, as payload.
+    ``volatile_tokens``: the KV of a token depends on so many after it, too (a drafter's layers):
+    that of a block's last ones is not what its hash says. ``chunk_tokens``: of chunked local
+    attention; None: another kind. ``prompt_only``: generated tokens see less than a prompt's, so
+    that their KV is not what their hash says. ``state_tokens``: the group keeps recurrent states,
+    and about one in so many tokens; a block is the state after its last token, and serves without
+    those before it, which is a window of 2; None: the group keeps KV. ``least_bytes``: what a slot
+    has room for at least, as payload.
     """
 
     group: int
     block_tokens: int
     payload_bytes: int
     window_tokens: int | None = None
-    volatile_last: bool = False
+    volatile_tokens: int = 0
     chunk_tokens: int | None = None
     prompt_only: bool = False
     state_tokens: int | None = None
     least_bytes: int = 0
+
+    @property
+    def volatile_blocks(self) -> int:
+        """How many blocks behind a hit must be there, too: by these its last tokens are known."""
+        return -(-self.volatile_tokens // self.block_tokens)
 
     @property
     def slot_bytes(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import MISSING, fields
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +20,20 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    get_group_id,
+    hash_block_tokens,
+    resolve_none_hash_seed,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -44,20 +55,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
-"""0.32 is what the tests run on; 0.33 adds ``supports_sleep_mode`` and keeps no reference count on
+"""0.32 is what the tests run on; 0.33 adds the hooks of sleep mode and keeps no reference count on
 null blocks."""
 
-SUPPORTED_DRAFTERS = frozenset({"ngram", "suffix", "eagle", "eagle3", "mtp"})
+_TELLS_OF_SLEEP = (0, 33)
+"""The first version whose workers tell before they unmap the KV cache, and after."""
+
+SUPPORTED_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "mtp"})
 """Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
 own."""
 
-LAYERLESS_DRAFTERS = frozenset({"ngram", "suffix"})
+LAYERLESS_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 _Reach = tuple[int | None, int | None]
 """The window and the chunk that a kind of layers reads in, in tokens, each None where there is
@@ -83,6 +97,11 @@ _REACHES: dict[type[KVCacheSpec], Callable[[Any], _Reach]] = {
     MambaSpec: lambda _spec: (2, None),
 }
 """The kinds that are supported. Exact classes: a subclass may keep its KV in another way."""
+
+_PLAIN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_TOKEN_MAJOR = ("LBNHC", "BLNHC")
+"""The layouts in which all heads of a token lie together, whatever blocks the kernels take."""
 
 STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
@@ -118,6 +137,11 @@ def settings_looked_up() -> dict[str, Any] | None:
     return getattr(found, "kv_connector_extra_config", None) if is_ours else None
 
 
+def sleeps(vllm_config: VllmConfig) -> bool:
+    """Whether the engine's GPU memory can be unmapped, for a sleep, and mapped again."""
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+
+
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
     support."""
@@ -133,8 +157,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
-    if getattr(model, "enable_sleep_mode", False):
-        yield "sleep mode, which remaps the KV cache under its copies (sleep level 0, a pause, needs no such mode)"
+    if sleeps(vllm_config) and vllm_minor_version() < _TELLS_OF_SLEEP:
+        yield "sleep mode with this vLLM, which does not tell when it unmaps the KV cache (0.33 does)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism"
     speculative = vllm_config.speculative_config
@@ -172,7 +196,7 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
                 )
             if isinstance(spec, MambaSpec) and vllm_config.speculative_config is not None:
                 yield "speculative decoding with recurrent state, which has not been tried"
-            if group.is_eagle_group and _REACHES[type(spec)](spec) != (None, None):
+            if _has_drafter(vllm_config, kv_cache_config, group) and _REACHES[type(spec)](spec) != (None, None):
                 yield "drafters with sliding windows"
 
 
@@ -186,6 +210,19 @@ def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
     """Return what kinds of layers a group has, on whatever stage of the pipeline."""
     spec = group.kv_cache_spec
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
+def _has_drafter(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
+    """Whether a drafter's layers may be in a group. vLLM: in any, where it marks none."""
+    speculative = vllm_config.speculative_config
+    marked = any(each.is_eagle_group for each in kv_cache_config.kv_cache_groups)
+    return group.is_eagle_group or (not marked and speculative is not None and speculative.use_eagle_block_drop())
+
+
+def _volatile_tokens(vllm_config: VllmConfig) -> int:
+    """Return how many tokens ahead a drafter's KV looks: one, or, of MTP with several modules, one
+    for each of them."""
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
@@ -287,7 +324,7 @@ def geometry_of(
                 block_tokens,
                 max(_payload_bytes(stage[index]) for stage in stages or [kv_cache_config.prefix_cacheable_groups]),
                 window,
-                group.is_eagle_group,
+                _volatile_tokens(vllm_config) if _has_drafter(vllm_config, kv_cache_config, group) else 0,
                 chunk,
                 any(isinstance(spec, RSWASpec) for spec in _specs_of(group)),
                 _state_tokens(kv_cache_config, block_tokens) if _keeps_states(group) else None,
@@ -329,13 +366,71 @@ def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any
         [
             {
                 "layers": list(group.layer_names),
-                "specs": sorted({repr(spec) for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()}),
+                "specs": sorted(
+                    {_described(spec) for spec in _layer_specs(group.kv_cache_spec, group.layer_names).values()}
+                ),
             }
             for group in groups
         ]
         for groups in stages
     ]
     return described if len(described) > 1 else described[0]
+
+
+def _described(spec: KVCacheSpec) -> str:
+    """Return a specification's kind, its bytes, and what of it is not as it is by default, so that
+    a field that another version adds changes nothing until somebody uses it."""
+    told = {
+        field.name: getattr(spec, field.name)
+        for field in fields(spec)
+        if field.compare and (field.default is MISSING or getattr(spec, field.name) != field.default)
+    }
+    return f"{type(spec).__name__} {spec.real_page_size_bytes} {sorted(told.items())}"
+
+
+def is_plain(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]]
+) -> bool:
+    """Whether descriptions and layout tell where every byte of a block is, whatever minor version
+    and attention backend wrote it: K and V of each token, one behind the other, as they are.
+
+    vLLM: on CUDA every backend writes what ``_TOKEN_MAJOR`` and the fields asked for here say; each
+    version that is supported was read for that. Elsewhere kernels pack as they like (CPUs, ROCm),
+    and recurrent state, MLA and quantised KV have what no description tells.
+    """
+    speculative = vllm_config.speculative_config
+    return (
+        current_platform.is_cuda()
+        and kv_cache_config.kv_cache_layout in _TOKEN_MAJOR
+        and not vllm_config.model_config.is_multimodal_model
+        and (speculative is None or speculative.method in LAYERLESS_DRAFTERS)
+        and all(_is_plain(spec) for groups in stages for group in groups for spec in _specs_of(group))
+    )
+
+
+def _is_plain(spec: KVCacheSpec) -> bool:
+    return (
+        type(spec) in _PLAIN_SPECS
+        and spec.kv_quant_mode is KVQuantMode.NONE
+        and spec.dtype in _PLAIN_DTYPES
+        and (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) == (None, None, 1)
+    )
+
+
+def model_module(vllm_config: VllmConfig) -> str | None:
+    """Return the name of the module that has vLLM's own code of the model, None where that is not
+    known, or is another library's."""
+    registered = ModelRegistry.models.get(vllm_config.model_config.architecture)
+    name = getattr(registered, "module_name", None)
+    return name if name is not None and "transformers" not in name.split(".") else None
+
+
+def hash_chain(algorithm: str) -> str:
+    """Return the hash of a sample block, with a key beside its tokens, behind another: the same
+    algorithm over other content makes other keys."""
+    hashed = get_hash_fn_by_name(algorithm)
+    first = hash_block_tokens(hashed, BlockHash(hashed(resolve_none_hash_seed(hashed))), (1, 2))
+    return hash_block_tokens(hashed, first, (3, 4), ("salt",)).hex()  # type: ignore[no-any-return]
 
 
 def hash_by_content(request: Request, content: str) -> None:

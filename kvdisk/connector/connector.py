@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.assembly import check_settings
 from kvdisk.config import Config
-from kvdisk.connector.adapter import refuse_unsupported, refuse_version
+from kvdisk.connector.adapter import refuse_unsupported, refuse_version, sleeps
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
@@ -122,6 +122,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             raise ConfigError(
                 "kvdisk needs a CPU tier (cpu_bytes) where the engine zeroes KV blocks, as for this model."
             )
+        if config.device == "gds" and sleeps(vllm_config):
+            raise ConfigError("kvdisk does not support device 'gds' with sleep mode: leave device out.")
         self._own_policies = {getattr(config, name) for name in OWN_POLICIES if ":" in getattr(config, name)}
         make = SchedulerSide if role == KVConnectorRole.SCHEDULER else WorkerSide
         self._half: SchedulerSide | WorkerSide | SchedulerOff | WorkerOff = make(config, vllm_config, kv_cache_config)
@@ -166,9 +168,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
-        """Return False: sleep remaps the KV cache under the copies. Asked by vLLM 0.33 and
-        later."""
-        return False
+        """Return True: asked by vLLM 0.33 and later, which have ``unregister_kv_caches``."""
+        return True
 
     # -- worker ---------------------------------------------------------------------------------
 
@@ -178,10 +179,20 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._half.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVDiskHandshake | None:
-        """Send what the scheduler cannot know of the KV cache."""
-        assert isinstance(self._half, WorkerSide)
-        stages = self._half.handshake()
+        """Send what the scheduler cannot know of the KV cache. Asked at start, and after a
+        sleep."""
+        stages = self._half.handshake() if isinstance(self._half, WorkerSide) else None
         return None if stages is None else KVDiskHandshake(stages)
+
+    @guarded
+    def unregister_kv_caches(self) -> None:
+        """Leave the GPU's memory alone: it is about to be unmapped."""
+        self.worker.leave_gpu()
+
+    @guarded
+    def restore_kv_caches(self) -> None:
+        """Use the GPU's memory again."""
+        self.worker.return_to_gpu()
 
     @guarded
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -248,11 +259,11 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._half.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the first stage's workers sent; as a child of ``MultiConnector`` also another
-        connector's."""
+        """Take what the first stage's workers sent, at start and after a sleep; as a child of
+        ``MultiConnector`` also another connector's."""
         by_worker = [one.stages for one in metadata.values() if isinstance(one, KVDiskHandshake)]
-        assert isinstance(self._half, SchedulerSide)
-        self._half.take_worker_groups(by_worker)
+        if isinstance(self._half, SchedulerSide):
+            self._half.take_worker_groups(by_worker)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 

@@ -7,6 +7,7 @@ a byte of KV for the same block hash is in it: a doubt costs a miss, an omission
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -16,10 +17,11 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
-from kvdisk.connector.adapter import group_descriptions, vllm_minor_version
+from kvdisk.connector.adapter import group_descriptions, hash_chain, is_plain, model_module, vllm_minor_version
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
@@ -31,6 +33,9 @@ _SAMPLE_BYTES = 4096
 _MOST_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 _LONGEST_FACT = 80
+_MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
+_NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
+"""Modules of models that say how weights are loaded, and what a model supports."""
 _UNSTABLE_HASHES = ("xxhash", "builtin")
 _NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
 
@@ -57,20 +62,27 @@ def fingerprint_of(
         raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
     final_config = model.hf_config.to_dict()
     final_config.pop("_name_or_path", None)
+    stages = stages or [kv_cache_config.prefix_cacheable_groups]
+    module = model_module(vllm_config) if is_plain(vllm_config, kv_cache_config, stages) else None
+    code = None if module is None else code_digest(Path(vllm.__file__).parents[1], module)
+    if code is not None:
+        final_config.pop("transformers_version", None)  # it computes nothing of such a model
     facts: dict[str, Any] = {
         "format": FORMAT_VERSION,
-        "vllm": vllm_minor_version(),
+        "vllm": vllm_minor_version() if code is None else None,
+        "code": code,
         "model_config": final_config,
         "weights": weights_digest(vllm_config, model),
         "drafter": _drafter_facts(vllm_config),
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": cache.cache_dtype,
-        "groups": group_descriptions(stages or [kv_cache_config.prefix_cacheable_groups]),
+        "groups": group_descriptions(stages),
         "kv_layout": kv_cache_config.kv_cache_layout,
         "hash_tokens": kv_cache_config.hash_block_size,
         "tensor_parallel": parallel.tensor_parallel_size,
         "hash": [algorithm, os.environ.get("PYTHONHASHSEED")],
+        "hash_chain": hash_chain(algorithm),
         "platform": _platform_facts(vllm_config),
     }
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
@@ -87,6 +99,32 @@ def fingerprint_of(
         "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description
+
+
+def code_digest(root: Path, module: str) -> str | None:
+    """Return a digest of a model's code: its module of vLLM's models, those that it imports, and
+    the rotary embeddings, with their imports. None where it is elsewhere.
+
+    A version that computes K and V of this model in another way has other text there. ``root``: the
+    directory that ``vllm`` lies in.
+    """
+    waiting, found = [module, _ROTARY], dict[str, str]()
+    while waiting:
+        name = waiting.pop()
+        path = root.joinpath(*name.split("."))
+        is_package, file = path.is_dir(), path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in found or not name.startswith((f"{_MODELS}.", _ROTARY)) or not file.is_file():
+            continue
+        if name.rpartition(".")[2] in _NO_MATHEMATICS:
+            continue
+        text = file.read_bytes()
+        found[name] = hashlib.sha256(text).hexdigest()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                above = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                waiting += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if module in found else None
 
 
 def _named_facts(facts: dict[str, Any]) -> dict[str, str]:

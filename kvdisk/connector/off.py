@@ -169,6 +169,14 @@ class WorkerOff:
         if parts is not None:
             parts.mover.halt()
 
+    def leave_gpu(self) -> None:
+        """What has begun is waited for."""
+        if self._parts is not None:
+            self._parts.mover.leave_gpu()
+
+    def return_to_gpu(self) -> None:
+        """Begin nothing."""
+
     def before_step(self, plan: Plan) -> None:
         """What has not begun never will, and what has begun is waited for: see ``Mover.halt``."""
 

@@ -24,6 +24,7 @@ from kvdisk.connector.adapter import (
     recompute_failed_loads,
     refuse_store_policy,
     sizes_are_certain,
+    sleeps,
     step_blocks_of,
     unfilled_blocks,
 )
@@ -112,8 +113,8 @@ class SchedulerSide:
         """Take the KV-cache groups of all stages, as workers sent them: they have every layer's
         size, where ours may have one layer's.
 
-        Comes once, after the pool and before the first request. Raises ConfigError where sizes are
-        not agreed upon.
+        Comes after the pool and before the first request, and again, the same, after a sleep.
+        Raises ConfigError where sizes are not agreed upon.
         """
         for stages in by_worker:
             geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages)
@@ -238,9 +239,14 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Answer ``reset_cache``: nothing stored so far is served again, unless the user said that
-        weights stay."""
+        weights stay.
+
+        vLLM: a sleep begins with it, and unmaps the KV cache.
+        """
         if self._config.on_reset == "epoch":
             self._manager.reset(1 + secrets.randbits(62))
+        elif sleeps(self._vllm_config):
+            self._manager.lose_gpu()
         return True
 
     def has_pending_work(self) -> bool:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
-from kvdisk.connector.adapter import geometry_of, groups_by_stage, handshake_of, layer_blocks, rank_of
+from kvdisk.connector.adapter import geometry_of, groups_by_stage, handshake_of, layer_blocks, rank_of, sleeps
 from kvdisk.connector.off import WorkerOff
 from kvdisk.messages import Job, JobKind, Plan, Report
 
@@ -48,7 +49,9 @@ class WorkerSide:
         self._stages = groups_by_stage(self._vllm_config, self._kv_cache_config)
         geometry = geometry_of(self._vllm_config, self._kv_cache_config, self._stages)
         layers = layer_blocks(self._kv_cache_config, kv_caches)
-        self._parts = assemble_worker(self._config, geometry, rank_of(self._vllm_config), layers)
+        # Sleep may unmap what the GPU's own way between drive and GPU uses.
+        config = replace(self._config, gpu_staging_bytes=0) if sleeps(self._vllm_config) else self._config
+        self._parts = assemble_worker(config, geometry, rank_of(self._vllm_config), layers)
 
     def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
         """Return what the scheduler cannot know of the KV cache, None where it knows all, or hears
@@ -61,6 +64,14 @@ class WorkerSide:
         """The running mover."""
         assert self._parts is not None, "no KV caches were registered"
         return self._parts.mover
+
+    def leave_gpu(self) -> None:
+        """The KV cache is about to be unmapped, for a sleep."""
+        self.mover.leave_gpu()
+
+    def return_to_gpu(self) -> None:
+        """It is mapped again, at the same addresses, and has nothing of before."""
+        self.mover.return_to_gpu()
 
     def before_step(self, plan: Plan) -> None:
         """Let the step wait for the copies of what it overwrites: nothing of it was launched

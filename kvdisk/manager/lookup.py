@@ -113,11 +113,10 @@ class Lookups:
             if not group.reads_all:
                 continue
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
-            if group.volatile_last:  # the block after a hit must be there: then the hit's last one was not the last
-                last = min(last + 1, len(keys[group.group]))
+            last = min(last + group.volatile_blocks, len(keys[group.group]))
             ends = self._extend(presences, group.group, keys[group.group], first, last)
-            ready = min(ready, (ends[0] - group.volatile_last) * group.block_tokens // step * step)
-            coming = min(coming, (ends[1] - group.volatile_last) * group.block_tokens // step * step)
+            ready = min(ready, (ends[0] - group.volatile_blocks) * group.block_tokens // step * step)
+            coming = min(coming, (ends[1] - group.volatile_blocks) * group.block_tokens // step * step)
         windows: list[_Window] = []
         for group in geometry.groups if coming > local_tokens else ():
             if not group.reads_all:

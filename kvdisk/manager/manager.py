@@ -246,12 +246,16 @@ class TierManager(HasParts):
         same report.
 
         Blocks that no load of kvdisk's own failed to fill were another connector's, and the model
-        has computed on what was there. So no store that is out leaves a copy, and what requests
-        hold is not stored, or saved when they are preempted, until it is computed again.
+        has computed on what was there.
         """
         if blocks - self._transfers.failed_load_blocks(report):
-            self._transfers.fail_stores()
-            self._forget_computed()
+            self.lose_gpu()
+
+    def lose_gpu(self) -> None:
+        """The GPU's blocks are not what they were: no store that is out leaves a copy, and what
+        requests hold is not stored, or saved, until it is computed again. The tiers stay."""
+        self._transfers.fail_stores()
+        self._forget_computed()
 
     def _forget_computed(self) -> None:
         """What requests have computed may be wrong: what they compute from now on is stored

@@ -67,6 +67,8 @@ class StorePlanner(HasParts):
         self._generation = first_generation
         groups = parts.geometry.groups
         self._min_block_tokens = min(group.block_tokens for group in groups)
+        self._behind = {group.volatile_tokens for group in groups}
+        """By how many tokens blocks become final behind the last that was computed."""
         self._prompt_only = any(group.prompt_only for group in groups)
         self._free_back_off = BackOff()
         """Of offers of free blocks."""
@@ -83,8 +85,10 @@ class StorePlanner(HasParts):
             return False
         if not self._store_policy.saves_victims:
             computed_tokens = self._storable_tokens(request, computed_tokens)
-        new_blocks = computed_tokens // self._min_block_tokens > request.held_tokens // self._min_block_tokens
-        return new_blocks or bool(request.due)
+        size, held_tokens = self._min_block_tokens, request.held_tokens
+        return bool(request.due) or any(
+            (computed_tokens - behind) // size > (held_tokens - behind) // size for behind in self._behind
+        )
 
     def plan(self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """See ``TierManager.plan_store``.
@@ -150,7 +154,7 @@ class StorePlanner(HasParts):
     def _full_blocks(self, request: RequestState, group: GroupGeometry, storable_tokens: int) -> int:
         """Return how many blocks of a group are full, final and hashed, within
         ``storable_tokens``."""
-        final_tokens = min(storable_tokens, max(0, request.held_tokens - group.volatile_last))
+        final_tokens = min(storable_tokens, max(0, request.held_tokens - group.volatile_tokens))
         known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
         return min(final_tokens // group.block_tokens, known)
 

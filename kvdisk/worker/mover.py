@@ -148,6 +148,19 @@ class Mover:
         self._runner.give_up(self.out)
         self._copier.hold_model()
 
+    def leave_gpu(self) -> None:
+        """Touch no memory of the GPU until ``return_to_gpu``, and wait for what does. Idempotent.
+
+        What else needs it fails meanwhile, as CANCELLED, and so do stores that were submitted
+        before and have not begun, whenever they would. Memory and drives go on.
+        """
+        self._runner.give_up(self.out)
+        self._runner.leave_gpu()
+
+    def return_to_gpu(self) -> None:
+        """The GPU's memory is where it was. Idempotent."""
+        self._runner.return_to_gpu()
+
     def poll(self) -> Report:
         """Return what was finished since the last call. Raises, once, what ended the mover."""
         with self._changed:

@@ -54,7 +54,7 @@ _COUNTED = {
 
 
 class Runner:
-    """See the module. One thread calls everything but ``give_up`` and ``halt``.
+    """See the module. One thread calls everything but ``give_up``, ``halt`` and those of sleep.
 
     ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how long a batch may
     be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
@@ -74,6 +74,10 @@ class Runner:
         self.given_up: set[JobId] = set()
         self._gathering = threading.Lock()
         """Held while a copy from the GPU begins."""
+        self._touching = threading.Lock()
+        """Held while any work on the GPU begins."""
+        self._unmapped = False
+        """No work on the GPU may begin: vLLM has taken its memory away, or is about to."""
         self._resources = resources
         self._clock = clock
         self._io_deadline_s = io_deadline_s
@@ -220,6 +224,20 @@ class Runner:
         with self._gathering:
             pass
 
+    def leave_gpu(self) -> None:
+        """Let no work on the GPU begin until ``return_to_gpu``; return when none is under way. Any
+        thread. What would begin fails as CANCELLED; the rest goes on."""
+        with self._touching:
+            self._unmapped = True
+        for part in list(self._under_way):
+            copy = part.copy
+            if copy is not None:
+                copy.synchronize()
+
+    def return_to_gpu(self) -> None:
+        """The GPU's memory is there again. Any thread."""
+        self._unmapped = False
+
     def await_copies(self) -> None:
         """Begin nothing more, and wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
@@ -337,7 +355,10 @@ class Runner:
 
     def _copy(self, part: Part) -> bool:
         """Start a leg on copier or GPU, unless its store was given up; return whether it runs."""
-        with self._gathering if part.leg is Leg.GATHER else nullcontext():
+        with self._touching, self._gathering if part.leg is Leg.GATHER else nullcontext():
+            if self._unmapped:
+                self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
+                return False
             if part.leg is Leg.GATHER and part.work.job.id in self.given_up:
                 self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
                 return False

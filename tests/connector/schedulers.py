@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -43,7 +45,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from workers import Rank, Text, children_of, kvdisk_of
@@ -112,6 +114,9 @@ def vllm_config(
     prefix_caching: bool = True,
     adapters: bool = False,
     retention_tokens: int | None = 0,
+    sleeps: bool = False,
+    drafts: int = 0,
+    method: str = "ngram",
 ) -> VllmConfig:
     """Return an engine's configuration. ``extra``: kvdisk's own.
 
@@ -119,7 +124,8 @@ def vllm_config(
     kvdisk alone. ``ranks``, ``stages``: of tensor and of pipeline parallelism. ``pipelined``:
     vLLM's asynchronous scheduler. ``prefix_caching``: its own. ``adapters``: LoRA.
     ``retention_tokens``: the interval in which that keeps recurrent states; 0: those at a prompt's
-    end; None: all.
+    end; None: all. ``sleeps``: sleep mode. ``drafts``: tokens of
+    speculation by ``method``, which for "mtp" has a module for each.
     """
     (folder / "config.json").write_text(json.dumps(MODEL))
     mine = BENCH_SETTINGS | dict(extra or {})
@@ -156,6 +162,17 @@ def vllm_config(
     config.scheduler_config.async_scheduling = pipelined
     config.cache_config.enable_prefix_caching = prefix_caching
     config.cache_config.prefix_cache_retention_interval = retention_tokens
+    config.model_config.enable_sleep_mode = sleeps
+    if drafts:
+        model, parallel = config.model_config, config.parallel_config
+        speculative = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=drafts, target_model_config=model, target_parallel_config=parallel
+        )
+        if method != "ngram":
+            speculative.method = method
+            modules = SimpleNamespace(num_nextn_predict_layers=drafts)
+            speculative.draft_model_config = None if "ngram" in method else SimpleNamespace(hf_config=modules)
+        config.speculative_config = speculative
     return config
 
 
@@ -271,6 +288,9 @@ class Bench:
         self.outputs: dict[str, list[Any]] = {}
         self.behind: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.published: list[Any] = []
+        self._taken: list[dict[str, tuple[int, int, int]]] = []
+        """Of each step whose results are not known: by request where its tokens begin, and end, and
+        how many fewer drafts were right."""
         self._named: dict[bytes, tuple[Text, int]] = {}
         self._threaded = threaded
         self._end_s = time.monotonic() + 600.0
@@ -460,6 +480,7 @@ class Bench:
         for request in self.scheduler.requests.values():
             if request.resumable:  # its prompt grows, in place of its last token
                 self.texts[request.request_id] = Text(list(request.all_token_ids), [])
+        self._note_drafts(output)
         results = [self._model_output(output, rank.run(output)) for rank in self.ranks]
         self.behind.append((output, self._aggregator.aggregate(results) if len(results) > 1 else results[0]))
         return output
@@ -474,8 +495,51 @@ class Bench:
                 start = len(self.known[one.request_id].prompt_token_ids)
                 text.grow(start + len(told))
                 assert list(told) == text.tokens[start : start + len(told)], "a wrong token"
+        self._taken.pop(0)
+        if self.config.speculative_config is not None and not self._lag:
+            self._propose()
         for rank in self.ranks:
             rank.check_cache()
+
+    def _note_drafts(self, output: SchedulerOutput) -> None:
+        """Decide how many of a step's drafts are right, of those that the scheduler knows by what
+        they are."""
+        taken: dict[str, tuple[int, int, int]] = {}
+        for step in self._taken:  # what a victim's last steps come to is dropped
+            for name in output.preempted_req_ids or ():
+                step.pop(name, None)
+        for name, count in output.num_scheduled_tokens.items():
+            drafts = output.scheduled_spec_decode_tokens.get(name, [])
+            end = self.scheduler.requests[name].num_computed_tokens - self._rejected(name)
+            base, text = end - len(drafts), self.texts[name]
+            text.grow(end + 1)
+            right = _luck(base, len(drafts)) if -1 in drafts else _same(drafts, text.tokens[base:])
+            taken[name] = (end - count, end, right - len(drafts))
+        self._taken.append(taken)
+
+    def _rejected(self, name: str) -> int:
+        """Return how many tokens fewer a request has than the scheduler counts, who has not heard
+        of the last steps."""
+        return -sum(taken[name][2] for taken in self._taken if name in taken)
+
+    def span(self, name: str) -> tuple[int, int, int]:
+        """Return where a request's tokens of the last step begin and end, and the end of those that
+        were right."""
+        start, end, rejected = self._taken[-1][name]
+        return start, end, end + rejected
+
+    def _propose(self) -> None:
+        """Draft for each request that decodes: some tokens right, then wrong ones."""
+        most, drafts = self.config.speculative_config.num_speculative_tokens, {}
+        for request in self.scheduler.running:
+            known, text = request.num_tokens, self.texts[request.request_id]
+            if request.num_computed_tokens >= known - 1:
+                text.grow(known + most)
+                right = _luck(known, most)
+                drafts[request.request_id] = [
+                    (token + (at >= right)) % 500 for at, token in enumerate(text.tokens[known : known + most])
+                ]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def named(self, block_hash: bytes) -> tuple[Text, int]:
         """Return a request's text that has the block of this hash, and where the block ends."""
@@ -517,7 +581,11 @@ class Bench:
         for request in map(self.scheduler.requests.__getitem__, output.num_scheduled_tokens):
             is_last = request.num_computed_tokens >= request.num_tokens + max(0, request.num_output_placeholders - 1)
             pools = request.pooling_params is not None
-            sampled.append([self._next_token(request)] if is_last and not pools else [])
+            _, end, right = self.span(request.request_id)
+            base = end - len(output.scheduled_spec_decode_tokens.get(request.request_id, []))
+            text = self.texts[request.request_id]
+            text.grow(right + 1)
+            sampled.append(text.tokens[base : right + 1] if is_last and not pools else [])
             pooled.append(torch.zeros(1) if is_last and pools else None)
         return ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
@@ -527,10 +595,15 @@ class Bench:
             kv_connector_output=transfer,
         )
 
-    def _next_token(self, request: Request) -> int:
-        text, done = self.texts[request.request_id], request.num_computed_tokens
-        text.grow(done + 1)
-        return text.tokens[done]
+
+def _luck(known: int, most: int) -> int:
+    """Return how many drafts are right behind so many tokens."""
+    return (known * 2654435761 >> 7) % (most + 1)
+
+
+def _same(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many of the drafts are the tokens, from the first on."""
+    return next((at for at, (one, other) in enumerate(zip(drafts, tokens, strict=False)) if one != other), len(drafts))
 
 
 class Engines:

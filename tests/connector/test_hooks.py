@@ -22,11 +22,9 @@ LEFT_ALONE = {
     "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
     "register_finished_partial_tail": "False: a state behind the last full block has no key",
     "reset_capture_state": "hooks by layer do nothing, so a capture changes nothing",
-    "restore_kv_caches": "called after sleep, which is refused",
     "role": "the base keeps it",
     "set_host_xfer_buffer_ops": "kvdisk copies the blocks itself",
     "supports_divergent_local_hybrid_hits": "False: blocks before the end of the GPU's hit are not loaded",
-    "unregister_kv_caches": "called before sleep, which is refused",
 }
 """The hooks that kvdisk does not override, and why."""
 

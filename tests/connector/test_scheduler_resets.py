@@ -13,7 +13,37 @@ from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
+from kvdisk.connector import adapter
 from kvdisk.messages import JobKind
+
+UNMAPPED = 0x5A5A5A5A5A5A5A5A
+
+
+class Executor(SimpleNamespace):
+    """The bench's ranks as vLLM's executor has them. They sleep as vLLM's GPU workers do: what was
+    in the KV cache is gone, and nobody else writes to it."""
+
+    def __init__(self, bench: Bench) -> None:
+        nothing = {name: lambda *_: None for name in ("collective_rpc", "reset_mm_cache", "reset_encoder_cache")}
+        super().__init__(is_sleeping=False, **nothing)
+        self._bench = bench
+
+    def sleep(self, level: int) -> None:
+        self.is_sleeping = True
+        for rank in self._bench.ranks:
+            rank.connector.unregister_kv_caches()
+            for _, view in rank.views:
+                view[:] = UNMAPPED
+
+    def wake_up(self, tags: Any = None) -> None:
+        for rank in self._bench.ranks:
+            assert all((view == UNMAPPED).all() for _, view in rank.views), "memory of the GPU was touched"
+            rank.connector.restore_kv_caches()
+        self.is_sleeping = False
+
+    def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[int, int], Any]]:
+        found = [{(0, at): rank.connector.get_handshake_metadata()} for at, rank in enumerate(self._bench.ranks)]
+        return [one for one in found if None not in one.values()]
 
 
 class Core(EngineCoreProc):
@@ -21,9 +51,7 @@ class Core(EngineCoreProc):
 
     def __init__(self, bench: Bench) -> None:
         self.scheduler = bench.scheduler
-        self.model_executor = SimpleNamespace(
-            collective_rpc=lambda *_: None, reset_mm_cache=lambda: None, reset_encoder_cache=lambda: None
-        )
+        self.model_executor = Executor(bench)
         self.mm_receiver_cache = None
         self.batch_queue = None
         self.engines_running = False
@@ -68,9 +96,13 @@ def loading(bench: Bench) -> Bench:
 
 def hits(bench: Bench) -> int:
     """Serve the prompt once more; return how many blocks kvdisk gives."""
-    before = bench.counters().get("hit_tokens.cpu", 0)
+
+    def served() -> int:
+        return sum(bench.counters().get(f"hit_tokens.{tier}", 0) for tier in ("cpu", "nvme"))
+
+    before = served()
     bench.serve("again", PROMPT)
-    return (bench.counters().get("hit_tokens.cpu", 0) - before) // BLOCK_TOKENS
+    return (served() - before) // BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -153,3 +185,85 @@ def test_a_pause_without_a_clear_and_sleep_of_level_0_keep_everything(loading):
     assert not loading.counters().get("failed_loads")
     assert loading.scheduler.reset_prefix_cache()
     assert hits(loading) == BLOCKS
+
+
+def asleep(core: Core, mode: Any = "wait") -> None:
+    """Let the engine sleep, and wait for it as a client does."""
+    done = core.sleep(1, mode)
+    if isinstance(done, Future):
+        core.step_until_idle()
+        done.result(0)
+    assert core.model_executor.is_sleeping
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers are told of sleeps, whatever vLLM this is: ``Executor`` tells them."""
+    monkeypatch.setattr(adapter, "_TELLS_OF_SLEEP", (0, 32))
+
+
+@pytest.fixture(params=["epoch", "keep"])
+def sleeper(request: pytest.FixtureRequest, engines: Engines, told: None) -> Bench:
+    """An engine in sleep mode, with a store; by what a reset means."""
+    made: Bench = engines.make(nvme=True, extra={"on_reset": request.param}, sleeps=True)
+    return made
+
+
+def test_the_tiers_outlive_a_sleep(sleeper):
+    """By default in another epoch: nothing tells whether the weights are the same after it."""
+    sleeper.warm(1)
+    core, keeps = Core(sleeper), sleeper.connector.scheduler._config.on_reset == "keep"
+    asleep(core)
+    core.wake_up()
+    assert hits(sleeper) == (BLOCKS if keeps else 0)
+    sleeper.scheduler.reset_prefix_cache()
+    assert hits(sleeper) == BLOCKS, "what was computed since"
+    asleep(core, "abort")
+    core.wake_up(["weights"])
+    core.wake_up(["kv_cache"])
+    assert hits(sleeper) == (BLOCKS if keeps else 0)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("policy", ["on_compute", "on_preemption"])
+def test_nothing_that_a_sleep_took_away_is_stored(policy, engines):
+    """Of requests that were running, and go on after it; the bench compares what is loaded then."""
+    extra = {"on_reset": "keep", "store_policy": policy}
+    bench = engines.make(extra=extra, sleeps=True)
+    bench.hold = {JobKind.STORE}
+    bench.add("running", PROMPT, max_tokens=8)
+    bench.step()
+    core = Core(bench)
+    # In the caller's process a pause waits for nothing.
+    EngineCore.pause_scheduler(core, "keep", True)
+    core.model_executor.sleep(1)
+    bench.release()
+    core.wake_up()
+    bench.finish("running", count=8)
+    assert bench.scheduler.reset_prefix_cache()
+    bench.serve("again", PROMPT)
+
+
+def test_jobs_that_come_during_a_sleep_touch_no_gpu(sleeper):
+    """A step without requests, for what memory and drive have to do, is nothing to wait for."""
+    sleeper.warm(1)
+    core = Core(sleeper)
+    asleep(core)
+    for _ in range(5):
+        sleeper.step()
+        sleeper.commit()
+    core.wake_up()
+    hits(sleeper)
+
+
+def test_a_sleep_after_an_error_of_ours(sleeper):
+    """Whichever half is off already: vLLM goes on asking both."""
+    sleeper.warm(1)
+    for at, half in enumerate((sleeper.ranks[0].ours, sleeper.connector)):
+        half._switch_off(None, "")
+        core = Core(sleeper)
+        asleep(core)
+        core.wake_up()
+        told = core.model_executor.get_kv_connector_handshake_metadata()
+        sleeper.scheduler.connector.set_xfer_handshake_metadata_pp_aware(dict.fromkeys(range(len(told))))
+        sleeper.serve(f"after {at}", PROMPT)

@@ -20,8 +20,10 @@ import pytest
 import torch
 from engine_child import environment
 from schedulers import vllm_config
+from transformers import configuration_utils
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -30,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -77,7 +80,10 @@ def _config(**changes: Any) -> SimpleNamespace:
         for part in parts.values():
             if hasattr(part, name):
                 setattr(part, name, value)
-    speculative = SimpleNamespace(method=changes["drafter"]) if "drafter" in changes else None
+    speculative = None
+    if "drafter" in changes:
+        method = changes["drafter"]
+        speculative = SimpleNamespace(method=method, use_eagle_block_drop=lambda: "ngram" not in method)
     return SimpleNamespace(**parts, speculative_config=speculative)
 
 
@@ -97,10 +103,13 @@ def test_vllm_finds_the_connector(more):
     [
         ({}, _cache(FULL, WINDOW), None),
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
-        ({"enable_sleep_mode": True}, _cache(FULL), "sleep"),
+        ({"enable_sleep_mode": True, "version": (0, 32)}, _cache(FULL), "sleep mode with this vLLM"),
+        ({"enable_sleep_mode": True, "version": (0, 33)}, _cache(FULL), None),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
+        ({"drafter": "ngram_gpu"}, _cache(WINDOW), None),
+        ({"drafter": "mtp"}, _cache(FULL, WINDOW), "drafters with sliding windows"),  # it may be in any group
         ({"pipeline_parallel_size": 2, "drafter": "ngram"}, _cache(FULL), None),
         ({"pipeline_parallel_size": 2, "drafter": "eagle"}, _cache(FULL), "drafters .* under pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, _cache(FULL), "context parallelism"),
@@ -193,6 +202,17 @@ def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, 
     monkeypatch.syspath_prepend(tmp_path)
     transfer = _transfer({"of_its_own": 1}, kv_connector="Own", kv_connector_module_path="built_on")
     _configure(tiny_llama, transfer)
+
+
+def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folder, monkeypatch):
+    monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 33))
+    config = vllm_config(folder, extra={"device": "gds"}, sleeps=True)
+    with pytest.raises(ConfigError, match="device 'gds' with sleep mode: leave device out"):
+        KVDiskConnector(config, KVConnectorRole.SCHEDULER, _cache(FULL))
+
+
+def test_vllm_hears_that_sleep_mode_is_supported():
+    assert KVDiskConnector.supports_sleep_mode(_transfer({}))
 
 
 def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
@@ -304,11 +324,15 @@ def _described(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
 def _identity(
     folder: Path, changes: dict[str, Any] | None, groups: int, more: tuple[KVCacheSpec, ...] = ()
 ) -> tuple[bytes, dict[str, Any]]:
+    return fingerprint_of(_changed(folder, changes or {}), _cache(*[FULL] * groups, *more))
+
+
+def _changed(folder: Path, changes: dict[str, Any]) -> Any:
     config = vllm_config(folder)
-    for name, value in (changes or {}).items():
+    for name, value in changes.items():
         *parts, field = name.split(".")
         setattr(reduce(getattr, parts, config), field, value)
-    return fingerprint_of(config, _cache(*[FULL] * groups, *more))
+    return config
 
 
 def _change_the_last_weight(folder: Path) -> None:
@@ -348,6 +372,144 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
     _change_the_last_weight(folder)
     found["one weight"] = _fingerprint(folder)
     assert len({first, *found.values()}) == 1 + len(found)
+
+
+PLAIN = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], FULL)], hash_block_size=32, kv_cache_layout="LBNHC")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's kernels are those for CUDA, as far as anybody asks for the namespace."""
+    monkeypatch.setattr(adapter, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+
+
+def _by_version(
+    monkeypatch: pytest.MonkeyPatch, config: Any, cache: KVCacheConfig, versions: tuple[Any, ...]
+) -> set[bytes]:
+    """Return the namespaces that these versions, of vLLM and transformers, have."""
+    found = set()
+    for minor, library in versions:
+        monkeypatch.setattr(identity, "vllm_minor_version", lambda minor=minor: minor)
+        monkeypatch.setattr(configuration_utils, "__version__", library)
+        found.add(fingerprint_of(config, cache)[0])
+    return found
+
+
+VERSIONS = (((0, 32), "5.1.0"), ((0, 33), "5.1.0"), ((0, 33), "5.2.0"))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_versions_that_write_the_same_bytes_share_a_namespace(folder, monkeypatch):
+    assert len(_by_version(monkeypatch, vllm_config(folder), PLAIN, VERSIONS)) == 1
+    block_major = replace(PLAIN, kv_cache_layout="BLNHC")
+    assert len(_by_version(monkeypatch, vllm_config(folder), block_major, VERSIONS)) == 1
+    told = fingerprint_of(vllm_config(folder), PLAIN)[1]["facts"]
+    assert told["vllm"] == "null" and told["code"] != "null" and "model_config.transformers_version" not in told
+
+
+def _plain_but(**changes: Any) -> KVCacheConfig:
+    return replace(PLAIN, kv_cache_groups=[KVCacheGroupSpec(["layer.0"], replace(FULL, **changes))])
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("cache", "changes"),
+    [
+        (replace(PLAIN, kv_cache_layout="LBHNC"), {}),  # by heads within the kernel's blocks, which are a backend's
+        (replace(PLAIN, kv_cache_layout=None), {}),
+        (_plain_but(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), {}),
+        (_plain_but(dtype=torch.uint8), {}),
+        (_plain_but(num_head_slots=4), {}),
+        (_plain_but(state_content_bytes=512), {}),
+        (_plain_but(tokens_per_state=2), {}),
+        (replace(PLAIN, kv_cache_groups=[KVCacheGroupSpec(["layer.0"], MLA)]), {}),
+        (
+            replace(PLAIN, kv_cache_groups=[KVCacheGroupSpec(["layer.0"], FULL), KVCacheGroupSpec(["layer.1"], STATE)]),
+            {},
+        ),
+        (PLAIN, {"model_config._architecture": "TransformersForCausalLM"}),
+        (PLAIN, {"model_config._architecture": "OfAPlugin"}),
+        (PLAIN, {"model_config.multimodal_config": object()}),
+        (PLAIN, {"speculative_config": SimpleNamespace(method="mtp", draft_model_config=None)}),
+    ],
+)
+def test_where_the_bytes_are_not_all_told_each_version_has_its_own(folder, monkeypatch, cache, changes):
+    config = _changed(folder, changes)
+    monkeypatch.setattr(identity, "get_conv_state_layout", lambda: "SD")
+    assert len(_by_version(monkeypatch, config, cache, VERSIONS)) == 3
+
+
+def test_on_a_cpu_each_version_has_its_own(folder, monkeypatch):
+    """Its attention packs keys and values as it likes."""
+    assert len(_by_version(monkeypatch, vllm_config(folder), PLAIN, VERSIONS)) == 3
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_whatever_tells_of_bytes_changes_a_namespace_without_a_version(folder, monkeypatch):
+    found = [fingerprint_of(vllm_config(folder), PLAIN)[0]]
+    more = {"block_size": 64, "num_kv_heads": 1, "head_size": 64, "head_size_v": 16, "dtype": torch.bfloat16}
+    more |= {"sliding_window": 64, "page_size_padded": 1 << 20}
+    found += [fingerprint_of(vllm_config(folder), _plain_but(**{name: value}))[0] for name, value in more.items()]
+    window, chunks = ([KVCacheGroupSpec(["layer.0"], spec)] for spec in (WINDOW, CHUNKED))
+    others = [replace(PLAIN, kv_cache_groups=groups) for groups in (window, chunks)]
+    others += [replace(PLAIN, kv_cache_layout="BLNHC"), replace(PLAIN, hash_block_size=16)]
+    found += [fingerprint_of(vllm_config(folder), cache)[0] for cache in others]
+    monkeypatch.setattr(identity, "hash_chain", lambda _: "another")
+    found.append(fingerprint_of(vllm_config(folder), PLAIN)[0])
+    monkeypatch.setattr(identity, "code_digest", lambda *_: "another")
+    found.append(fingerprint_of(vllm_config(folder), PLAIN)[0])
+    assert len(set(found)) == len(found)
+
+
+def test_groups_are_described_by_what_is_not_as_it_is_by_default():
+    """As text that every version gives."""
+    (told,) = adapter.group_descriptions([PLAIN.kv_cache_groups])
+    assert told == {
+        "layers": ["layer.0"],
+        "specs": [
+            "FullAttentionSpec 16384 [('block_size', 32), ('dtype', torch.float32), ('head_size', 32), "
+            "('head_size_v', 32), ('num_kv_heads', 2)]"
+        ],
+    }
+
+
+def test_hashes_are_chained_as_they_were(monkeypatch):
+    """Another chain is another namespace: say so in the CHANGELOG."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert adapter.hash_chain("sha256") == "6119ed9517fd5e7901769e3ca47a2ab5b862f8835cf3a497ad9b8c2865b1d36c"
+    assert adapter.hash_chain("sha256_cbor") != adapter.hash_chain("sha256")
+
+
+def test_the_code_of_a_model_is_its_modules_and_what_they_import(tmp_path):
+    models, rotary = (tmp_path / "vllm" / "model_executor" / name for name in ("models", "layers/rotary_embedding"))
+    for file, text in {
+        models / "__init__.py": "",
+        models / "own.py": "from .base import Base\nfrom vllm.model_executor.models.far import Far\nfrom . import near",
+        models / "base.py": "from .utils import load\nimport torch",
+        models / "far.py": "",
+        models / "near.py": "",
+        models / "utils.py": "",
+        models / "unused.py": "",
+        rotary / "__init__.py": "from .yarn import Yarn",
+        rotary / "yarn.py": "",
+        rotary / "unused.py": "",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def digest() -> str | None:
+        return identity.code_digest(tmp_path, "vllm.model_executor.models.own")
+
+    seen = {digest()}
+    for file in (models / "utils.py", models / "unused.py", rotary / "unused.py"):
+        file.write_text("changed = True")
+        assert {digest()} == seen
+    for file in (models / "own.py", models / "base.py", models / "far.py", models / "near.py", rotary / "yarn.py"):
+        file.write_text(f"{file.read_text()}\nchanged = True")
+        seen.add(digest())
+    assert len(seen) == 6 and None not in seen
+    for elsewhere in ("vllm.model_executor.models.absent", "a_plugin.own", "vllm.model_executor.models.utils"):
+        assert identity.code_digest(tmp_path, elsewhere) is None
 
 
 def test_what_differs_has_a_name(folder):

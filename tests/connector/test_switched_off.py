@@ -121,7 +121,7 @@ def warm(bench: Bench) -> None:
 
 
 def serve_mixed(bench: Bench) -> None:
-    """Two hits, one of them aborted, and a miss; then a victim, and a reset."""
+    """Two hits, one of them aborted, and a miss; then a victim, a reset, and what a sleep tells."""
     for name, prompt in (("hit", PROMPT), ("gone", PROMPT), ("miss", OTHER)):
         bench.add(name, prompt, max_tokens=4)
     bench.step()
@@ -132,6 +132,9 @@ def serve_mixed(bench: Bench) -> None:
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     bench.step()
     assert bench.scheduler.reset_connector_cache()
+    for rank in bench.ranks:
+        rank.connector.unregister_kv_caches()
+        rank.connector.restore_kv_caches()
     bench.finish("hit", "miss", "victim", count=4)
 
 

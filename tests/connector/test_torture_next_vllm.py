@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests that need no compiled part of vLLM, on the supported versions that are not installed:
-for them a version's Python is enough."""
+"""The supported versions that are not installed: their Python over the installed one's kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import vllm
 
 from kvdisk.connector.adapter import SUPPORTED_VERSIONS, vllm_minor_version
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torture
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("0.33.0",)
 FILES = (
+    "test_engine.py",
     "test_hooks.py",
     "test_hung_commits.py",
     "test_metrics.py",
@@ -59,27 +60,89 @@ def lay_python(folder: Path, version: str) -> None:
         python.rename(folder)
 
 
+def link_kernels(folder: Path) -> None:
+    """Lay links to the compiled parts of the installed version beside the Python of another, which
+    has none for CPUs."""
+    installed = Path(vllm.__file__).parent
+    for kernels in installed.rglob("*.so"):
+        link = folder / "vllm" / kernels.relative_to(installed)
+        link.unlink(missing_ok=True)
+        link.symlink_to(kernels)
+
+
+def with_python(folder: Path) -> dict[str, str]:
+    """Return an environment in which a version's Python comes before the installed one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ours = (ROOT / name for name in (".", "tests", "tests/connector", "tools"))
+    return environment | {"PYTHONPATH": os.pathsep.join(map(str, (folder, *ours)))}
+
+
 def test_every_supported_version_is_tested():
     minors = {tuple(int(number) for number in version.split(".")[:2]) for version in VERSIONS}
     assert minors | {vllm_minor_version()} == set(SUPPORTED_VERSIONS)
     assert len(minors) == len(VERSIONS)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_needs_only_the_python_of_another_vllm(version):
-    folder = ROOT / "build" / f"vllm-{version}-python"
-    lay_python(folder, version)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
+@pytest.fixture(params=VERSIONS)
+def folder(request: pytest.FixtureRequest) -> Path:
+    """A version's Python, with kernels."""
+    python = ROOT / "build" / f"vllm-{request.param}-python"
+    lay_python(python, request.param)
+    link_kernels(python)
     which = [sys.executable, "-c", "import vllm; print(vllm.__version__, vllm.__file__)"]
-    said = subprocess.run(which, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(which, env=with_python(python), cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found, path = said.splitlines()[-1].split(maxsplit=1)
-    assert found.startswith(version) and Path(path).is_relative_to(folder), said
+    assert found.startswith(request.param) and Path(path).is_relative_to(python), said
+    return python
+
+
+def test_the_tests_of_one_version_on_another(folder):
     files = sorted(str(file) for name in FILES for file in (ROOT / "tests" / "connector").glob(name))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "600", "-m", WHICH, *files]
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        env=with_python(folder),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     last = done.stdout.splitlines()[-1]
     if done.returncode != 0 or "skipped" in last or " passed" not in last:
-        pytest.fail(f"on vLLM {version}:\n{done.stdout[-20_000:]}", pytrace=False)
+        pytest.fail(f"on {folder.name}:\n{done.stdout[-20_000:]}", pytrace=False)
+
+
+NAMESPACES = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from schedulers import vllm_config
+from test_start import FULL, PLAIN, WINDOW, _cache
+from dataclasses import replace
+
+from kvdisk.connector import adapter
+from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.plugin import register
+
+register()
+config = vllm_config(Path(sys.argv[1]))
+print(fingerprint_of(config, PLAIN)[0].hex())
+adapter.current_platform = SimpleNamespace(is_cuda=lambda: True)
+for cache in (PLAIN, replace(_cache(FULL, WINDOW), kv_cache_layout="LBNHC"), replace(PLAIN, kv_cache_layout="LBHNC")):
+    print(fingerprint_of(config, cache)[0].hex())
+"""
+
+
+def test_versions_agree_on_a_namespace_where_descriptions_tell_the_bytes(folder, tiny_llama):
+    """On a CPU, and by heads, each version has its own."""
+    found = []
+    for first in (Path(vllm.__file__).parents[1], folder):
+        command = [sys.executable, "-c", NAMESPACES, str(tiny_llama)]
+        done = subprocess.run(command, env=with_python(first), cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split()[-4:])
+    cpu, plain, window, by_heads = (len(set(pair)) for pair in zip(*found, strict=True))
+    assert (cpu, plain, window, by_heads) == (2, 1, 1, 2)
+    assert len(set(found[0])) == 4

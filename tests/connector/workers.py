@@ -114,6 +114,8 @@ class Rank:
 
     def __init__(self, bench: Bench, number: int, *, threaded: bool) -> None:
         self.unsound: set[int] = set()
+        self._settled: dict[str, tuple[int, int]] = {}
+        """Of each request where its last step ended, and before where a drafter's KV is final."""
         self._bench = bench
         self._number = number
         self._threaded = threaded
@@ -164,16 +166,20 @@ class Rank:
             set_forward_context(None, self._bench.config),
             KVConnectorModelRunnerMixin._get_kv_connector_output(output) as transfer,
         ):
-            for request_id, count in output.num_scheduled_tokens.items():
-                end = self._bench.scheduler.requests[request_id].num_computed_tokens
-                self._forward(request_id, end - count, end)
+            for request_id in output.num_scheduled_tokens:
+                self._forward(request_id, *self._bench.span(request_id))
         self.mover.skew_s = 0.0
         return transfer
 
-    def _forward(self, request_id: str, start: int, end: int) -> None:
-        """Compute some tokens: compare what is read, and write."""
+    def _forward(self, request_id: str, start: int, end: int, right: int) -> None:
+        """Compute some tokens: compare what is read, and write. From ``right`` on they are drafts
+        that were wrong. A drafter's layers compute those again that lacked a token."""
         read_blocks: set[int] = set()
         written_blocks: set[int] = set()
+        known = max(right + 1, self._bench.scheduler.requests[request_id].num_tokens)
+        before, settled = self._settled.get(request_id, (-1, 0))
+        settled = min(start, settled) if before == start else start
+        self._settled[request_id] = right, min(right, known - self._bench.config.num_prefill_lookahead_tokens)
         for layer, (group, view) in enumerate(self.views):
             spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
             if not spec.prefix_cacheable:  # what it needs of a prefix vLLM computes again, its own way
@@ -183,9 +189,11 @@ class Rank:
                 continue
             window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
             first = max(0, start - window + 1) if window else start // chunk * chunk if chunk else 0
-            content = self._content(layer, self._bench.texts[request_id], first, end)
+            ahead = self._ahead(group)
+            content = self._content(layer, self._bench.texts[request_id], first + ahead, end + ahead)
+            content[min(right, known - ahead) - first :] ^= np.uint64(_MASK)
             blocks, places = self._places(request_id, group, first, end)
-            read = start - first
+            read = (settled if ahead else start) - first
             if isinstance(spec, RSWASpec):  # between prompt and window nothing is read
                 there = np.flatnonzero(blocks)
                 content, blocks, places = content[there], blocks[there], places[there]
@@ -199,6 +207,11 @@ class Rank:
                 assert (view[blocks[:read], places[:read]] == content[:read]).all(), f"{request_id} reads wrong bytes"
             view[blocks[read:], places[read:]] = content[read:]
         self.unsound = self.unsound | written_blocks if read_blocks & self.unsound else self.unsound - written_blocks
+
+    def _ahead(self, group: int) -> int:
+        """Return how many tokens ahead the KV of a group looks."""
+        drafts = self._bench.cache.kv_cache_groups[group].is_eagle_group
+        return int(drafts) * self._bench.config.num_prefill_lookahead_tokens  # type: ignore[no-any-return]
 
     def _move_states(self, request_id: str, start: int) -> None:
         """Bring a request's recurrent states to where the step ends, as both runners do."""
@@ -251,8 +264,9 @@ class Rank:
                 if group == get_group_id(block.block_hash):
                     size = self._bench.cache.kv_cache_groups[group].kv_cache_spec.block_size
                     start = (end - 1) // size * size if view.shape[1] > 1 else end - 1
-                    found = view[block.block_id][: end - start]
-                    right = self._content(layer, text, start, end)
+                    ahead = self._ahead(group)
+                    found = view[block.block_id][: end - start - ahead]
+                    right = self._content(layer, text, start + ahead, end)
                     assert (found == right).all(), f"block {block.block_id} is cached, and its bytes are wrong"
 
     # -- failures ------------------------------------------------------------------------------
