@@ -39,7 +39,7 @@ from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.recovery import open_index, rebuild_index
-from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
+from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
 from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class SchedulerParts:
         committed = True
         for background in self.backgrounds:
             background.close()
+        self.telemetry.log_end()
         if self.neighbours is not None:
             self.neighbours.close()
         try:
@@ -154,7 +155,9 @@ def assemble_scheduler(
             if cpu is None or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
-    manager = TierManager(parts, Tiers(cpu, nvme), make_store_policy(config.store_policy), time.time_ns(), neighbours)
+    tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
+    policy = make_store_policy(config.store_policy)
+    manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell)
     _log_start(parts, cpu_slots, home, nvme)
     telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]

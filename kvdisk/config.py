@@ -245,6 +245,12 @@ class Config:
 
     Example: "keep"
     """
+    log_requests: bool = _setting(False, _parse_flag)
+    """Say of each request in the log how its prompt divides between GPU, memory, NVMe and what was
+    computed, what its load took and saved, and why it was not more. Else only at the level DEBUG.
+
+    Example: true
+    """
     segment_bytes: int = _setting(1 << 30, parse_bytes)
     """What is taken of a drive at once: the length of one rank's segment file. Small stores take
     shorter ones, so that there are four at least.

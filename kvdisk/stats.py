@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -51,10 +51,39 @@ TIER_WORDS: Mapping[str, str] = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
 TIERS = tuple(tier.name.lower() for tier in Tier if tier is not Tier.GPU)
 REFUSALS = ("reuse", "room", "budget")
 """Why a tier refuses what it is offered."""
+
+
+class Miss(StrEnum):
+    """Why a request found less than all its whole blocks: what became of the first that was
+    missing, as far as can be told from what is kept anyway (decision 36)."""
+
+    NEVER_SEEN = "never_seen"
+    EVICTED_CPU = "evicted_cpu"
+    EVICTED_NVME = "evicted_nvme"
+    EVICTED = "evicted"
+    REFUSED = "refused"
+    NOT_STORED = "not_stored"
+    WRITING = "writing"
+    SHORT = "short"
+    LOAD_FAILED = "load_failed"
+
+
+MISS_WORDS: Mapping[Miss, str] = {
+    Miss.NEVER_SEEN: "never seen or forgotten",
+    Miss.EVICTED_CPU: "evicted from CPU",
+    Miss.EVICTED_NVME: "evicted from NVMe",
+    Miss.EVICTED: "evicted from CPU or NVMe",
+    Miss.REFUSED: "refused by admission",
+    Miss.NOT_STORED: "seen, but not stored",
+    Miss.WRITING: "still being written",
+    Miss.SHORT: "too short to load",
+    Miss.LOAD_FAILED: "load failed",
+}
 JOBS = ("store", "load", "demote", "promote")
 ROUTES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
 _TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _WAIT_S = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _PART_BYTES = tuple(float(1 << shift) for shift in (12, 14, 16, 18, 20, 21, 22, 23, 24))
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
@@ -69,6 +98,20 @@ METRICS: Mapping[str, Metric] = {
         Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", TIERS),
         Metric("hit_blocks", _C, "blocks that requests were given from a tier", "tier", TIERS),
         Metric("missed_blocks", _C, "blocks that a tier was asked for, and that it did not give", "tier", TIERS),
+        Metric("hit_ratio", _H, "share of such tokens that one request was given, 0 to 1", buckets=_RATIOS),
+        Metric(
+            "misses",
+            _C,
+            "requests that were given less than all their whole blocks, by what became of the first that was missing",
+            "reason",
+            tuple(Miss),
+        ),
+        Metric(
+            "saved_seconds",
+            _C,
+            "seconds, estimated, that hits would have taken to compute, less their loads; nothing until "
+            "the engine's speed is measured",
+        ),
         Metric("short_hits", _C, "lookups whose hit was too short to be worth a load"),
         Metric("lookup_waits", _C, "lookups answered 'not yet' because a block was on its way"),
         Metric("wait_timeouts", _C, "waits for a block on its way that ran out"),

@@ -166,9 +166,27 @@ def test_a_line_says_what_has_happened_since_the_last_one(caplog):
             told.engine.pool.forget_all()
         told.stats.observe("transfer_bytes.cpu_to_nvme", 3e6)
         told.stats.add("io_errors.write", 2)
+        told.stats.add("saved_seconds", 7)
         told.telemetry.take(told.now)
         told.telemetry.log()
         told.telemetry.log()
     (record,) = caplog.records
-    for words in ("CPU hits 50.0 %", "to NVMe 3.0 MB/s", "NVMe fill 25 %", "write errors 2"):
+    for words in ("CPU hits 50.0 % (4 tokens)", "saved ~7 s", "to NVMe 3.0 MB/s", "NVMe fill 25 %", "write errors 2"):
+        assert words in record.getMessage()
+
+
+def test_the_last_line_says_what_there_was_since_the_start_once(caplog):
+    told = Told()
+    told.add("aabbx")
+    told.finish()
+    told.telemetry.take(told.now)
+    told.telemetry.log()
+    told.stats.add("io_errors.read", 3)  # after the last look
+    with caplog.at_level(logging.INFO, logger="kvdisk"):
+        caplog.clear()
+        for _ in range(2):
+            told.telemetry.log_end()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kvdisk ends after ")
+    for words in ("CPU hits 0.0 % (0 tokens)", "NVMe fill", "read errors 3"):
         assert words in record.getMessage()

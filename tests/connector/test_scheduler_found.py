@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the log and the metrics say of each request: how its prompt divides, what that saved, and
+why it was not more."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+from schedulers import BLOCK_TOKENS, PROMPT, SLOT_BYTES, TOKENS, prompt_of
+
+from kvdisk.blocks import Tier
+from kvdisk.messages import JobKind
+from kvdisk.stats import MISS_WORDS, Miss
+
+HIT = TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+MANY = 8
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture
+def lines(caplog) -> Lines:
+    """What the log says of requests, line by line, since the last look."""
+    caplog.set_level(logging.INFO, "kvdisk")
+
+    def read() -> list[str]:
+        said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("req ")]
+        caplog.clear()
+        return said
+
+    return read
+
+
+def misses(bench) -> dict[str, int]:
+    """Return the reasons of misses so far, by label."""
+    counted = bench.counters().items()
+    return {series.removeprefix("misses."): count for series, count in counted if series.startswith("misses.")}
+
+
+def test_each_request_has_one_line_which_adds_up(engines, lines):
+    bench = engines.make(nvme=True, extra={"log_requests": True})
+    bench.serve("cold", PROMPT)
+    found = f"req cold: {TOKENS} prompt tokens = 0 GPU + 0 CPU + 0 NVMe + {TOKENS} computed"
+    assert lines() == [f"{found}; missing: never seen or forgotten"]
+    bench.serve("warm", PROMPT)
+    assert lines() == [f"req warm: {TOKENS} prompt tokens = {HIT} GPU + 0 CPU + 0 NVMe + {TOKENS - HIT} computed"]
+    bench.forget()
+    bench.serve("from memory", PROMPT)
+    (line,) = lines()
+    assert f"= 0 GPU + {HIT} CPU + 0 NVMe + {TOKENS - HIT} computed; " in line
+    assert re.search(r"; load \d+(\.\d)? m?s$", line), "no step has said how fast the engine computes"
+    bench.forget(Tier.CPU)
+    bench.manager._threshold.rate = 10.0
+    before = bench.counters().get("saved_seconds", 0)
+    bench.serve("from NVMe", PROMPT)
+    (line,) = lines()
+    assert f"= 0 GPU + 0 CPU + {HIT} NVMe + {TOKENS - HIT} computed; load " in line
+    said = re.search(r"saved ~([\d.]+) s$", line)
+    assert said and HIT / 10 - 2 < float(said[1]) <= HIT / 10 + 1
+    assert HIT // 10 - 2 <= bench.counters()["saved_seconds"] - before <= HIT // 10
+    ratios = bench.manager.stats.samples["hit_ratio"]
+    assert (ratios.count, ratios.total) == (3, 2.0), "the second asked the tiers for nothing"
+
+
+def test_without_the_setting_the_lines_are_for_whoever_debugs(engines, lines, caplog):
+    bench = engines.make()
+    bench.serve("quiet", PROMPT)
+    assert not lines()
+    caplog.set_level(logging.DEBUG, "kvdisk")
+    bench.serve("told", PROMPT)
+    assert len(lines()) == 1
+    assert bench.counters().get("saved_seconds", 0) == 0, "nothing was measured, nothing is saved"
+
+
+def test_what_a_failed_load_did_not_bring_is_computed(engines, lines):
+    bench = engines.make(nvme=True, extra={"log_requests": True}).warm(1)
+    lines()
+    bench.fail = {JobKind.LOAD: (2,)}
+    bench.serve("r", PROMPT)
+    first = lines()[0]
+    assert f"+ {2 * BLOCK_TOKENS} NVMe + {TOKENS - 2 * BLOCK_TOKENS} computed" in first
+    assert first.endswith("missing: load failed")
+    assert misses(bench)["load_failed"] == 1
+
+
+def _evicted_from_memory(engines):
+    bench = engines.make(extra={"cpu_bytes": MANY * SLOT_BYTES, "eviction": "lru"})
+    for number in (1, 2, 3, 4):
+        bench.serve(f"r{number}", prompt_of(number))
+    return bench, PROMPT
+
+
+def _refused(engines):
+    bench = engines.make(extra={"cpu_admission": "reuse(3)"})
+    bench.serve("r1", PROMPT)
+    return bench, PROMPT
+
+
+def _short(engines):
+    bench = engines.make(extra={"min_load_tokens": HIT + 1})
+    bench.serve("r1", PROMPT)
+    return bench, PROMPT
+
+
+def _without_a_block(engines):
+    return engines.make(), PROMPT[: BLOCK_TOKENS - 1]
+
+
+def _writing(engines):
+    bench = engines.make(extra={"lookup_wait_s": 0})
+    bench.hold = {JobKind.STORE}
+    bench.add("r1", PROMPT)
+    bench.run_until_finished("r1")
+    return bench, PROMPT
+
+
+def _lost(engines):
+    bench = engines.make()
+    bench.serve("r1", PROMPT)
+    bench.forget(Tier.CPU)
+    return bench, PROMPT
+
+
+def _unknown(engines):
+    return engines.make(), PROMPT
+
+
+REASONS = {
+    Miss.EVICTED_CPU: _evicted_from_memory,
+    Miss.REFUSED: _refused,
+    Miss.SHORT: _short,
+    Miss.WRITING: _writing,
+    Miss.NOT_STORED: _lost,
+    Miss.NEVER_SEEN: _unknown,
+}
+
+
+@pytest.mark.parametrize("reason", [*REASONS, "a prompt without a block"])
+def test_each_miss_has_its_reason(engines, lines, caplog, reason):
+    make = REASONS.get(reason, _without_a_block)
+    reason = Miss.SHORT if make is _without_a_block else reason
+    bench, prompt = make(engines)
+    bench.scheduler.reset_prefix_cache()
+    before = misses(bench).get(reason, 0)
+    caplog.set_level(logging.DEBUG, "kvdisk")
+    lines()
+    bench.add("missing", prompt, max_tokens=1)
+    bench.run_until_finished("missing")
+    assert misses(bench)[reason] == before + 1, misses(bench)
+    (line,) = lines()
+    assert f"; missing: {MISS_WORDS[reason]}" in line
+    bench.release()
+
+
+def test_a_user_who_forbids_loads_has_no_misses(engines, lines):
+    bench = engines.make(extra={"log_requests": True})
+    bench.serve("r1", PROMPT)
+    bench.forget()
+    lines()
+    before = misses(bench)
+    bench.serve("r2", PROMPT, params={"max_load_tokens": 0})
+    assert lines() == [f"req r2: {TOKENS} prompt tokens = 0 GPU + 0 CPU + 0 NVMe + {TOKENS} computed"]
+    assert misses(bench) == before
