@@ -39,9 +39,11 @@ from kvdisk.cli.output import (
     duration,
     engine_store,
     folded,
+    in_shares,
     left,
     make_lines,
     make_table,
+    miss_counts,
     number,
     plural,
     print_json,
@@ -59,7 +61,7 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS
+from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS, Miss
 
 JSON_VERSION = 1
 STALE_S = 3.0
@@ -70,6 +72,7 @@ READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
 ORPHANS_SHOWN = 8
 PROBLEMS_SHOWN = 5
+MISSES_SHOWN = 2
 _BAR_LETTERS = 8
 _FLOWS = {"GPU → CPU": ("gpu_to_cpu",), "CPU → GPU": ("cpu_to_gpu",)}
 _WAITING = {
@@ -149,13 +152,16 @@ class Orphan:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all engines. ``hit_rate``: since their starts. Rates: from and to NVMe."""
+    """Sums over all engines. ``hit_rate``, ``saved_seconds``, ``misses`` (requests, by reason, see
+    docs/METRICS.md): since their starts. Rates: from and to NVMe."""
 
     engines: int
     orphans: int
     used_bytes: Mapping[str, int]
     capacity_bytes: Mapping[str, int]
     hit_rate: float | None
+    saved_seconds: int
+    misses: Mapping[Miss, int]
     read_bytes_per_s: float | None
     written_bytes_per_s: float | None
 
@@ -409,6 +415,8 @@ class TopReader:
             used_bytes={name: int(sum(tier.used_bytes for tier in found)) for name, found in tiers.items()},
             capacity_bytes={name: int(sum(tier.capacity_bytes for tier in found)) for name, found in tiers.items()},
             hit_rate=min(1.0, hit / asked) if asked else None,
+            saved_seconds=counted["saved_seconds"],
+            misses=miss_counts(counted),
             read_bytes_per_s=_sum_known(engine.flow(READS) for engine in engines),
             written_bytes_per_s=_sum_known(engine.flow(WRITES) for engine in engines),
         )
@@ -483,7 +491,11 @@ def _head(frame: Frame) -> RenderableType:
         lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), orphans))
         return lines
     lines.add_row("Engines", f"{totals.engines} alive{orphans}")
-    lines.add_row("Hits", Text.assemble((share(totals.hit_rate), "bold"), " of prompt tokens since their start"))
+    saved = f", which saved ~{duration(totals.saved_seconds)}" if totals.saved_seconds else ""
+    hits = (share(totals.hit_rate), "bold"), f" of prompt tokens since their start{saved}"
+    lines.add_row("Hits", Text.assemble(*hits))
+    if totals.misses:
+        lines.add_row("Misses", in_shares(totals.misses, MISSES_SHOWN))
     sizes = {tier: (totals.used_bytes[tier], most) for tier, most in totals.capacity_bytes.items() if most}
     tiers = (f"{TIER_WORDS[tier]} {size(used)} of {size(most)}" for tier, (used, most) in sizes.items())
     lines.add_row("Hold", "   ".join(tiers))

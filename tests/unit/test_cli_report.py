@@ -10,13 +10,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from cli_stores import HYBRID, PLAIN, Owner, leave_home, run_here
+from cli_stores import CAP, HYBRID, PLAIN, Owner, leave_home, run_here
 from mass_stores import Layer
+from test_cli_top import figures
 
 from kvdisk.cli.report.command import PREFIXES_IN_ALL
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.store import Store
+from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)><script>alert('\"&\x1b"
 
@@ -116,6 +118,23 @@ def test_a_store_in_use_a_damaged_one_and_an_empty_one(path: Path, tmp_path: Pat
     found = Page(target.read_text())
     assert f"engine store {bad[:8]}: its index cannot be read" in found.text
     assert [each["class"] for each in found.having("data-slots")].count("cell unknown") == 2
+
+
+def test_it_says_what_requests_found_as_far_as_engines_have_told(path: Path, tmp_path: Path) -> None:
+    homes = [Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP) for _ in range(3)]
+    told, bad = homes[0].path, homes[1].path
+    totals = {"lookup_tokens": 200, "hit_tokens": {"cpu": 50, "nvme": 100}, "saved_seconds": 61.0}
+    totals["misses"] = {"refused": 1, "writing": 3}
+    write_telemetry(told, figures(1_800_000_000.0, totals=totals, model=HOSTILE))
+    (bad / FIGURES_FILE).write_text("{")
+    for home in homes:
+        home.close(clean=True)
+    target = tmp_path / "r.html"
+    assert run_here("report", path, "-o", target).exit_code == 0
+    text = Page(target.read_text()).text
+    assert "hits: CPU 25 %, NVMe 50 %; saved ~1 min 1 s of computing" in text
+    assert "4 requests missed something: still being written 75 %, refused by admission 25 %" in text
+    assert "until 2027-01-15 08:00:00 UTC" in text
 
 
 def test_what_report_replaces(path: Path, tmp_path: Path) -> None:

@@ -11,16 +11,17 @@ from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
 from tier_bench import TierBench
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import JobId, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.hits import HitCounts
-from kvdisk.manager.jobs import MoveDetail
+from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.loads import LoadThreshold
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import Asked, Outcome, RequestState
 from kvdisk.manager.tiers import Tiers, TierSpace
+from kvdisk.messages import Job, JobKind, Move, Reason
 from kvdisk.stats import Miss
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
@@ -124,3 +125,37 @@ def test_what_the_last_tier_has_evicted_is_told_apart_as_far_as_it_can_be(left, 
     assert [outcome.miss for outcome in found] == [Miss.NEVER_SEEN] * 6 + [reason]
     ago_s = found[-1].asked_ago_s
     assert ago_s is not None and 0 < ago_s <= bench.now
+
+
+@pytest.mark.parametrize(
+    ("geometry", "failed", "rate", "load_s", "saved_s", "miss"),
+    [
+        (ONE, (), 8.0, 0.5, 16 / 8 - 0.5, None),
+        (ONE, (), 8.0, 60.0, 0.0, None),
+        (ONE, (), 0.0, 0.5, None, None),
+        (ONE, (4,), 8.0, 0.5, 8 / 8 - 0.5, Miss.LOAD_FAILED),
+        # Where there are several groups vLLM computes everything.
+        (TWO, (4,), 8.0, 0.5, 0.0, Miss.LOAD_FAILED),
+    ],
+)
+def test_what_a_load_saves_is_what_it_brought_at_the_measured_rate_less_its_time(
+    geometry, failed, rate, load_s, saved_s, miss
+):
+    counts, request = counts_of(geometry, [CPU, NVME]), RequestState("r", [], 24, geometry)
+    told: list[Outcome] = []
+    counts._tell, counts._threshold.rate = told.append, rate
+    request.asked = Asked(8, 24, 16, total_tokens=25)
+    details = [MoveDetail(0, 0, at, CPU) for at in (2, 3, 4, 5)]
+    counts.scheduled(request, 16, details)
+    assert not told, "it is not known yet what comes of the load"
+    moves = tuple(Move(make_block_key(b"%d" % at, 0), 1, at) for at in range(4))
+    record = JobRecord(Job(JobId(7), JobKind.LOAD, moves), details, "r", sent_s=100.0)
+    record.failed = {at: Reason.CHECKSUM for at, detail in enumerate(details) if detail.position in failed}
+    request.load_job = JobId(7)
+    for _ in range(2):
+        counts.loaded(request, record, 100.0 + load_s)
+    (outcome,) = told
+    assert (outcome.saved_s, outcome.load_s, outcome.miss) == (saved_s, load_s, miss)
+    assert counts._stats["saved_seconds"] == int(saved_s or 0)
+    rest = (saved_s or 0) % 1
+    assert counts._saved_s == rest, "less than a second is counted with what comes"
