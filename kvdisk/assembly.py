@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdisk import __version__
@@ -39,6 +40,8 @@ from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.recovery import open_index, rebuild_index
+from kvdisk.request_trace import WRITE_S as TRACE_S
+from kvdisk.request_trace import RequestTrace
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
 from kvdisk.worker.direct import choose_direct
 
@@ -76,6 +79,7 @@ class SchedulerParts:
     neighbours: NeighbourReader | None
     nvme: NvmeSpace | None
     telemetry: Telemetry
+    trace: RequestTrace | None
     backgrounds: Sequence[Background]
 
     def close(self) -> None:
@@ -119,6 +123,8 @@ def check_settings(values: Mapping[str, Any]) -> Config:
             find_own(key, getattr(config, key), protocol)
     if config.store_dirs:
         check_directories(config.store_dirs)
+    if config.trace_file is not None and not config.trace_file.parent.is_dir():
+        raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that is there.")
     return config
 
 
@@ -143,6 +149,8 @@ def assemble_scheduler(
         raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
     admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
+    model = str(description.get("model", ""))
+    trace = None if config.trace_file is None else _make_trace(config.trace_file, geometry, model)
     nvme = index = home = neighbours = None
     if config.store_dirs:
         assert fingerprint is not None
@@ -159,7 +167,7 @@ def assemble_scheduler(
     policy = make_store_policy(config.store_policy)
     manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell)
     _log_start(parts, cpu_slots, home, nvme)
-    telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
+    telemetry = _make_telemetry(manager, geometry, home, model)
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     if home is not None and nvme is not None:
         jobs.append((USES_S, partial(_write_uses, nvme, home)))
@@ -167,7 +175,17 @@ def assemble_scheduler(
     if home is not None:  # on a thread of its own, which any of the drives may hold up
         upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
         backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
-    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, backgrounds)
+    if trace is not None:
+        backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
+    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, trace, backgrounds)
+
+
+def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
+    """Begin the trace of requests. Its blocks are what is hashed at once, of all groups. Raises
+    ConfigError."""
+    tokens = geometry.hash_tokens
+    token_bytes = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.part_count
+    return RequestTrace(path, block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model)
 
 
 def _write_uses(nvme: NvmeSpace, home: Home) -> None:

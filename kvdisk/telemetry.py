@@ -151,14 +151,15 @@ class Telemetry:
         logger.info("kvdisk, last %.0f s: %s.", seconds, _said(rose, seconds))
 
     def log_end(self) -> None:
-        """Tell the log, once, what there was since the start. At the end, when nothing else
-        calls."""
+        """Tell the log, once, what there was since the start, if anything was. At the end, when
+        nothing else calls."""
         if self._ended:
             return
         self._ended = True
         self.take_rest()
         rose = self._latest.rise_since(self._first)
-        logger.info("kvdisk ends after %s: %s.", _duration(time.time() - self._first.time_s), _said(rose, None))
+        if rose.counts:
+            logger.info("kvdisk ends after %s: %s.", _duration(time.time() - self._first.time_s), _said(rose, None))
 
     def _as_json(self, snapshot: _Snapshot) -> dict[str, Any]:
         counts, gauges = dict(snapshot.counts), dict(snapshot.gauges)

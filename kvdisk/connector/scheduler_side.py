@@ -183,6 +183,9 @@ class SchedulerSide:
         self._local_tokens.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is None:
             return False
+        if self._parts is not None and self._parts.trace is not None:
+            hashes = request.block_hashes[: request.num_prompt_tokens // self._geometry.hash_tokens]
+            self._parts.trace.add(request.arrival_time, request.num_output_tokens, hashes)
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))

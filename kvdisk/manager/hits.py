@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvdisk.blocks import BlockKey, Tier
-from kvdisk.manager.catalog import READY, TIERS, WRITING
+from kvdisk.manager.catalog import ABSENT, READY, TIERS, WRITING
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.parts import HasParts, Parts
@@ -142,11 +142,11 @@ class HitCounts(HasParts):
         Looks at one block, or of a window at its few: whatever the length of the prompt.
         """
         began_s, began = self._began = self._began or (asked.now, self._history.now)
-        key, is_own = self._first_missing(request, asked.start_tokens, hit_end_tokens)
+        key, presence, is_own = self._first_missing(request, asked.start_tokens, hit_end_tokens)
+        if presence == WRITING:
+            return Miss.WRITING, None
         if key is None:
             return Miss.NEVER_SEEN, None
-        if self._catalog.presences((key,))[0] == WRITING:
-            return Miss.WRITING, None
         uses, _, age = self._history.known(key)
         if uses <= is_own:
             return Miss.NEVER_SEEN, None
@@ -157,9 +157,9 @@ class HitCounts(HasParts):
 
     def _first_missing(
         self, request: RequestState, start_tokens: int, hit_end_tokens: int
-    ) -> tuple[BlockKey | None, bool]:
-        """Return the key of the first block that the next longer hit lacks, and whether this
-        request itself has come to it before."""
+    ) -> tuple[BlockKey | None, int, bool]:
+        """Return the key of the first block that the next longer hit lacks, its presence, and
+        whether this request itself has come to it before."""
         end = hit_end_tokens + self._geometry.step_tokens
         for group in self._geometry.groups:
             first = hit_end_tokens // group.block_tokens
@@ -168,14 +168,14 @@ class HitCounts(HasParts):
             keys = request.keys[group.group][first : end // group.block_tokens]
             for at, presence in enumerate(self._catalog.presences(keys)):
                 if presence != READY:
-                    return keys[at], request.counted[group.group] > first + at
-        return None, False
+                    return keys[at], presence, request.counted[group.group] > first + at
+        return None, ABSENT, False
 
     def _how_it_left(self, key: BlockKey) -> Miss:
         """Return why no tier has a block that was asked for before: the last tier would not take
         it; or one has evicted blocks, so that it is taken to be one of these; or none has."""
         *_, last = self._tiers
-        if not last.admission.admits((key,))[0]:
+        if not (last.admission.is_open or last.admission.admits((key,))[0]):
             return Miss.REFUSED
         cpu, nvme = self._stats["evicted_blocks.cpu"], self._stats["evicted_blocks.nvme"]
         untaken = self._stats["left_blocks.room"] + self._stats["left_blocks.budget"]

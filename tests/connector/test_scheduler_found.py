@@ -4,14 +4,18 @@ why it was not more."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import time
 from collections.abc import Callable
 
 import pytest
-from schedulers import BLOCK_TOKENS, PROMPT, SLOT_BYTES, TOKENS, prompt_of
+from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, SLOT_BYTES, TOKENS, prompt_of
+from typer.testing import CliRunner
 
 from kvdisk.blocks import Tier
+from kvdisk.cli.main import app
 from kvdisk.messages import JobKind
 from kvdisk.stats import MISS_WORDS, Miss
 
@@ -163,3 +167,31 @@ def test_a_user_who_forbids_loads_has_no_misses(engines, lines):
     bench.serve("r2", PROMPT, params={"max_load_tokens": 0})
     assert lines() == [f"req r2: {TOKENS} prompt tokens = 0 GPU + 0 CPU + 0 NVMe + {TOKENS} computed"]
     assert misses(bench) == before
+
+
+def test_a_trace_of_requests_can_be_replayed_and_has_nothing_of_what_was_in_them(engines, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    bench = engines.make(extra={"trace_file": str(path)})
+    for name, prompt in (("r1", PROMPT), ("r2", [*PROMPT, *prompt_of(3)]), ("r3", prompt_of(2))):
+        bench.serve(name, prompt, 3)
+    bench.add("left", prompt_of(4), max_tokens=900)
+    bench.step()
+    bench.abort("left")
+    bench.run()
+    end_s = time.monotonic() + 60
+    while path.read_text().count("\n") < 5:
+        assert time.monotonic() < end_s, "what has ended is written within a second or so"
+        time.sleep(0.05)
+    text = path.read_text()
+    assert not any(key.hex() in text or key.hex()[:12] in text for key in bench.keys("r1"))
+    done = CliRunner().invoke(app, ["replay", str(path), "--nvme", "100%", "--json", "--processes", "1"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["trace"]["form"], found["trace"]["requests"], found["trace"]["block_tokens"]) == (
+        "kvdisk",
+        4,
+        BLOCK_TOKENS,
+    )
+    assert found["slot_bytes"] == SLOT_BYTES
+    assert found["runs"][0]["hit_tokens"]["nvme"] == BLOCKS * BLOCK_TOKENS
+    assert found["trace"]["most_hits"] == pytest.approx(BLOCKS / (4 * BLOCKS + BLOCKS))
