@@ -27,7 +27,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
-from kvdisk.device.uses import read_uses, write_uses
+from kvdisk.device.uses import Uses, read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
@@ -63,7 +63,10 @@ _LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
-"""How often the USES file is written, where something has changed."""
+"""How often the USES file is written, where something has changed and goes on changing."""
+USES_LOOK_S = 5.0
+USES_AT_ONCE = 10_000
+"""Blocks whose uses may be written at each pause: 160 KB every ``USES_LOOK_S``."""
 ORPHAN_SPARED_S = 900
 """How long after its last use an orphan may take room that the caps of the live owners no longer
 cover."""
@@ -169,9 +172,12 @@ def assemble_scheduler(
     _log_start(parts, cpu_slots, home, nvme)
     telemetry = _make_telemetry(manager, geometry, home, model)
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
+    last = [job for _, job in jobs]
     if home is not None and nvme is not None:
-        jobs.append((USES_S, partial(_write_uses, nvme, home)))
-    backgrounds = [Background(jobs, last=[job for _, job in jobs])]
+        writer = _UsesWriter(nvme.uses, home.path)
+        jobs.append((USES_LOOK_S, writer.look))
+        last.append(writer.write)
+    backgrounds = [Background(jobs, last=last)]
     if home is not None:  # on a thread of its own, which any of the drives may hold up
         upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
         backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
@@ -188,15 +194,30 @@ def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
     return RequestTrace(path, block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model)
 
 
-def _write_uses(nvme: NvmeSpace, home: Home) -> None:
-    """Write the USES file where something has changed since."""
-    if nvme.uses.is_changed:
-        nvme.uses.is_changed = False
-        try:
-            write_uses(home.path, nvme.uses.records())
-        except BaseException:
-            nvme.uses.is_changed = True  # to be tried again
-            raise
+class _UsesWriter:
+    """Writes the USES file where something has changed since: every ``USES_S``, and when nothing
+    has changed from one look to the next, so that it tells of the last request before a pause. For
+    the drive's sake a large one waits longer for that."""
+
+    def __init__(self, uses: Uses, home_path: Path) -> None:
+        self._uses = uses
+        self._home_path = home_path
+        self._seen = self._written = uses.changes
+        self._written_s = time.monotonic()
+
+    def look(self) -> None:
+        """Write the file if it is time. Raises OSError."""
+        paused, self._seen = self._uses.changes == self._seen, self._uses.changes
+        wait_s = min(USES_S, USES_LOOK_S * len(self._uses.table) / USES_AT_ONCE) if paused else USES_S
+        if time.monotonic() - self._written_s >= wait_s:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file if something has changed. Raises OSError."""
+        changes = self._uses.changes
+        if changes != self._written:
+            write_uses(self._home_path, self._uses.records())
+            self._written, self._written_s = changes, time.monotonic()
 
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:

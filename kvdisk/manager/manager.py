@@ -202,17 +202,20 @@ class TierManager(HasParts):
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def take_plan(
-        self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0, overwritten: Collection[int] = ()
-    ) -> Plan:
+    def note_time(self, now_s: int) -> None:
+        """Learn what time it is, in seconds since the Unix epoch, for the uses of blocks. Call it
+        before stores are planned, not after: a step may be the first one after a long time."""
+        for space in self._tiers:
+            space.note_time(now_s)
+
+    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0, overwritten: Collection[int] = ()) -> Plan:
         """Return the step's plan.
 
         ``step_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
-        ``now_s``: seconds since the Unix epoch, for the uses of blocks; 0: as before.
         ``overwritten``: see ``preempt``.
         """
         for space in self._tiers:
-            self._state.released += space.refresh(now, now_s)
+            self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
         self._neighbours.absorb(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))

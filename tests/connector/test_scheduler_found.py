@@ -195,3 +195,22 @@ def test_a_trace_of_requests_can_be_replayed_and_has_nothing_of_what_was_in_them
     assert found["slot_bytes"] == SLOT_BYTES
     assert found["runs"][0]["hit_tokens"]["nvme"] == BLOCKS * BLOCK_TOKENS
     assert found["trace"]["most_hits"] == pytest.approx(BLOCKS / (4 * BLOCKS + BLOCKS))
+
+
+def test_inspect_tells_of_the_last_request_before_a_pause_with_its_time(engines, monkeypatch):
+    """The first one after a long pause was booked at the time of the last step before it; and the
+    last one before it only when USES was written, 10 minutes later."""
+    monkeypatch.setattr("kvdisk.assembly.USES_LOOK_S", 0.05)
+    bench = engines.make(nvme=True)
+    bench.serve("r1", PROMPT)
+    pause_s, now = 5000, time.time
+    monkeypatch.setattr("time.time", lambda: now() + pause_s)
+    began_s = int(time.time())
+    bench.serve("r2", PROMPT)
+    used: list[int] = []
+    end_s = time.monotonic() + 60
+    while not used:
+        assert time.monotonic() < end_s, "the engine takes no further step, and yet it is told"
+        found = json.loads(CliRunner().invoke(app, ["inspect", str(bench.store), "--json"]).stdout)
+        used = [each["last_use_s"] for each in found["namespaces"][0]["prefixes"]["tree"] if each["last_use_s"]]
+    assert began_s <= used[0] <= time.time()
