@@ -109,7 +109,9 @@ class SchedulerParts:
             if self.home is not None:
                 self.home.close(clean=committed)
         except DeviceError as error:
-            logger.warning("kvdisk could not close its home in order, and the next start will look at it: %s", error)
+            logger.warning(
+                "kvdisk could not close its engine store in order, and the next start will look at it: %s", error
+            )
 
 
 def check_settings(values: Mapping[str, Any]) -> Config:
@@ -306,7 +308,7 @@ def _take_home(
         except (CorruptRecord, DeviceError) as error:
             if home.fresh or _is_of_process(error):
                 raise
-            logger.warning("kvdisk cannot read the index of home %s: %s", home.id, error)
+            logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
         rebuild_index(home, layout.index_bytes)
         return restore(home)
 
@@ -323,10 +325,10 @@ def _take_home(
                 if home.fresh or _is_of_process(error):
                     raise
                 if isinstance(error, CorruptRecord):
-                    logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
+                    logger.warning("kvdisk gives up engine store %s, which cannot be rebuilt: %s", home.id, error)
                     store.discard(home)
                     continue
-                text = "kvdisk leaves home %s as it is until the next start, and takes another: %s"
+                text = "kvdisk leaves engine store %s as it is until the next start, and takes another: %s"
                 logger.warning(text, home.id, error)
                 with suppress(DeviceError):
                     home.close(clean=False)

@@ -91,7 +91,7 @@ METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
         # What requests found. The CPU tier is asked for every token that the GPU has not got, the
-        # NVMe tier (other homes of the store included) for those that the CPU tier has not got: hit
+        # NVMe tier (other engines' stores included) for those that the CPU tier has not got: hit
         # / (hit + missed) is a tier's rate.
         Metric("lookup_tokens", _C, "tokens beyond the GPU's own cache that requests asked the tiers for"),
         Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", TIERS),
@@ -120,7 +120,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("stored_blocks", _C, "blocks copied from the GPU to the CPU tier (or through staging to NVMe)"),
         Metric("demoted_blocks", _C, "blocks written from the CPU tier to NVMe"),
         Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
-        Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another home"),
+        Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another engine's store"),
         Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
         Metric("prefetched_blocks", _C, "of these, blocks read ahead for requests that waited in the queue"),
         Metric("failed_stores", _C, "block stores or demotions that failed"),
@@ -134,9 +134,11 @@ METRICS: Mapping[str, Metric] = {
         Metric("drive_read_bytes", _C, "bytes read from a drive, on all ranks", "drive"),
         Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
         # What left, and what was not taken.
-        Metric("evicted_blocks", _C, "copies that left a tier for room", "tier", TIERS),
+        Metric("evicted_blocks", _C, "copies evicted from a tier for room", "tier", TIERS),
         Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
-        Metric("left_blocks", _C, "copies that left the CPU tier untaken by NVMe, by reason", "reason", REFUSALS),
+        Metric(
+            "left_blocks", _C, "copies evicted from the CPU tier that NVMe had not taken, by reason", "reason", REFUSALS
+        ),
         Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
         Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),
         Metric("lost_events", _C, "stored and removed blocks that were not published because too many waited"),
@@ -154,8 +156,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("write_pauses", _C, "times that writes to a drive stopped for a while after a failure"),
         Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
-        Metric("foreign_questions", _C, "requests for which the other homes of the store were asked"),
-        Metric("foreign_failures", _C, "blocks of another home whose slot did not hold what its index said"),
+        Metric("foreign_questions", _C, "requests for which other engines' stores were asked"),
+        Metric("foreign_failures", _C, "blocks of another engine's store whose slot did not hold what its index said"),
         Metric(
             "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
         ),
@@ -188,7 +190,7 @@ FAILURES = {
     "dropped_records": "records not committed",
     "segment_failures": "segments not made",
     "drive_quarantines": "drive quarantines",
-    "foreign_failures": "gone from other homes",
+    "foreign_failures": "gone from other engines",
     "switched_off": "switched off",
 }
 """Series that count what has failed, and what they are in words."""

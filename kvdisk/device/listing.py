@@ -48,7 +48,7 @@ def _list_owners(store: Store, timeout_s: float | None, ignored: type[OSError]) 
     owners = []
     for home_id in sorted(alive):
         path, record = store.home_path(home_id), None
-        with paths.device_errors(f"reading home {home_id}"), suppress(ignored, CorruptRecord):
+        with paths.device_errors(f"reading engine store {home_id}"), suppress(ignored, CorruptRecord):
             record = read_record(path)
         if record is not None or os.path.lexists(path):  # it can be gone by now
             owners.append(HomeOwner(home_id, path, record, alive[home_id]))
@@ -64,7 +64,7 @@ def list_homes(directories: Directories) -> list[HomeSummary]:
     store = Store.open(directories, create=False)
     homes = []
     for home_id, path, record, alive in _list_owners(store, None, FileNotFoundError):
-        with paths.device_errors(f"reading home {home_id}"):
+        with paths.device_errors(f"reading engine store {home_id}"):
             allocated_bytes = store.measure(home_id, record)
             folders = store.folders(home_id, record) if record else (DriveFolder(path),)
             segments = scan_folders(folders)

@@ -193,7 +193,9 @@ class NvmeSpace(TierSpace):
         a quarantined drive holds."""
         if record.job.kind is JobKind.OPEN_HOME and record.failed:
             self.segments.home_open = False
-            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
+            logger.warning(
+                "kvdisk could not open its engine store on every rank; the NVMe tier is off until a restart."
+            )
         spec = record.job.segment
         if spec is not None and spec.source is None:
             if record.job.kind is JobKind.DROP_SEGMENT:

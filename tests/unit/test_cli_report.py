@@ -81,7 +81,7 @@ def test_the_page_says_what_inspect_says(path: Path, tmp_path: Path) -> None:
     facts = json.loads(run_here("inspect", path, "--json", "--prefixes", "100").stdout)
     totals = facts["totals"]
     assert (found.total("data-slots"), found.total("data-used")) == (totals["slots"], totals["blocks"])
-    segments = [segment for home in facts["homes"] for segment in home["segments"] if segment["free_slots"]]
+    segments = [segment for home in facts["engine_stores"] for segment in home["segments"] if segment["free_slots"]]
     loose = sum(round(segment["fragmentation"] * segment["free_slots"]) for segment in segments)
     assert found.total("data-short") == loose
     trees = [int(each["data-bytes"]) for each in found.having("data-bytes") if each["class"] == "all"]
@@ -159,11 +159,11 @@ def test_the_page_of_a_large_store_is_bounded(path: Path) -> None:
     prefixes as are surveyed."""
     fill(path)
     facts = survey_store(path, prefixes=100, shared_only=False)
-    home, namespace = facts.homes[0], facts.namespaces[0]
+    home, namespace = facts.engine_stores[0], facts.namespaces[0]
     roots = tuple(replace(namespace.prefixes.tree[0], tree=()) for _ in range(PREFIXES_IN_ALL // 100))
     segments = tuple(replace(home.segments[0], segment=number) for number in range(1000))
     homes = [replace(home, id=f"{number:032x}", segments=segments) for number in range(100)]
     tree = replace(namespace.prefixes, tree=roots)
     namespaces = [replace(namespace, fingerprint=f"{number:064x}", prefixes=tree) for number in range(100)]
     wrong = ("something is wrong",) * 300
-    Page(page(replace(facts, homes=tuple(homes), namespaces=tuple(namespaces), problems=wrong)))
+    Page(page(replace(facts, engine_stores=tuple(homes), namespaces=tuple(namespaces), problems=wrong)))

@@ -150,7 +150,7 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
     engines.held[1].close(clean=True)
     frame = reader.read()
     assert [engine.pid for engine in frame.engines] == [3]
-    assert [orphan.home for orphan in frame.orphans] == [second.name]
+    assert [one.engine_store for one in frame.stopped] == [second.name]
     assert second.name[:8] in shown(frame)
 
 
@@ -161,7 +161,7 @@ def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
     (bad / FIGURES_FILE).write_text('{"json_version": 1, "totals": ')
     reader = engines.reader()
     frame = reader.read()
-    found = {engine.home: engine for engine in frame.engines}
+    found = {engine.engine_store: engine for engine in frame.engines}
     assert (found[good.name].pid, found[good.name].problem) == (4321, None)
     assert found[good.name].failures == {"failed_loads": 3, "io_errors.read": 2}
     assert found[bad.name].problem and found[bad.name].tiers == {} and found[bad.name].bytes_per_s is None

@@ -89,9 +89,9 @@ def _printed(show: Callable[[Console], None]) -> str:
 
 def _tables(survey: Survey) -> Iterator[str]:
     """Yield what ``kvdisk inspect`` prints, without the prefixes: they are drawn."""
-    shown = replace(survey, homes=survey.homes[:MOST_HOMES])
+    shown = replace(survey, engine_stores=survey.engine_stores[:MOST_HOMES])
     yield f"<section>{_printed(lambda console: print_survey(shown, console, ('models', 'stores', 'segments', 'ages')))}"
-    if hidden := len(survey.homes) - len(shown.homes):
+    if hidden := len(survey.engine_stores) - len(shown.engine_stores):
         yield f"<p>and {number(hidden)} more engine stores: kvdisk inspect</p>"
     yield "</section>"
 
@@ -209,7 +209,7 @@ def _most_used(listed: Sequence[Prefix], now_s: int) -> str:
 
 
 def _occupancy(survey: Survey) -> Iterator[str]:
-    filled = [home for home in survey.homes if home.segments]
+    filled = [home for home in survey.engine_stores if home.segments]
     if not filled:
         return
     yield "<section><h2>Occupancy</h2>"
