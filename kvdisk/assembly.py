@@ -22,7 +22,7 @@ from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
-from kvdisk.device.listing import readable_indexes
+from kvdisk.device.listing import of_other_namespaces, readable_indexes
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
@@ -157,6 +157,7 @@ def assemble_scheduler(
     model = str(description.get("model", ""))
     trace = None if config.trace_file is None else _make_trace(config.trace_file, geometry, model)
     nvme = index = home = neighbours = None
+    others = 0
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}
@@ -164,6 +165,7 @@ def assemble_scheduler(
         try:
             home, index, nvme = _take_home(parts, store, fingerprint, described)
             neighbours = _meet_neighbours(store, home, described)
+            others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
         except DeviceError as error:
             if cpu is None or error.is_of_process:
                 raise
@@ -172,6 +174,9 @@ def assemble_scheduler(
     policy = make_store_policy(config.store_policy)
     manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell)
     _log_start(parts, cpu_slots, home, nvme)
+    if others:
+        text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
+        logger.info(text + "kvdisk inspect.", others)
     telemetry = _make_telemetry(manager, geometry, home, model)
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     last = [job for _, job in jobs]

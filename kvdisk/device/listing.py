@@ -91,6 +91,18 @@ def _is_owned(store: Store, home_id: str) -> bool:
         os.close(fd)
 
 
+def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:
+    """Return how many engine stores are of a model and not of this fingerprint: what they hold is
+    of no use here, though it may be of the same prompts. Takes no lock. Raises DeviceError."""
+    count = 0
+    with paths.device_errors(f"looking into the store {store.path}"):
+        for home_id in home_ids(store.path):
+            with suppress(OSError, CorruptRecord):
+                record = read_record(store.home_path(home_id))
+                count += record.fingerprint != fingerprint and record.description.get("model") == model
+    return count
+
+
 def readable_indexes(
     store: Store, fingerprint: bytes, description: dict[str, Any], except_id: str
 ) -> list[tuple[str, Path]]:
