@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdisk import __version__
@@ -21,12 +22,12 @@ from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
-from kvdisk.device.listing import readable_indexes
+from kvdisk.device.listing import of_other_namespaces, readable_indexes
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
-from kvdisk.device.uses import read_uses, write_uses
+from kvdisk.device.uses import Uses, read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
@@ -39,7 +40,9 @@ from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.recovery import open_index, rebuild_index
-from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry
+from kvdisk.request_trace import WRITE_S as TRACE_S
+from kvdisk.request_trace import RequestTrace
+from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
 from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:
@@ -60,7 +63,10 @@ _LEAST_STAGING_SLOTS = 8
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
-"""How often the USES file is written, where something has changed."""
+"""How often the USES file is written, where something has changed and goes on changing."""
+USES_LOOK_S = 5.0
+USES_AT_ONCE = 10_000
+"""Blocks whose uses may be written at each pause: 160 KB every ``USES_LOOK_S``."""
 ORPHAN_SPARED_S = 900
 """How long after its last use an orphan may take room that the caps of the live owners no longer
 cover."""
@@ -76,6 +82,7 @@ class SchedulerParts:
     neighbours: NeighbourReader | None
     nvme: NvmeSpace | None
     telemetry: Telemetry
+    trace: RequestTrace | None
     backgrounds: Sequence[Background]
 
     def close(self) -> None:
@@ -84,6 +91,7 @@ class SchedulerParts:
         committed = True
         for background in self.backgrounds:
             background.close()
+        self.telemetry.log_end()
         if self.neighbours is not None:
             self.neighbours.close()
         try:
@@ -101,7 +109,9 @@ class SchedulerParts:
             if self.home is not None:
                 self.home.close(clean=committed)
         except DeviceError as error:
-            logger.warning("kvdisk could not close its home in order, and the next start will look at it: %s", error)
+            logger.warning(
+                "kvdisk could not close its engine store in order, and the next start will look at it: %s", error
+            )
 
 
 def check_settings(values: Mapping[str, Any]) -> Config:
@@ -118,6 +128,8 @@ def check_settings(values: Mapping[str, Any]) -> Config:
             find_own(key, getattr(config, key), protocol)
     if config.store_dirs:
         check_directories(config.store_dirs)
+    if config.trace_file is not None and not config.trace_file.parent.is_dir():
+        raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that is there.")
     return config
 
 
@@ -142,7 +154,10 @@ def assemble_scheduler(
         raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
     admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
+    model = str(description.get("model", ""))
+    trace = None if config.trace_file is None else _make_trace(config.trace_file, geometry, model)
     nvme = index = home = neighbours = None
+    others = 0
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}
@@ -150,32 +165,66 @@ def assemble_scheduler(
         try:
             home, index, nvme = _take_home(parts, store, fingerprint, described)
             neighbours = _meet_neighbours(store, home, described)
+            others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
         except DeviceError as error:
             if cpu is None or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
-    manager = TierManager(parts, Tiers(cpu, nvme), make_store_policy(config.store_policy), time.time_ns(), neighbours)
+    tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
+    policy = make_store_policy(config.store_policy)
+    manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell)
     _log_start(parts, cpu_slots, home, nvme)
-    telemetry = _make_telemetry(manager, geometry, home, str(description.get("model", "")))
+    if others:
+        text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
+        logger.info(text + "kvdisk inspect.", others)
+    telemetry = _make_telemetry(manager, geometry, home, model)
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
+    last = [job for _, job in jobs]
     if home is not None and nvme is not None:
-        jobs.append((USES_S, partial(_write_uses, nvme, home)))
-    backgrounds = [Background(jobs, last=[job for _, job in jobs])]
+        writer = _UsesWriter(nvme.uses, home.path)
+        jobs.append((USES_LOOK_S, writer.look))
+        last.append(writer.write)
+    backgrounds = [Background(jobs, last=last)]
     if home is not None:  # on a thread of its own, which any of the drives may hold up
         upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
         backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
-    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, backgrounds)
+    if trace is not None:
+        backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
+    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, trace, backgrounds)
 
 
-def _write_uses(nvme: NvmeSpace, home: Home) -> None:
-    """Write the USES file where something has changed since."""
-    if nvme.uses.is_changed:
-        nvme.uses.is_changed = False
-        try:
-            write_uses(home.path, nvme.uses.records())
-        except BaseException:
-            nvme.uses.is_changed = True  # to be tried again
-            raise
+def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
+    """Begin the trace of requests. Its blocks are what is hashed at once, of all groups. Raises
+    ConfigError."""
+    tokens = geometry.hash_tokens
+    token_bytes = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.part_count
+    return RequestTrace(path, block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model)
+
+
+class _UsesWriter:
+    """Writes the USES file where something has changed since: every ``USES_S``, and when nothing
+    has changed from one look to the next, so that it tells of the last request before a pause. For
+    the drive's sake a large one waits longer for that."""
+
+    def __init__(self, uses: Uses, home_path: Path) -> None:
+        self._uses = uses
+        self._home_path = home_path
+        self._seen = self._written = uses.changes
+        self._written_s = time.monotonic()
+
+    def look(self) -> None:
+        """Write the file if it is time. Raises OSError."""
+        paused, self._seen = self._uses.changes == self._seen, self._uses.changes
+        wait_s = min(USES_S, USES_LOOK_S * len(self._uses.table) / USES_AT_ONCE) if paused else USES_S
+        if time.monotonic() - self._written_s >= wait_s:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file if something has changed. Raises OSError."""
+        changes = self._uses.changes
+        if changes != self._written:
+            write_uses(self._home_path, self._uses.records())
+            self._written, self._written_s = changes, time.monotonic()
 
 
 def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
@@ -264,7 +313,7 @@ def _take_home(
         except (CorruptRecord, DeviceError) as error:
             if home.fresh or _is_of_process(error):
                 raise
-            logger.warning("kvdisk cannot read the index of home %s: %s", home.id, error)
+            logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
         rebuild_index(home, layout.index_bytes)
         return restore(home)
 
@@ -281,10 +330,10 @@ def _take_home(
                 if home.fresh or _is_of_process(error):
                     raise
                 if isinstance(error, CorruptRecord):
-                    logger.warning("kvdisk gives up home %s, which cannot be rebuilt: %s", home.id, error)
+                    logger.warning("kvdisk gives up engine store %s, which cannot be rebuilt: %s", home.id, error)
                     store.discard(home)
                     continue
-                text = "kvdisk leaves home %s as it is until the next start, and takes another: %s"
+                text = "kvdisk leaves engine store %s as it is until the next start, and takes another: %s"
                 logger.warning(text, home.id, error)
                 with suppress(DeviceError):
                     home.close(clean=False)

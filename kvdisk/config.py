@@ -84,6 +84,11 @@ def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], b
 _parse_seconds = _checked(
     "a number of seconds", lambda value: type(value) in {int, float} and 0 <= value < float("inf"), float
 )
+_parse_file = _checked(
+    "the absolute path of a file",
+    lambda value: isinstance(value, str | Path) and Path(value).is_absolute() and Path(value).name,
+    Path,
+)
 _parse_flag = _checked("true or false", lambda value: isinstance(value, bool))
 _parse_tokens = _checked(
     "'auto' or a whole number that is not negative",
@@ -244,6 +249,22 @@ class Config:
     this engine. `"keep"`: weights never change in memory here, so everything is.
 
     Example: "keep"
+    """
+    log_requests: bool = _setting(False, _parse_flag)
+    """Say of each request in the log how its prompt divides between GPU, memory, NVMe and what was
+    computed, what its load took and saved, and why it was not more. Else only at the level DEBUG.
+
+    Example: true
+    """
+    trace_file: Path | None = _setting(None, _parse_file)  # noqa: RUF009 - a field
+    """A file that takes which requests came, for [`kvdisk replay`](REPLAY.md#a-trace-of-your-own):
+    when, how long they and their answers were, and which begin alike. It has no text and no token:
+    blocks are short hashes with a random key, of each file its own, which is kept nowhere. A file
+    of 64 MiB, or of the run before, is renamed to end in `.1`: never more than two are kept. Its
+    directory must exist; each engine needs a file of its own.
+
+    Default: none
+    Example: "/var/tmp/kvdisk-trace.jsonl"
     """
     segment_bytes: int = _setting(1 << 30, parse_bytes)
     """What is taken of a drive at once: the length of one rank's segment file. Small stores take

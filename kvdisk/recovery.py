@@ -78,7 +78,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     open. Raises CorruptRecord where HOME does not say enough, DeviceError.
     """
     shape = HomeShape.of(home.fingerprint, home.record.description)
-    logger.warning("kvdisk rebuilds the index of home %s from the headers of its slots.", home.id)
+    logger.warning("kvdisk rebuilds the index of engine store %s from the headers of its slots.", home.id)
     home.remove_index()
     began_s = said_s = time.monotonic()
 
@@ -86,7 +86,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
         nonlocal said_s
         if time.monotonic() - said_s >= PROGRESS_S:
             said_s = time.monotonic()
-            logger.warning("kvdisk rebuilds home %s: %d of %d segments read.", home.id, done, total)
+            logger.warning("kvdisk rebuilds engine store %s: %d of %d segments read.", home.id, done, total)
 
     found = scan_home(home.folders, shape, watch)
     remove_lost(home.folders, list(found.lost))
@@ -94,9 +94,9 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
     blocks = _as_records(found.blocks, int(time.time()))
     _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():
-        logger.warning("kvdisk dropped segment %d on drive %d of home %s: %s", segment, drive, home.id, why)
+        logger.warning("kvdisk dropped segment %d on drive %d of engine store %s: %s", segment, drive, home.id, why)
     logger.warning(
-        "kvdisk rebuilt the index of home %s in %.1f s: %d blocks in %d segments; %d segments dropped.",
+        "kvdisk rebuilt the index of engine store %s in %.1f s: %d blocks in %d segments; %d segments dropped.",
         home.id,
         time.monotonic() - began_s,
         len(blocks.keys),
@@ -130,7 +130,7 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
     """
     if not home.index_is_sound():
-        raise CorruptRecord(f"the index of home {home.id} cannot be trusted")
+        raise CorruptRecord(f"the index of engine store {home.id} cannot be trusted")
     map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
     index = _open(home, map_bytes)
     try:
@@ -155,7 +155,7 @@ def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
     home.adopt_index()
     index = LmdbIndex(home.index_path, map_bytes=map_bytes, commit_s=commit_s)
     try:
-        with device_errors(f"looking for the segments of home {home.id}"):
+        with device_errors(f"looking for the segments of engine store {home.id}"):
             parts = [folder.segments_path for folder in home.folders if folder is not None]
             found = (part / str(number) for part in parts for number in segment_numbers(part))
             if not list(index.segments()) and any(map(is_directory, found)):

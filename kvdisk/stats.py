@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -51,10 +51,39 @@ TIER_WORDS: Mapping[str, str] = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
 TIERS = tuple(tier.name.lower() for tier in Tier if tier is not Tier.GPU)
 REFUSALS = ("reuse", "room", "budget")
 """Why a tier refuses what it is offered."""
+
+
+class Miss(StrEnum):
+    """Why a request found less than all its whole blocks: what became of the first that was
+    missing, as far as can be told from what is kept anyway (decision 36)."""
+
+    NEVER_SEEN = "never_seen"
+    EVICTED_CPU = "evicted_cpu"
+    EVICTED_NVME = "evicted_nvme"
+    EVICTED = "evicted"
+    REFUSED = "refused"
+    NOT_STORED = "not_stored"
+    WRITING = "writing"
+    SHORT = "short"
+    LOAD_FAILED = "load_failed"
+
+
+MISS_WORDS: Mapping[Miss, str] = {
+    Miss.NEVER_SEEN: "never seen or forgotten",
+    Miss.EVICTED_CPU: "evicted from CPU",
+    Miss.EVICTED_NVME: "evicted from NVMe",
+    Miss.EVICTED: "evicted from CPU or NVMe",
+    Miss.REFUSED: "refused by admission",
+    Miss.NOT_STORED: "seen, but not stored",
+    Miss.WRITING: "still being written",
+    Miss.SHORT: "too short to load",
+    Miss.LOAD_FAILED: "load failed",
+}
 JOBS = ("store", "load", "demote", "promote")
 ROUTES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
 _TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _WAIT_S = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _PART_BYTES = tuple(float(1 << shift) for shift in (12, 14, 16, 18, 20, 21, 22, 23, 24))
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
@@ -62,13 +91,27 @@ METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
         # What requests found. The CPU tier is asked for every token that the GPU has not got, the
-        # NVMe tier (other homes of the store included) for those that the CPU tier has not got: hit
+        # NVMe tier (other engines' stores included) for those that the CPU tier has not got: hit
         # / (hit + missed) is a tier's rate.
         Metric("lookup_tokens", _C, "tokens beyond the GPU's own cache that requests asked the tiers for"),
         Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", TIERS),
         Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", TIERS),
         Metric("hit_blocks", _C, "blocks that requests were given from a tier", "tier", TIERS),
         Metric("missed_blocks", _C, "blocks that a tier was asked for, and that it did not give", "tier", TIERS),
+        Metric("hit_ratio", _H, "share of such tokens that one request was given, 0 to 1", buckets=_RATIOS),
+        Metric(
+            "misses",
+            _C,
+            "requests that were given less than all their whole blocks, by what became of the first that was missing",
+            "reason",
+            tuple(Miss),
+        ),
+        Metric(
+            "saved_seconds",
+            _C,
+            "seconds, estimated, that hits would have taken to compute, less their loads; nothing until "
+            "the engine's speed is measured",
+        ),
         Metric("short_hits", _C, "lookups whose hit was too short to be worth a load"),
         Metric("lookup_waits", _C, "lookups answered 'not yet' because a block was on its way"),
         Metric("wait_timeouts", _C, "waits for a block on its way that ran out"),
@@ -77,7 +120,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("stored_blocks", _C, "blocks copied from the GPU to the CPU tier (or through staging to NVMe)"),
         Metric("demoted_blocks", _C, "blocks written from the CPU tier to NVMe"),
         Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
-        Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another home"),
+        Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another engine's store"),
         Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
         Metric("prefetched_blocks", _C, "of these, blocks read ahead for requests that waited in the queue"),
         Metric("failed_stores", _C, "block stores or demotions that failed"),
@@ -91,9 +134,11 @@ METRICS: Mapping[str, Metric] = {
         Metric("drive_read_bytes", _C, "bytes read from a drive, on all ranks", "drive"),
         Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
         # What left, and what was not taken.
-        Metric("evicted_blocks", _C, "copies that left a tier for room", "tier", TIERS),
+        Metric("evicted_blocks", _C, "copies evicted from a tier for room", "tier", TIERS),
         Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
-        Metric("left_blocks", _C, "copies that left the CPU tier untaken by NVMe, by reason", "reason", REFUSALS),
+        Metric(
+            "left_blocks", _C, "copies evicted from the CPU tier that NVMe had not taken, by reason", "reason", REFUSALS
+        ),
         Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
         Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),
         Metric("lost_events", _C, "stored and removed blocks that were not published because too many waited"),
@@ -111,8 +156,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("write_pauses", _C, "times that writes to a drive stopped for a while after a failure"),
         Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
-        Metric("foreign_questions", _C, "requests for which the other homes of the store were asked"),
-        Metric("foreign_failures", _C, "blocks of another home whose slot did not hold what its index said"),
+        Metric("foreign_questions", _C, "requests for which other engines' stores were asked"),
+        Metric("foreign_failures", _C, "blocks of another engine's store whose slot did not hold what its index said"),
         Metric(
             "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
         ),
@@ -145,7 +190,7 @@ FAILURES = {
     "dropped_records": "records not committed",
     "segment_failures": "segments not made",
     "drive_quarantines": "drive quarantines",
-    "foreign_failures": "gone from other homes",
+    "foreign_failures": "gone from other engines",
     "switched_off": "switched off",
 }
 """Series that count what has failed, and what they are in words."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells of itself: values for vLLM's endpoint, a file in its home, and a line in the
-log.
+"""What an engine tells of itself: values for vLLM's endpoint, a file in its engine store, and lines
+in the log: one a minute, one at the end, and one for each request.
 
 The scheduler's thread calls ``take`` each step, which leaves a snapshot once a second; ``write``
 and ``log`` use it on another thread (``kvdisk.background``).
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from kvdisk import __version__
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.manager import Gauges
-from kvdisk.stats import FAILURES, TIER_WORDS, TIERS, Samples, Stats, by_metric
+from kvdisk.manager.requests import Outcome
+from kvdisk.stats import FAILURES, MISS_WORDS, TIER_WORDS, TIERS, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -57,7 +58,8 @@ class _Snapshot(NamedTuple):
 
 class Telemetry:
     """See the module. ``stats``: the engine's totals; their samples are taken out here only.
-    ``write_file``: takes the JSON object; None: there is no home. ``drives``: its directories."""
+    ``write_file``: takes the JSON object; None: there is no engine store. ``drives``: its
+    directories."""
 
     def __init__(
         self,
@@ -82,10 +84,10 @@ class Telemetry:
             "model": model,
             "ranks": ranks,
         }
-        self._was_busy = False
+        self._was_busy = self._ended = False
         self._tell_at_s = 0.0
         self._told = 0, gauges.planned_jobs
-        self._latest = self._logged = _Snapshot(time.time(), {}, {}, gauges.read())
+        self._first = self._latest = self._logged = _Snapshot(time.time(), {}, {}, gauges.read())
         self._written: _Snapshot | None = None
 
     # -- the scheduler's thread ----------------------------------------------------------------
@@ -132,7 +134,7 @@ class Telemetry:
     # -- another thread ------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write the last snapshot into the home, if it is a new one. Raises OSError."""
+        """Write the last snapshot into the engine store, if it is a new one. Raises OSError."""
         latest = self._latest
         if self._write_file is not None and latest is not self._written:
             self._write_file(self._as_json(latest))
@@ -146,8 +148,18 @@ class Telemetry:
         self._logged = latest
         seconds = max(1.0, latest.time_s - before.time_s)
         rose = latest.rise_since(before)
-        said = ", ".join(f"{name} {value}" for name, value in summarize(rose, seconds).items())
-        logger.info("kvdisk, last %.0f s: %s.", seconds, said or "nothing moved")
+        logger.info("kvdisk, last %.0f s: %s.", seconds, _said(rose, seconds))
+
+    def log_end(self) -> None:
+        """Tell the log, once, what there was since the start, if anything was. At the end, when
+        nothing else calls."""
+        if self._ended:
+            return
+        self._ended = True
+        self.take_rest()
+        rose = self._latest.rise_since(self._first)
+        if rose.counts:
+            logger.info("kvdisk ends after %s: %s.", _duration(time.time() - self._first.time_s), _said(rose, None))
 
     def _as_json(self, snapshot: _Snapshot) -> dict[str, Any]:
         counts, gauges = dict(snapshot.counts), dict(snapshot.gauges)
@@ -171,9 +183,51 @@ class Telemetry:
         }
 
 
+def _said(rose: Stats, seconds: float | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in summarize(rose, seconds).items()) or "nothing moved"
+
+
+def log_request(level: int, outcome: Outcome) -> None:
+    """Tell the log what a request found. ``level``: of ``logging``."""
+    if not logger.isEnabledFor(level):
+        return
+    name = outcome.request_id if outcome.request_id.isprintable() else ascii(outcome.request_id)
+    found = " + ".join(f"{count:,} {TIER_WORDS[tier.name.lower()]}" for tier, count in outcome.tokens.items())
+    computed = outcome.total_tokens - outcome.gpu_tokens - sum(outcome.tokens.values())
+    what = "prompt tokens" if outcome.total_tokens == outcome.prompt_tokens else "tokens of prompt and answer"
+    said = []
+    if outcome.load_s is not None:
+        said.append(f"load {_duration(outcome.load_s)}")
+    if outcome.saved_s is not None:
+        said.append(f"saved ~{_duration(outcome.saved_s)}")
+    if outcome.miss is not None:
+        ago = "" if outcome.asked_ago_s is None else f" (asked for ~{_duration(outcome.asked_ago_s)} ago)"
+        said.append(f"missing: {MISS_WORDS[outcome.miss]}{ago}")
+    logger.log(
+        level,
+        "req %s: %s %s = %s GPU + %s + %s computed%s",
+        name,
+        f"{outcome.total_tokens:,}",
+        what,
+        f"{outcome.gpu_tokens:,}",
+        found,
+        f"{computed:,}",
+        f"; {', '.join(said)}" if said else "",
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in two or three digits: ``41 ms``, ``3.9 s``, ``12 min``, ``5.2 h``."""
+    for unit, name in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if seconds >= 2 * unit or (seconds >= unit == 1.0):
+            count = seconds / unit
+            return f"{count:,.{int(count < 10)}f} {name}"
+    return f"{1000 * seconds:.0f} ms"
+
+
 def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
-    """Return the few figures that matter, for one line: hits, bytes moved, fill, evictions, and
-    failures if any.
+    """Return the few figures that matter, for one line: hits, what they saved, bytes moved, fill,
+    evictions, and failures if any.
 
     ``rose``: what counters and histograms rose by. ``seconds``: in how long, for rates; None:
     amounts.
@@ -182,7 +236,9 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     for tier in TIERS:
         hit, missed = rose[f"hit_tokens.{tier}"], rose[f"missed_tokens.{tier}"]
         if hit or missed:
-            found[f"{TIER_WORDS[tier]} hits"] = f"{100 * hit / (hit + missed):.1f} %"
+            found[f"{TIER_WORDS[tier]} hits"] = f"{100 * hit / (hit + missed):.1f} % ({hit:,} tokens)"
+    if rose["saved_seconds"]:
+        found["saved"] = f"~{rose['saved_seconds']:,} s"
     for name, routes in _MOVED.items():
         moved_bytes = sum(rose.sum_of(f"transfer_bytes.{route}") for route in routes)
         if moved_bytes:

@@ -76,8 +76,8 @@ class FoundBlock:
     ``position``, ``start_tokens``: blocks and tokens before it in its chain; null where the chain's
     head is not here. ``children``: how many blocks follow it directly. ``chain``: hashes of the
     blocks up to this one, the head first. ``copies``: of each engine store, a row of ``--export``
-    with ``owner`` ("alive" or "orphan") and ``ranks``, a ``RankSlot`` each; ``last_use_s``: 0 where
-    it was never used.
+    with ``owner`` ("alive" or "stopped") and ``ranks``, a ``RankSlot`` each; ``last_use_s``: 0
+    where it was never used.
     """
 
     fingerprint: str | None
@@ -117,7 +117,7 @@ def survey_block(directories: Directories, wanted: str) -> FoundKey:
     """
     for _ in range(_ATTEMPTS):
         found = _survey(directories, wanted)
-        if found.ok or all(copy["owner"] == "orphan" for block in found.blocks for copy in block.copies):
+        if found.ok or all(copy["owner"] == "stopped" for block in found.blocks for copy in block.copies):
             break  # else an owner may have given the slot to another block meanwhile: look again
     return found
 
@@ -137,7 +137,7 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
     groups = tuple(sorted(set(map(group_of, keys))))
     blocks = tuple(block for namespace, rows in found if rows for block in _blocks(namespace, rows, groups[0]))
     problems = tuple(
-        f"{engine_store(copy['home'])}: rank {rank.rank}: {problem}"
+        f"{engine_store(copy['engine_store'])}: rank {rank.rank}: {problem}"
         for block in blocks
         for copy in block.copies
         for rank in copy["ranks"]
@@ -198,7 +198,7 @@ def _copy(namespace: ReadNamespace, row: int, said: Mapping[str, Any]) -> dict[s
     segment = next((one for one in read.index.segments if one.segment == said["segment"]), None)
     return {
         **said,
-        "owner": "alive" if read.summary.alive else "orphan",
+        "owner": "alive" if read.summary.alive else "stopped",
         "last_use_s": None if said["uses"] is None else said["last_use_s"] or 0,
         "ranks": tuple(_rank_slot(read, segment, at, rank) for rank in range(read.ranks)),
     }
@@ -272,7 +272,7 @@ def _copy_lines(copy: Mapping[str, Any], now_s: int) -> Table:
     lines, uses, last_use_s = make_lines(), copy["uses"], copy["last_use_s"]
     owner = ("in use", "green") if copy["owner"] == "alive" else ("of a stopped engine", "yellow")
     lines.add_row("", "")
-    lines.add_row("Copy", Text.assemble(f"{engine_store(copy['home'])}  ", owner))
+    lines.add_row("Copy", Text.assemble(f"{engine_store(copy['engine_store'])}  ", owner))
     place = f"segment {copy['segment']}, slot {copy['slot']}, drive {printable(copy['drive'])}"
     lines.add_row("Place", f"{place}; generation {copy['generation']}")
     used = f"{plural(uses, 'time')}, last {ago(last_use_s, now_s)}" if uses else "never"

@@ -5,11 +5,11 @@ What gives space back to the drive is a segment or a whole engine store; a block
 slot for the next owner. The order: docs/decisions/0024-prune.md. Nothing is deleted of an engine
 store that has an owner: the plan looks for one, and the deletion again, under its lock.
 
-``--json`` prints an object with ``json_version`` (1), ``kvdisk_version``, ``path``, ``dry_run``,
+``--json`` prints an object with ``json_version`` (2), ``kvdisk_version``, ``path``, ``dry_run``,
 ``asked`` (what ``make_plan`` takes; ``everything``: none of it is given), ``before`` and ``after``
 (what the store takes; ``after`` is null where nothing was deleted), and of the ``Plan`` ``goes``,
-``homes``, ``in_use``, ``kept`` and ``short_bytes``. Bytes are integers, ``*_s`` whole seconds,
-``null`` what is not known or does not apply.
+``engine_stores``, ``in_use``, ``kept`` and ``short_bytes``. Bytes are integers, ``*_s`` whole
+seconds, ``null`` what is not known or does not apply.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _delete(
         }
         plan = make_plan(homes, now_s, **asked)
         for home in homes:
-            if None in home.summary.folders and any(one.id == home.id for one in plan.homes):
+            if None in home.summary.folders and any(one.id == home.id for one in plan.engine_stores):
                 not_named = f"{engine_store(home.id)} has a part on a drive that was not named"
                 raise ConfigError(f"{not_named}; name all directories of the store.")
     if plan.in_use and not stopped:
@@ -179,7 +179,7 @@ def _delete(
         way_out = "stop them, or say --stopped to delete only the engine stores of stopped engines"
         raise refusal(f"{owned}; {way_out}.", Exit.IN_USE)
     before, after = _held([home.summary for home in homes]), None
-    must_ask = bool(plan.homes) and not (yes or dry_run)
+    must_ask = bool(plan.engine_stores) and not (yes or dry_run)
     if not as_json or must_ask:
         _show_plan(store.path, before, plan, report_console(stderr=as_json), now_s)
     if must_ask and not can_ask():
@@ -189,15 +189,15 @@ def _delete(
     if not dry_run:
         with refusing(named):
             carry_out(store, plan)
-            after = _held(list_homes(named)) if plan.homes else None
+            after = _held(list_homes(named)) if plan.engine_stores else None
     if as_json:
-        head = {"json_version": 1, "kvdisk_version": __version__, "path": store.path, "dry_run": dry_run}
-        said = {name: getattr(plan, name) for name in ("goes", "homes", "in_use", "kept", "short_bytes")}
+        head = {"json_version": 2, "kvdisk_version": __version__, "path": store.path, "dry_run": dry_run}
+        said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
         asked["everything"] = all(value is None for value in asked.values())
         print_json(head | {"asked": asked, "before": before} | said | {"after": after})
     else:
         _show_result(plan, before, after, report_console(), dry_run=dry_run)
-    results = {home.result for home in plan.homes}
+    results = {home.result for home in plan.engine_stores}
     if results & {"in use", "gone"}:
         raise typer.Exit(Exit.IN_USE)
     raise typer.Exit(Exit.WRONG if "failed" in results or plan.kept or plan.short_bytes else Exit.FINE)
@@ -208,7 +208,7 @@ def _delete(
 
 def _held(homes: Sequence[HomeSummary]) -> dict[str, int]:
     """Return what a store takes."""
-    return {"homes": len(homes), "allocated_bytes": sum(home.allocated_bytes for home in homes)}
+    return {"engine_stores": len(homes), "allocated_bytes": sum(home.allocated_bytes for home in homes)}
 
 
 @dataclass(frozen=True)
@@ -272,13 +272,13 @@ class HomePlan:
 class Plan:
     """What is deleted of a store.
 
-    ``homes``: of which something goes. ``keys``: blocks whose segments stay, with epochs, by engine
-    store. ``in_use``: live engine stores that would have to change. ``kept``: sentences about those
-    that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what is allocated
-    beyond ``to_bytes`` even so.
+    ``engine_stores``: of which something goes. ``keys``: blocks whose segments stay, with epochs,
+    by engine store. ``in_use``: live engine stores that would have to change. ``kept``: sentences
+    about those that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what is
+    allocated beyond ``to_bytes`` even so.
     """
 
-    homes: list[HomePlan] = field(default_factory=list)
+    engine_stores: list[HomePlan] = field(default_factory=list)
     keys: dict[str, list[tuple[int, BlockKey]]] = field(default_factory=dict)
     in_use: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -287,12 +287,12 @@ class Plan:
 
     @property
     def goes(self) -> dict[str, int]:
-        """How much of each goes. ``homes``: those that go as a whole."""
+        """How much of each goes. ``engine_stores``: those that go as a whole."""
         return {
-            "homes": sum(home.whole for home in self.homes),
-            "segments": sum(len(home.segments) for home in self.homes),
-            "blocks": sum(home.blocks or 0 for home in self.homes),
-            "bytes": sum(home.bytes for home in self.homes),
+            "engine_stores": sum(home.whole for home in self.engine_stores),
+            "segments": sum(len(home.segments) for home in self.engine_stores),
+            "blocks": sum(home.blocks or 0 for home in self.engine_stores),
+            "bytes": sum(home.bytes for home in self.engine_stores),
         }
 
 
@@ -325,7 +325,7 @@ def make_plan(
         if chosen is not None and home.summary.alive:
             plan.in_use.append(home.id)
         elif chosen is not None:
-            plan.homes.append(chosen)
+            plan.engine_stores.append(chosen)
             excess_bytes -= chosen.bytes
     if to_bytes is not None:
         plan.short_bytes = max(0, int(excess_bytes))
@@ -409,9 +409,9 @@ def carry_out(store: Store, plan: Plan) -> None:
     try:
         store.tidy()
     except (StoreLocked, DeviceError):
-        if plan.homes:
+        if plan.engine_stores:
             raise
-    for home in plan.homes:
+    for home in plan.engine_stores:
         home.result, home.why = _delete_of_home(store, home, plan.keys.get(home.id, []))
 
 
@@ -437,15 +437,15 @@ def _delete_of_home(store: Store, plan: HomePlan, keys: Sequence[tuple[int, Bloc
 def _show_plan(path: Path, before: Mapping[str, int], plan: Plan, console: Console, now_s: int) -> None:
     goes_bytes, lines = plan.goes["bytes"], make_lines()
     lines.add_row("Store", Text(printable(path), "bold cyan"))
-    lines.add_row("Holds", f"{size(before['allocated_bytes'])} in {plural(before['homes'], 'engine store')}")
-    lines.add_row("Delete", Text.assemble((size(goes_bytes), "bold"), f", {_count(plan.homes)}"))
+    lines.add_row("Holds", f"{size(before['allocated_bytes'])} in {plural(before['engine_stores'], 'engine store')}")
+    lines.add_row("Delete", Text.assemble((size(goes_bytes), "bold"), f", {_count(plan.engine_stores)}"))
     lines.add_row("Keep", size(before["allocated_bytes"] - goes_bytes))
     console.print(lines)
-    if plan.homes:
+    if plan.engine_stores:
         columns = (left("Engine store", "cyan"), left("Namespace", "magenta"), folded("Model"))
         numbers = (right("Last use"), folded("Delete"), right("Blocks"), right("Bytes"))
         table = make_table("To delete", console.width, *columns, *numbers)
-        for home in plan.homes:
+        for home in plan.engine_stores:
             table.add_row(
                 home.id[:ID_LETTERS],
                 home.fingerprint.hex()[:ID_LETTERS] if home.fingerprint else Text("?", "red"),
@@ -489,11 +489,11 @@ def _show_result(
         console.print("This was a dry run: nothing was deleted." if dry_run else "There is nothing to delete.")
     else:
         freed = size(before["allocated_bytes"] - after["allocated_bytes"])
-        count = _count([home for home in plan.homes if home.result == "deleted"])
-        stays = f"{size(after['allocated_bytes'])} in {plural(after['homes'], 'engine store')} stay"
-        said = f"{freed}, {count}; {stays if after['homes'] else 'the store is empty'}."
+        count = _count([home for home in plan.engine_stores if home.result == "deleted"])
+        stays = f"{size(after['allocated_bytes'])} in {plural(after['engine_stores'], 'engine store')} stay"
+        said = f"{freed}, {count}; {stays if after['engine_stores'] else 'the store is empty'}."
         console.print(Text.assemble(("\nDeleted ", "green"), said))
-        others = [f"{engine_store(home.id)}: {home.why}" for home in plan.homes if home.result != "deleted"]
+        others = [f"{engine_store(home.id)}: {home.why}" for home in plan.engine_stores if home.result != "deleted"]
         print_list("Left alone", others, console, None, "")
     if plan.short_bytes:
         short = f"{size(plan.short_bytes)} more than asked for stay"

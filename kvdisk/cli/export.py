@@ -27,7 +27,19 @@ from kvdisk.device.drives import Directories
 from kvdisk.errors import ConfigError
 
 COLUMNS = (
-    *("home", "namespace", "epoch", "key", "group", "segment", "slot", "drive", "generation", "parent", "position"),
+    *(
+        "engine_store",
+        "namespace",
+        "epoch",
+        "key",
+        "group",
+        "segment",
+        "slot",
+        "drive",
+        "generation",
+        "parent",
+        "position",
+    ),
     *("tokens", "bytes", "stored_s", "uses", "last_use_s"),
 )
 SUFFIXES = (".csv", ".parquet")
@@ -45,7 +57,7 @@ class Exported:
     path: Path
     bytes: int
     rows: int
-    homes: int
+    engine_stores: int
     problems: tuple[str, ...]
 
 
@@ -69,7 +81,7 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
         path=path,
         bytes=path.stat().st_size,
         rows=sum(len(home.records) for home in homes),
-        homes=sum(home.index.blocks is not None for home in homes),
+        engine_stores=sum(home.index.blocks is not None for home in homes),
         problems=tuple(f"{engine_store(home.id)}: {home.problem}" for home in homes if home.problem),
     )
 
@@ -95,7 +107,7 @@ def describe_rows(namespace: ReadNamespace, forest: Forest, rows: Sequence[int])
     record, records, nodes = namespace.record, Records(columns), forest.node_of[at]
     uses = np.where(blocks.is_known, blocks.uses, NONE)
     return {
-        "home": [namespace.places[row][0].id for row in rows],
+        "engine_store": [namespace.places[row][0].id for row in rows],
         "namespace": [record.fingerprint.hex() if record else None] * len(rows),
         "epoch": columns.epochs[at].tolist(),
         "key": [columns.keys[row].hex() for row in rows],
@@ -129,7 +141,14 @@ def _write_csv(path: Path, tables: Iterable[Table]) -> None:
 def _write_parquet(path: Path, tables: Iterable[Table]) -> None:
     arrow = _import_pyarrow()
     text, number, unsigned = arrow.string(), arrow.int64(), arrow.uint64()
-    types = {"home": text, "namespace": text, "key": text, "parent": text, "epoch": unsigned, "generation": unsigned}
+    types = {
+        "engine_store": text,
+        "namespace": text,
+        "key": text,
+        "parent": text,
+        "epoch": unsigned,
+        "generation": unsigned,
+    }
     schema = arrow.schema([(name, types.get(name, number)) for name in COLUMNS])
     with arrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for table in tables:

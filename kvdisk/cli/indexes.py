@@ -162,22 +162,22 @@ class ReadNamespace:
     is alone, by its own id."""
 
     id: str
-    homes: tuple[ReadHome, ...] = field(compare=False)
+    engine_stores: tuple[ReadHome, ...] = field(compare=False)
 
     @property
     def record(self) -> HomeRecord | None:
         """HOME of the engine store that was used last."""
-        return max((home.summary.record for home in self.homes), key=lambda one: one.last_use_s if one else 0)
+        return max((home.summary.record for home in self.engine_stores), key=lambda one: one.last_use_s if one else 0)
 
     @cached_property
     def blocks(self) -> HomeColumns:
         """The blocks of all engine stores whose index can be read."""
-        return join([home.blocks for home in self.homes if home.blocks is not None])
+        return join([home.blocks for home in self.engine_stores if home.blocks is not None])
 
     @cached_property
     def places(self) -> list[tuple[ReadHome, int]]:
         """Of each row of ``blocks``, the engine store and the row there."""
-        return [(home, row) for home in self.homes if home.problem is None for row in range(len(home.records))]
+        return [(home, row) for home in self.engine_stores if home.problem is None for row in range(len(home.records))]
 
 
 def read_homes(directories: Directories, wanted: Callable[[HomeSummary], bool] = lambda _: True) -> list[ReadHome]:

@@ -149,7 +149,7 @@ def _export(paths: Sequence[Path], target: Path, force: bool, as_json: bool) -> 
     if as_json:
         print_json(done, JSON_VERSION)
     else:
-        said = f"{plural(done.rows, 'block')} of {plural(done.homes, 'engine store')}"
+        said = f"{plural(done.rows, 'block')} of {plural(done.engine_stores, 'engine store')}"
         typer.echo(f"{said} in {target} ({size(done.bytes)})")
         for problem in done.problems:
             typer.echo(f"kvdisk: {printable(problem)}", err=True)
@@ -167,18 +167,18 @@ def print_survey(survey: Survey, console: Console, views: Collection[str] = (), 
     lines = _summary(survey)
     console.print(lines)
     print_list("Problems", survey.problems, console, most, "--all lists them")
-    if survey.homes and not views:
+    if survey.engine_stores and not views:
         told = [-(-(len(problem) + 4) // width) for problem in survey.problems[:PROBLEMS_SHOWN]]
         more = 3 if len(survey.problems) > PROBLEMS_SHOWN else 2
         heads = len(console.render_lines(lines, pad=False))
         _print_models(survey, console, LINES - heads - (sum(told) + more if told else 0))
     if "models" in views:
         console.print("", namespaces_table(survey, width, MOST_MODELS), sep="\n")
-    if "stores" in views and survey.homes:
+    if "stores" in views and survey.engine_stores:
         console.print(homes_table(survey, width))
         if len(survey.drives) > 1:
             console.print(_drives(survey, width))
-    if "segments" in views and survey.homes:
+    if "segments" in views and survey.engine_stores:
         console.print(segments_table(survey, width, None if everything else SEGMENTS_SHOWN))
     if "ages" in views and survey.totals.blocks:
         console.print(_histograms(survey, width))
@@ -204,7 +204,7 @@ def _print_models(survey: Survey, console: Console, room: int) -> None:
 def _verdict(survey: Survey) -> Text:
     """Say whether the store is healthy, or what to do."""
     if survey.ok:
-        return Text("healthy" if survey.homes else "empty: cleared, or no engine has used it yet", "bold green")
+        return Text("healthy" if survey.engine_stores else "empty: cleared, or no engine has used it yet", "bold green")
     if any("kvdisk repair" in problem for problem in survey.problems):
         return Text("damaged: run kvdisk repair", "bold red")
     only_unnamed = all(NOT_NAMED in problem for problem in survey.problems)
@@ -216,18 +216,18 @@ def _summary(survey: Survey) -> Table:
     made = "" if store.created_s is None else f"  (made {ago(store.created_s, now_s)})"
     lines.add_row("Verdict", _verdict(survey))
     lines.add_row("Store", Text.assemble((printable(store.path), "bold cyan"), (made, "dim")))
-    if not survey.homes:
+    if not survey.engine_stores:
         return lines
     fill = Text(f"{size(totals.used_bytes)}, and no cap, since no engine lives")
     if totals.fill is not None:
         fill = Text.assemble((bar(totals.fill, _BAR_LETTERS), "cyan"), f" {share(totals.fill)}: ")
         fill.append(f"{size(totals.used_bytes)} of {size(totals.cap_bytes)}")
     lines.add_row("Fill", fill)
-    alive, stopped = totals.live_homes, totals.homes - totals.live_homes
+    alive, stopped = totals.engine_stores_in_use, totals.engine_stores - totals.engine_stores_in_use
     owners = [f"{count} {text}" for count, text in ((alive, "in use"), (stopped, "of stopped engines")) if count]
-    unread = totals.unreadable_homes
+    unread = totals.unreadable_engine_stores
     without = f"; {unread} cannot be read" if unread else ""
-    said = f"{totals.homes}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated"
+    said = f"{totals.engine_stores}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated"
     lines.add_row("Engine stores", Text.assemble(said, (without, "red")))
     stored = ""
     if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
@@ -245,7 +245,7 @@ def namespaces_table(survey: Survey, width: int, most: int) -> Table:
     columns = (left("Namespace", "magenta"), Column("Model", no_wrap=True, overflow="ellipsis"), left("KV dtype"))
     table = make_table("", width, *columns, *map(right, ("TP", "Block", "Blocks", "Bytes")))
     for each in survey.namespaces[:most]:
-        unread = each.unreadable_homes == len(each.homes)
+        unread = each.unreadable_engine_stores == len(each.engine_stores)
         dtype = each.dtype if each.kv_dtype in {None, "auto"} else each.kv_dtype
         table.add_row(
             each.fingerprint[:ID_LETTERS],
@@ -266,7 +266,7 @@ def homes_table(survey: Survey, width: int) -> Table:
     headers = ("Blocks", "Bytes", "Allocated", "Cap", "Last use")
     names = (left("Engine store", "cyan"), left("Namespace", "magenta"), left("Engine"))
     table = make_table("Engine stores", width, *names, *map(right, headers))
-    for home in survey.homes:
+    for home in survey.engine_stores:
         stopped = Text("crashed" if home.clean is False else "stopped", "yellow")
         table.add_row(
             home.id[:ID_LETTERS],
@@ -288,7 +288,7 @@ def segments_table(survey: Survey, width: int, most: int | None) -> Table:
     """
     numbers = map(right, ("Segment", "Drive", "Slots", "Used", "Fragmented", "A read"))
     table = make_table("Segments", width, left("Engine store", "cyan"), *numbers, folded("Files"))
-    for home in survey.homes:
+    for home in survey.engine_stores:
         for at, segment in enumerate(home.segments[:most]):
             run = "-" if segment.read_run_blocks is None else f"{segment.read_run_blocks:.1f}"
             table.add_row(
@@ -314,7 +314,7 @@ def _drives(survey: Survey, width: int) -> Table:
         name = f"not named ({printable(drive.store_id)[:ID_LETTERS]})" if drive.path is None else printable(drive.path)
         table.add_row(
             name,
-            number(drive.homes),
+            number(drive.engine_stores),
             number(drive.segments if drive.path else None),
             number(drive.blocks),
             size(drive.used_bytes),

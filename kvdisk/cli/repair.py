@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk repair``: rebuilds the index of each damaged store of a stopped engine, from its slots.
 
-``--json`` prints an object with ``json_version`` (2) and ``homes``, a list of ``Repaired``.
+``--json`` prints an object with ``json_version`` (3) and ``engine_stores``, a list of ``Repaired``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = Fals
         Repaired(one.id, "healthy") if one.id in healthy and not yes else _repair(store, one.id) for one in homes
     ]
     if as_json:
-        print_json({"json_version": 2, "homes": reports})
+        print_json({"json_version": 3, "engine_stores": reports})
     else:
         for report in reports if yes or len(healthy) < len(homes) else ():
             _print(report)

@@ -49,7 +49,7 @@ from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import SegmentSpec
 
-JSON_VERSION = 3
+JSON_VERSION = 4
 PREFIXES = 12
 """How many prefixes a survey looks for in each namespace."""
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 30 * 86400)
@@ -90,7 +90,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Home:
-    """An engine store. ``owner``: "alive" while a process of its engine lives, else "orphan".
+    """An engine store. ``owner``: "alive" while a process of its engine lives, else "stopped".
 
     ``clean``: its last owner closed it in order; false while one lives. ``cap_bytes``: of its last
     owner; it counts while that lives. ``read_run_bytes``: bytes of one rank that are read at a
@@ -100,7 +100,7 @@ class Home:
     id: str
     path: Path
     fingerprint: str | None
-    owner: Literal["alive", "orphan"]
+    owner: Literal["alive", "stopped"]
     clean: bool | None
     ranks: int
     cap_bytes: int | None
@@ -130,7 +130,8 @@ class Home:
 class Namespace:
     """All engine stores of one fingerprint, described by the engine that used it last.
 
-    A block that two of them hold counts twice. ``unreadable_homes`` are missing from the sums.
+    A block that two of them hold counts twice. ``unreadable_engine_stores`` are missing from the
+    sums.
     ``groups``: KV-cache groups, each with group, blocks, block_tokens, payload_bytes and slot_bytes
     (on one rank), window_tokens. ``epochs``: of the weights (0: as the files have them), each with
     epoch, blocks.
@@ -143,8 +144,8 @@ class Namespace:
     tensor_parallel: Any
     ranks: Any
     hash_tokens: Any
-    homes: tuple[str, ...]
-    unreadable_homes: int
+    engine_stores: tuple[str, ...]
+    unreadable_engine_stores: int
     blocks: int
     used_bytes: int
     oldest_stored_s: int | None
@@ -163,8 +164,8 @@ class Drive:
 
     store_id: str | None
     path: Path | None
-    homes: int
-    unreadable_homes: int
+    engine_stores: int
+    unreadable_engine_stores: int
     segments: int
     slots: int
     blocks: int
@@ -203,13 +204,13 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all engine stores but ``unreadable_homes``. ``cap_bytes``: of live owners together;
-    null, as ``fill``, where none lives."""
+    """Sums over all engine stores but ``unreadable_engine_stores``. ``cap_bytes``: of live owners
+    together; null, as ``fill``, where none lives."""
 
     namespaces: int
-    homes: int
-    live_homes: int
-    unreadable_homes: int
+    engine_stores: int
+    engine_stores_in_use: int
+    unreadable_engine_stores: int
     blocks: int
     slots: int
     used_bytes: int
@@ -243,7 +244,7 @@ class Survey:
     ages: Ages
     reuse: Reuse
     namespaces: tuple[Namespace, ...]
-    homes: tuple[Home, ...]
+    engine_stores: tuple[Home, ...]
 
 
 def survey_store(
@@ -282,7 +283,7 @@ def survey_store(
         ages=_ages(columns, now_s),
         reuse=_reuse(columns),
         namespaces=tuple(_survey_namespace(one, homes, most, shared_only) for one in groups if one.record),
-        homes=homes,
+        engine_stores=homes,
     )
 
 
@@ -313,7 +314,7 @@ def survey_home(read: ReadHome) -> Home:
         id=summary.id,
         path=summary.path,
         fingerprint=record.fingerprint.hex() if record else None,
-        owner="alive" if summary.alive else "orphan",
+        owner="alive" if summary.alive else "stopped",
         clean=record.clean if record else None,
         ranks=read.ranks,
         cap_bytes=record.cap_bytes if record else None,
@@ -462,7 +463,7 @@ def _sums(homes: Sequence[Home]) -> dict[str, Any]:
     """Return what a namespace and the totals both say of engine stores."""
     known = [home for home in homes if home.blocks]
     return {
-        "unreadable_homes": sum(not home.index_readable for home in homes),
+        "unreadable_engine_stores": sum(not home.index_readable for home in homes),
         "blocks": _sum(homes, "blocks"),
         "used_bytes": _sum(homes, "used_bytes"),
         "oldest_stored_s": min((home.oldest_stored_s or 0 for home in known), default=None),
@@ -474,8 +475,8 @@ def _totals(homes: Sequence[Home]) -> Totals:
     cap_bytes = sum(home.cap_bytes or 0 for home in homes if home.alive) or None
     return Totals(
         namespaces=len({home.fingerprint for home in homes} - {None}),
-        homes=len(homes),
-        live_homes=sum(home.alive for home in homes),
+        engine_stores=len(homes),
+        engine_stores_in_use=sum(home.alive for home in homes),
         slots=_sum(homes, "slots"),
         allocated_bytes=_sum(homes, "allocated_bytes"),
         cap_bytes=cap_bytes,
@@ -499,7 +500,7 @@ def _survey_namespace(read: ReadNamespace, homes: Sequence[Home], prefixes: int,
     known: dict[str, Any] = {name: said.get(name) for name in names} | _sums(mine)
     return Namespace(
         fingerprint=fingerprint,
-        homes=tuple(home.id for home in mine),
+        engine_stores=tuple(home.id for home in mine),
         groups=tuple(
             {"group": number, "blocks": in_group[number]} | {name: group.get(name) for name in sizes}
             for number, group in enumerate(groups)
@@ -528,8 +529,8 @@ def _drives(store: StoreFile, homes: Sequence[Home], read: Sequence[ReadHome]) -
             Drive(
                 store_id=name,
                 path=where[name],
-                homes=len({home.id for home, _ in parts}),
-                unreadable_homes=len({home.id for home, _ in parts if not home.index_readable}),
+                engine_stores=len({home.id for home, _ in parts}),
+                unreadable_engine_stores=len({home.id for home, _ in parts if not home.index_readable}),
                 segments=len(segments),
                 slots=_sum(segments, "slots"),
                 blocks=_sum(segments, "used_slots"),

@@ -39,9 +39,11 @@ from kvdisk.cli.output import (
     duration,
     engine_store,
     folded,
+    in_shares,
     left,
     make_lines,
     make_table,
+    miss_counts,
     number,
     plural,
     print_json,
@@ -59,17 +61,18 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS
+from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS, Miss
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 STALE_S = 3.0
 """After so long without new figures an engine is idle: it writes them when they change."""
 HISTORY = 12
 LOCK_WAIT_S = 2.0
 READS = ("nvme_to_cpu", "nvme_to_gpu")
 WRITES = ("cpu_to_nvme", "gpu_to_nvme")
-ORPHANS_SHOWN = 8
+STOPPED_SHOWN = 8
 PROBLEMS_SHOWN = 5
+MISSES_SHOWN = 2
 _BAR_LETTERS = 8
 _FLOWS = {"GPU → CPU": ("gpu_to_cpu",), "CPU → GPU": ("cpu_to_gpu",)}
 _WAITING = {
@@ -103,7 +106,7 @@ class Engine:
     to NVMe over the last looks, the newest last.
     """
 
-    home: str
+    engine_store: str
     model: str | None
     problem: str | None = None
     pid: int | None = None
@@ -139,23 +142,26 @@ class Drive:
 
 
 @dataclass(frozen=True)
-class Orphan:
+class StoppedEngine:
     """An engine store that a stopped engine has left."""
 
-    home: str
+    engine_store: str
     model: str | None
     last_use_s: int | None
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all engines. ``hit_rate``: since their starts. Rates: from and to NVMe."""
+    """Sums over all engines. ``hit_rate``, ``saved_seconds``, ``misses`` (requests, by reason, see
+    docs/METRICS.md): since their starts. Rates: from and to NVMe."""
 
     engines: int
-    orphans: int
+    stopped: int
     used_bytes: Mapping[str, int]
     capacity_bytes: Mapping[str, int]
     hit_rate: float | None
+    saved_seconds: int
+    misses: Mapping[Miss, int]
     read_bytes_per_s: float | None
     written_bytes_per_s: float | None
 
@@ -171,7 +177,7 @@ class Frame:
     totals: Totals
     engines: tuple[Engine, ...]
     drives: tuple[Drive, ...]
-    orphans: tuple[Orphan, ...]
+    stopped: tuple[StoppedEngine, ...]
 
 
 def top(
@@ -337,17 +343,19 @@ class TopReader:
         owners = list_owners(self._directories, LOCK_WAIT_S)
         now_s = self._clock()
         engines = [self._engine(owner, now_s) for owner in owners if owner.alive]
-        engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.home))
-        told = {engine.home for engine in engines if engine.figures_s is not None}
+        engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.engine_store))
+        told = {engine.engine_store for engine in engines if engine.figures_s is not None}
         self._watched = {home_id: each for home_id, each in self._watched.items() if home_id in told}
-        orphans = [
-            Orphan(owner.id, _model_of(owner), owner.record.last_use_s if owner.record else None)
+        stopped = [
+            StoppedEngine(owner.id, _model_of(owner), owner.record.last_use_s if owner.record else None)
             for owner in owners
             if not owner.alive
         ]
-        orphans.sort(key=lambda orphan: -(orphan.last_use_s or 0))
-        problems = [f"{engine_store(each.home)}: {each.problem}" for each in engines if each.problem]
-        problems += [f"{engine_store(each.home)}: HOME cannot be read" for each in orphans if each.last_use_s is None]
+        stopped.sort(key=lambda one: -(one.last_use_s or 0))
+        problems = [f"{engine_store(each.engine_store)}: {each.problem}" for each in engines if each.problem]
+        problems += [
+            f"{engine_store(each.engine_store)}: HOME cannot be read" for each in stopped if each.last_use_s is None
+        ]
         drives: dict[str, list[tuple[_Watched, DriveTelemetry]]] = {}
         for watched in self._watched.values():
             for drive in watched.last.drives:
@@ -356,16 +364,16 @@ class TopReader:
             round(now_s, 3),
             {"path": self._directories[0]},
             tuple(problems),
-            self._totals(engines, len(orphans)),
+            self._totals(engines, len(stopped)),
             tuple(engines),
             tuple(_drive(path, told) for path, told in sorted(drives.items())),
-            tuple(orphans),
+            tuple(stopped),
         )
 
     def _engine(self, owner: HomeOwner, now_s: float) -> Engine:
         figures, problem = None, None
         try:
-            with paths.device_errors(f"reading the figures of home {owner.id}"):
+            with paths.device_errors(f"reading the figures of engine store {owner.id}"):
                 figures = read_telemetry(owner.path)
         except (CorruptRecord, DeviceError) as error:
             problem = str(error).replace(f"{owner.path}/", "")
@@ -378,7 +386,7 @@ class TopReader:
         watched.look(figures, idle=idle)
         gauges = figures.gauges
         return Engine(
-            home=owner.id,
+            engine_store=owner.id,
             model=figures.model or _model_of(owner),
             pid=figures.pid,
             host=figures.host,
@@ -397,7 +405,7 @@ class TopReader:
             writes=tuple(watched.writes),
         )
 
-    def _totals(self, engines: Sequence[Engine], orphans: int) -> Totals:
+    def _totals(self, engines: Sequence[Engine], stopped: int) -> Totals:
         counted = Counter[str]()
         for watched in self._watched.values():
             counted.update(watched.last.totals)
@@ -405,10 +413,12 @@ class TopReader:
         tiers = {name: [engine.tiers[name] for engine in engines if name in engine.tiers] for name in TIERS}
         return Totals(
             engines=len(engines),
-            orphans=orphans,
+            stopped=stopped,
             used_bytes={name: int(sum(tier.used_bytes for tier in found)) for name, found in tiers.items()},
             capacity_bytes={name: int(sum(tier.capacity_bytes for tier in found)) for name, found in tiers.items()},
             hit_rate=min(1.0, hit / asked) if asked else None,
+            saved_seconds=counted["saved_seconds"],
+            misses=miss_counts(counted),
             read_bytes_per_s=_sum_known(engine.flow(READS) for engine in engines),
             written_bytes_per_s=_sum_known(engine.flow(WRITES) for engine in engines),
         )
@@ -449,8 +459,8 @@ def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
     parts += [_engine(engine, frame.time_s) for engine in frame.engines]
     if frame.drives:
         parts.append(_drives(frame, width))
-    if frame.orphans:
-        parts += [Text("\nEngine stores of stopped engines", "bold dim"), *_listed(_orphans(frame), ORPHANS_SHOWN)]
+    if frame.stopped:
+        parts += [Text("\nEngine stores of stopped engines", "bold dim"), *_listed(_stopped(frame), STOPPED_SHOWN)]
     parts += _listed([Text.assemble(("✗ ", "red"), printable(problem)) for problem in frame.problems], PROBLEMS_SHOWN)
     return Group(*parts)
 
@@ -478,12 +488,16 @@ def _head(frame: Frame) -> RenderableType:
     lines, totals = make_lines(), frame.totals
     clock = time.strftime("%H:%M:%S", time.localtime(frame.time_s))
     lines.add_row("Store", Text.assemble((printable(frame.store["path"]), "bold cyan"), (f"  {clock}", "dim")))
-    orphans = f", {plural(totals.orphans, 'engine store')} of stopped engines" if totals.orphans else ""
+    stopped = f", {plural(totals.stopped, 'engine store')} of stopped engines" if totals.stopped else ""
     if not frame.engines:
-        lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), orphans))
+        lines.add_row("Engines", Text.assemble(("none is using this store now", "yellow"), stopped))
         return lines
-    lines.add_row("Engines", f"{totals.engines} alive{orphans}")
-    lines.add_row("Hits", Text.assemble((share(totals.hit_rate), "bold"), " of prompt tokens since their start"))
+    lines.add_row("Engines", f"{totals.engines} alive{stopped}")
+    saved = f", which saved ~{duration(totals.saved_seconds)}" if totals.saved_seconds else ""
+    hits = (share(totals.hit_rate), "bold"), f" of prompt tokens since their start{saved}"
+    lines.add_row("Hits", Text.assemble(*hits))
+    if totals.misses:
+        lines.add_row("Misses", in_shares(totals.misses, MISSES_SHOWN))
     sizes = {tier: (totals.used_bytes[tier], most) for tier, most in totals.capacity_bytes.items() if most}
     tiers = (f"{TIER_WORDS[tier]} {size(used)} of {size(most)}" for tier, (used, most) in sizes.items())
     lines.add_row("Hold", "   ".join(tiers))
@@ -510,13 +524,13 @@ def _drives(frame: Frame, width: int) -> RenderableType:
     return table
 
 
-def _orphans(frame: Frame) -> list[Text]:
+def _stopped(frame: Frame) -> list[Text]:
     lines = []
-    for orphan in frame.orphans:
+    for one in frame.stopped:
         about = "HOME cannot be read"
-        if orphan.last_use_s is not None:
-            about = f"{short_model(orphan.model)}, last used {ago(orphan.last_use_s, int(frame.time_s))}"
-        lines.append(Text(f"  {orphan.home[:ID_LETTERS]}  {about}", "dim"))
+        if one.last_use_s is not None:
+            about = f"{short_model(one.model)}, last used {ago(one.last_use_s, int(frame.time_s))}"
+        lines.append(Text(f"  {one.engine_store[:ID_LETTERS]}  {about}", "dim"))
     return lines
 
 
@@ -524,7 +538,7 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
     """Return an engine's box. Its lines go on in the next one where the terminal is narrow."""
     title = Text.assemble(
         ("● ", "dim" if engine.idle else "green"),
-        (engine.home[:ID_LETTERS], "cyan"),
+        (engine.engine_store[:ID_LETTERS], "cyan"),
         "  ",
         (short_model(engine.model), "bold"),
     )

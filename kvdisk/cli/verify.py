@@ -81,7 +81,7 @@ class Finding:
     the slot in the file.
     """
 
-    home: str
+    engine_store: str
     drive: int
     segment: int
     rank: int
@@ -106,7 +106,7 @@ class HomeVerdict:
     """
 
     id: str
-    owner: Literal["alive", "orphan"]
+    owner: Literal["alive", "stopped"]
     blocks: int | None = None
     slots: int = 0
     read_bytes: int = 0
@@ -127,7 +127,7 @@ class Verdict:
     path: Path
     sample_percent: float | None
     seed: int | None
-    homes: list[HomeVerdict] = field(default_factory=list)
+    engine_stores: list[HomeVerdict] = field(default_factory=list)
     wrong: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
     stopped: bool = False
@@ -135,14 +135,14 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong in what was read."""
-        return not self.wrong and not any(home.problems for home in self.homes)
+        return not self.wrong and not any(home.problems for home in self.engine_stores)
 
     @property
     def totals(self) -> dict[str, int]:
         """Sums over all engine stores. ``blocks``: in the indexes."""
         names = ("blocks", "slots", "read_bytes", "wrong_slots", "changed_slots")
-        sums = {name: sum(getattr(home, name) or 0 for home in self.homes) for name in names}
-        return {"homes": len(self.homes)} | sums
+        sums = {name: sum(getattr(home, name) or 0 for home in self.engine_stores) for name in names}
+        return {"engine_stores": len(self.engine_stores)} | sums
 
 
 def verify(
@@ -183,7 +183,7 @@ def verify(
         home_id = find_home(named, home)
         verdict = verify_store(named, home_id=home_id, percent=percent, seed=seed or 0, watch=watch)
     if as_json:
-        head = {"json_version": 1, "kvdisk_version": __version__, "ok": verdict.ok, "totals": verdict.totals}
+        head = {"json_version": 2, "kvdisk_version": __version__, "ok": verdict.ok, "totals": verdict.totals}
         print_json(head | vars(replace(verdict, seconds=round(verdict.seconds, 3))))
     else:
         _print(verdict, report_console(), None if everything else SHOWN)
@@ -222,10 +222,10 @@ def verify_store(
     boot_id = Store.open(directories, create=False).boot_id
     generator = random.Random(seed)  # noqa: S311 - which slots are read is no secret
     for _ in range(_ROUNDS):
-        seen = {one.id for one in verdict.homes}
+        seen = {one.id for one in verdict.engine_stores}
         homes = read_homes(directories, lambda one: one.id not in seen and home_id in {None, one.id})  # noqa: B023
         checks = {home.id: HomeCheck(home, boot_id) for home in homes}
-        verdict.homes += [check.mine for check in checks.values()]
+        verdict.engine_stores += [check.mine for check in checks.values()]
         try:
             parts = [part for check in checks.values() for part in check.parts(percent, generator)]
             done_bytes, total_bytes = 0, sum(part.byte_count for part in parts)
@@ -241,9 +241,9 @@ def verify_store(
             check.judge(verdict)
         if verdict.stopped or not any(check.mine.gone for check in checks.values()):
             break  # else its blocks are, by now, in an engine store of another name
-    verdict.wrong.sort(key=lambda one: (one.home, one.drive, one.segment, one.rank, one.slot or 0))
-    for mine in verdict.homes:
-        mine.wrong_slots = sum(finding.slots for finding in verdict.wrong if finding.home == mine.id)
+    verdict.wrong.sort(key=lambda one: (one.engine_store, one.drive, one.segment, one.rank, one.slot or 0))
+    for mine in verdict.engine_stores:
+        mine.wrong_slots = sum(finding.slots for finding in verdict.wrong if finding.engine_store == mine.id)
     verdict.seconds = time.monotonic() - started_s
     return verdict
 
@@ -259,7 +259,7 @@ class HomeCheck:
         self._suspects: defaultdict[Finding, list[int]] = defaultdict(list)
         """What does not match, and the rows of the blocks that it is about."""
         summary, record = home.summary, home.summary.record
-        self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "orphan")
+        self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "stopped")
         if record is None:
             why = why_no_record(summary.path)
             self.mine.problems += [why] if why else []
@@ -441,7 +441,7 @@ def read_part(part: Part) -> PartRead:
 
 
 def _print(verdict: Verdict, console: Console, most: int | None) -> None:
-    homes, totals = verdict.homes, verdict.totals
+    homes, totals = verdict.engine_stores, verdict.totals
     slots, read_bytes = plural(totals["slots"], "slot"), totals["read_bytes"]
     lines = make_lines()
     lines.add_row("Store", Text(printable(verdict.path), "bold cyan"))
@@ -470,19 +470,21 @@ def _print(verdict: Verdict, console: Console, most: int | None) -> None:
 def _result(verdict: Verdict) -> Text:
     wrong, slots = verdict.totals["wrong_slots"], verdict.totals["slots"]
     text = Text("stopped before the end; ", "yellow") if verdict.stopped else Text()
-    if not (verdict.homes or verdict.stopped):
+    if not (verdict.engine_stores or verdict.stopped):
         return text.append("the store is empty: there is nothing to check", "green")
     if verdict.ok:
         in_part = verdict.stopped or verdict.sample_percent
         return text.append("all that was read is good" if in_part else "all good", "green")
     said = [f"{plural(wrong, 'slot')} wrong ({share(wrong / slots)} of those read)"] if wrong and slots else []
-    others = sum(finding.slots == 0 for finding in verdict.wrong) + sum(len(home.problems) for home in verdict.homes)
+    others = sum(finding.slots == 0 for finding in verdict.wrong) + sum(
+        len(home.problems) for home in verdict.engine_stores
+    )
     return text.append(", ".join([*said, plural(others, "other problem")] if others else said), "bold red")
 
 
 def _remedy(verdict: Verdict) -> str:
     """Say what to do about what is wrong."""
-    if any("kvdisk repair" in problem for home in verdict.homes for problem in home.problems):
+    if any("kvdisk repair" in problem for home in verdict.engine_stores for problem in home.problems):
         return "run kvdisk repair"
     if any(finding.check == "file" and finding.path for finding in verdict.wrong):
         return "run kvdisk repair: it drops segments whose files are of no use"
@@ -490,7 +492,7 @@ def _remedy(verdict: Verdict) -> str:
 
 
 def _wrong_line(finding: Finding) -> str:
-    place = f"{engine_store(finding.home)} drive {finding.drive} segment {finding.segment} rank {finding.rank}"
+    place = f"{engine_store(finding.engine_store)} drive {finding.drive} segment {finding.segment} rank {finding.rank}"
     path = f" ({finding.path})" if finding.path else ""
     if finding.slot is None:
         return f"{place}, all of its {plural(finding.slots, 'block')}: {finding.what}{path}"

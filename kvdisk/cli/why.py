@@ -256,7 +256,7 @@ class _Searched:
             differs = {name: (there.get(name), here.get(name)) for name in names if here.get(name) != there.get(name)}
         record = self.namespace.record
         assert record is not None
-        in_use = any(home.summary.alive for home in self.namespace.homes)
+        in_use = any(home.summary.alive for home in self.namespace.engine_stores)
         sizes = (self.geometry.groups[0].block_tokens, self.hit_tokens)
         return Found(self.namespace.id, record.description.get("model"), in_use, *sizes, differs)
 
@@ -314,7 +314,7 @@ def explain(
 
 def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
     assert namespace.record is not None
-    return any(home.summary.alive for home in namespace.homes), namespace.record.last_use_s
+    return any(home.summary.alive for home in namespace.engine_stores), namespace.record.last_use_s
 
 
 def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:

@@ -184,11 +184,15 @@ class SchedulerSide:
         self._local_tokens.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is None:
             return
+        if self._parts is not None and self._parts.trace is not None:
+            hashes = request.block_hashes[: request.num_prompt_tokens // self._geometry.hash_tokens]
+            self._parts.trace.add(request.arrival_time, request.num_output_tokens, hashes)
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
             self._follow_session(request)
             if self._manager.may_offer(request.request_id, computed_tokens):
+                self._manager.note_time(int(time.time()))
                 self._describe(request)
                 tables = self._groups.tables(block_ids)
                 self._manager.plan_store(request.request_id, computed_tokens, tables, time.monotonic())
@@ -201,6 +205,7 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
+        manager.note_time(int(time.time()))
         overwritten = self._groups.overwritten_blocks(output)
         if output.preempted_req_ids:
             manager.preempt(output.preempted_req_ids, now, overwritten)
@@ -223,9 +228,7 @@ class SchedulerSide:
                 self._describe(self._requests[request_id])
                 manager.plan_states(request_id, states, now)
         step_tokens = int(sum(output.num_scheduled_tokens.values()))
-        plan = manager.take_plan(
-            now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()), overwritten=overwritten
-        )
+        plan = manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, overwritten=overwritten)
         self._unsent.clear()
         return plan
 

@@ -92,7 +92,7 @@ class HomePaths:
         """Return the home's part on a drive. Raises DeviceError (ENODEV) if it is not open here."""
         folder = self.folders[drive] if drive < len(self.folders) else None
         if folder is None:
-            raise DeviceError(errno.ENODEV, f"drive {drive} of home {self.path.name} could not be opened")
+            raise DeviceError(errno.ENODEV, f"drive {drive} of engine store {self.path.name} could not be opened")
         return folder
 
 
@@ -136,7 +136,7 @@ def read_record(home_path: Path) -> HomeRecord:
         fields["drives"] = tuple(DriveName(**drive) for drive in fields["drives"])
         record = HomeRecord(**fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptRecord(f"{home_path / HOME_FILE} does not have the fields of a home") from error
+        raise CorruptRecord(f"{home_path / HOME_FILE} does not have the fields of an engine store") from error
     numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s, record.index_bytes)
     if (
         not all(isinstance(number, int) and 0 <= number < _NUMBER_LIMIT for number in numbers)

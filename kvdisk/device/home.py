@@ -60,7 +60,7 @@ class JoinedHome(_HeldHome):
         for drive, mine in enumerate(self.folders):
             if mine is not None and mine.path.parent == folder.path.parent:
                 return drive
-        raise DeviceError(errno.ENODEV, f"home {self.id} is not open on the drive of {folder.path}")
+        raise DeviceError(errno.ENODEV, f"engine store {self.id} is not open on the drive of {folder.path}")
 
     def clean_drives(self, clean: Callable[[DriveFolder], object]) -> None:
         """Call ``clean`` for every part of the home; a further drive on which that fails is no
@@ -132,7 +132,7 @@ class Home(_HeldHome):
         boot after a crash. Raises DeviceError."""
         if self.fresh:
             return True
-        with paths.device_errors(f"reading the index of home {self.id}"):
+        with paths.device_errors(f"reading the index of engine store {self.id}"):
             return index_is_sound(self.index_path, self.record, self._boot_id)
 
     def adopt_index(self) -> None:
@@ -147,14 +147,14 @@ class Home(_HeldHome):
         """
         self._write(replace(self.record, boot_id="", index_sum="", clean=False))
         self._adopted = False
-        with paths.device_errors(f"removing the index of home {self.id}"):
+        with paths.device_errors(f"removing the index of engine store {self.id}"):
             for name in (INDEX, NEW_INDEX):
                 paths.remove_anything(self.path.parent, self.id, name)
             paths.make_directory(self.path / NEW_INDEX)
 
     def place_index(self) -> None:
         """Put the closed index from ``new_index_path`` into its place. Raises DeviceError."""
-        with paths.device_errors(f"placing the index of home {self.id}"):
+        with paths.device_errors(f"placing the index of engine store {self.id}"):
             self.new_index_path.rename(self.index_path)
 
     @property
@@ -178,7 +178,7 @@ class Home(_HeldHome):
     def _close(self, clean: bool, used: bool) -> None:
         try:
             record = replace(self.record, last_use_s=self._now_s()) if used else self.record
-            with paths.device_errors(f"closing home {self.id}"):
+            with paths.device_errors(f"closing engine store {self.id}"):
                 if clean and self._adopted:
                     for folder in self.folders:
                         if folder is not None:

@@ -48,7 +48,7 @@ def _list_owners(store: Store, timeout_s: float | None, ignored: type[OSError]) 
     owners = []
     for home_id in sorted(alive):
         path, record = store.home_path(home_id), None
-        with paths.device_errors(f"reading home {home_id}"), suppress(ignored, CorruptRecord):
+        with paths.device_errors(f"reading engine store {home_id}"), suppress(ignored, CorruptRecord):
             record = read_record(path)
         if record is not None or os.path.lexists(path):  # it can be gone by now
             owners.append(HomeOwner(home_id, path, record, alive[home_id]))
@@ -64,7 +64,7 @@ def list_homes(directories: Directories) -> list[HomeSummary]:
     store = Store.open(directories, create=False)
     homes = []
     for home_id, path, record, alive in _list_owners(store, None, FileNotFoundError):
-        with paths.device_errors(f"reading home {home_id}"):
+        with paths.device_errors(f"reading engine store {home_id}"):
             allocated_bytes = store.measure(home_id, record)
             folders = store.folders(home_id, record) if record else (DriveFolder(path),)
             segments = scan_folders(folders)
@@ -89,6 +89,18 @@ def _is_owned(store: Store, home_id: str) -> bool:
         return not paths.try_lock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
+
+
+def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:
+    """Return how many engine stores are of a model and not of this fingerprint: what they hold is
+    of no use here, though it may be of the same prompts. Takes no lock. Raises DeviceError."""
+    count = 0
+    with paths.device_errors(f"looking into the store {store.path}"):
+        for home_id in home_ids(store.path):
+            with suppress(OSError, CorruptRecord):
+                record = read_record(store.home_path(home_id))
+                count += record.fingerprint != fingerprint and record.description.get("model") == model
+    return count
 
 
 def readable_indexes(

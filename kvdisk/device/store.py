@@ -202,7 +202,7 @@ class Store:
         (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
             if found.lock_fd < 0:
-                raise DeviceError(errno.ENOENT, f"home {home_id} has no lock file")
+                raise DeviceError(errno.ENOENT, f"engine store {home_id} has no lock file")
             record = found.record or read_record(self.home_path(home_id))
             return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
 
@@ -211,14 +211,14 @@ class Store:
         ``home_id`` is no id, DeviceError (ENOENT where there is no such home), StoreLocked where it
         is being taken away, GeometryMismatch where it is of another fingerprint."""
         if not is_home_id(home_id):
-            raise CorruptRecord(f"a home id has 32 hex digits, not {home_id!r}")
+            raise CorruptRecord(f"the id of an engine store has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
-        with paths.device_errors(f"joining home {home_id}"):
-            lock_fd = paths.take_lock(path / LOCK_FILE, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"home {home_id}")
+        with paths.device_errors(f"joining engine store {home_id}"):
+            lock_fd = paths.take_lock(path / LOCK_FILE, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
             try:
                 record = read_record(path)
                 if record.fingerprint != fingerprint:
-                    raise GeometryMismatch(f"home {home_id} is of another namespace")
+                    raise GeometryMismatch(f"engine store {home_id} is of another namespace")
             except BaseException:
                 os.close(lock_fd)
                 raise
@@ -228,12 +228,12 @@ class Store:
         """Return another home's part on one of *its* drives. Takes no lock: it may vanish. Raises
         CorruptRecord where ``source`` names no home id or HOME does not decode, DeviceError."""
         if not is_home_id(source.home_id):
-            raise CorruptRecord(f"a home id has 32 hex digits, not {source.home_id!r}")
-        with paths.device_errors(f"looking into home {source.home_id}"):
+            raise CorruptRecord(f"the id of an engine store has 32 hex digits, not {source.home_id!r}")
+        with paths.device_errors(f"looking into engine store {source.home_id}"):
             folders = self.folders(source.home_id, read_record(self.home_path(source.home_id)))
         folder = folders[drive] if drive < len(folders) else None
         if folder is None:
-            raise DeviceError(errno.ENODEV, f"drive {drive} of home {source.home_id} could not be opened")
+            raise DeviceError(errno.ENODEV, f"drive {drive} of engine store {source.home_id} could not be opened")
         return folder
 
     def home_path(self, home_id: str) -> Path:
@@ -291,7 +291,7 @@ class Store:
             self.home_path(home_id).stat()
             found = self._take_stock_of(home_id, stack)
             if found.live:
-                raise StoreLocked(f"home {home_id} has a live owner")
+                raise StoreLocked(f"engine store {home_id} has a live owner")
             yield found
 
     def discard(self, home: Home) -> None:
@@ -338,7 +338,7 @@ class Store:
             with self._stock(LOCK_WAIT_S) as stock:
                 mine = next((each for each in stock.homes if each.id == home.id), None)
                 if mine is None or mine.record is None:
-                    raise DeviceError(errno.ENOENT, f"{what}: the home is gone, or its HOME does not decode")
+                    raise DeviceError(errno.ENOENT, f"{what}: the engine store is gone, or its HOME does not decode")
                 if mine.charged_bytes + needed_bytes > mine.record.cap_bytes:
                     raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
                 if not self._trim(stock, mine.record.fingerprint, needed_bytes):

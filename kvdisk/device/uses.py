@@ -97,14 +97,14 @@ class Uses:
     """The uses of each NVMe copy since it was stored, by row of the catalog. The scheduler thread
     changes it; another may call ``records``.
 
-    ``now_s``: seconds since the Unix epoch, as far as a step knows. ``is_changed``: whether
-    ``records`` has changed since it was set back.
+    ``now_s``: seconds since the Unix epoch, as far as a step knows. ``changes`` rises with each
+    change of ``records``.
     """
 
     def __init__(self) -> None:
         self.table: UsesRecords = np.zeros(0, USES_RECORD)
         self.now_s = 0
-        self.is_changed = False
+        self.changes = 0
 
     def fill(self, generations: NDArray[np.uint64], known: UsesRecords) -> None:
         """Begin with rows 0, 1, ... of these generations, and what was known of them before."""
@@ -118,7 +118,7 @@ class Uses:
         self.table["uses"][places] = 0
         self.table["last_use_s"][places] = 0
         self.table["generation"][places] = generations
-        self.is_changed = True
+        self.changes += 1
 
     def end(self, rows: Sequence[int]) -> None:
         """Copies have left."""
@@ -130,7 +130,7 @@ class Uses:
         places = self._places_of(rows)
         np.add.at(self.table["uses"], places, 1)
         self.table["last_use_s"][places] = self.now_s
-        self.is_changed = True
+        self.changes += 1
 
     def records(self) -> UsesRecords:
         """Return what is known of all NVMe copies."""

@@ -107,7 +107,7 @@ class NeighbourReader:
         try:
             homes = self._find_homes()
         except (KvdiskError, OSError) as error:
-            logger.debug("looking for other homes: %s", error)
+            logger.debug("looking for other engine stores: %s", error)
             homes = ()
         self._left_alone = {home_id: until_s for home_id, until_s in self._left_alone.items() if until_s > now}
         self._homes = tuple(home for home in homes if home.home_id not in self._left_alone)
@@ -129,6 +129,6 @@ class NeighbourReader:
 
     def _leave_alone(self, home: Neighbour, error: KvdiskError) -> None:
         if home.index_path.exists():
-            logger.warning("kvdisk does not read home %s for %.0f s: %s", home.home_id, LEFT_ALONE_S, error)
+            logger.warning("kvdisk does not read engine store %s for %.0f s: %s", home.home_id, LEFT_ALONE_S, error)
         self._left_alone[home.home_id] = time.monotonic() + LEFT_ALONE_S
         self._homes = tuple(other for other in self._homes if other.home_id != home.home_id)

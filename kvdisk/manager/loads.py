@@ -21,11 +21,12 @@ from itertools import compress
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
-from kvdisk.manager.requests import HitCounts, RequestState
+from kvdisk.manager.requests import Asked, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Job, JobKind, Move
 
@@ -53,7 +54,7 @@ class LoadThreshold:
         self.most_tokens = MOST_BLOCKS * step_tokens if fixed_tokens is None else fixed_tokens
         self._is_fixed = fixed_tokens is not None
         self._step_tokens = step_tokens
-        self._rate = 0.0
+        self.rate = 0.0
         """Tokens computed per second; 0: not known."""
         self._seconds: dict[Tier, float] = {}
         self._last_step: tuple[float, int] | None = None
@@ -67,7 +68,7 @@ class LoadThreshold:
         """Return the shortest hit that is loaded from a tier."""
         if self._is_fixed:
             return self.most_tokens
-        blocks = int(self._rate * self._seconds.get(tier, 0.0) / self._step_tokens)
+        blocks = int(self.rate * self._seconds.get(tier, 0.0) / self._step_tokens)
         return min(blocks * self._step_tokens, self.most_tokens)
 
     def stepped(self, now: float, tokens: int) -> None:
@@ -75,7 +76,7 @@ class LoadThreshold:
         last, self._last_step = self._last_step, (now, tokens)
         if last is not None and last[1] >= LEAST_STEP_TOKENS and 0 < now - last[0] <= LONGEST_STEP_S:
             rate = last[1] / (now - last[0])
-            self._rate += (rate - self._rate) * (_SMOOTHING if self._rate else 1.0)
+            self.rate += (rate - self.rate) * (_SMOOTHING if self.rate else 1.0)
 
     def settled(self, record: JobRecord, now: float) -> None:
         """Learn the time of a settled load, if it brought all that it was sent for."""
@@ -233,6 +234,7 @@ class LoadPlanner(HasParts):
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
         if request.limits.most_load_tokens == 0:
+            request.asked = Asked(local_tokens, local_tokens, 0, total_tokens, now=now)
             return 0
         request.update_keys()
         limit = total_tokens - 1
@@ -264,12 +266,14 @@ class LoadPlanner(HasParts):
                 self._hits.waits(request, now)
                 return None
         tokens = hit - local_tokens
+        short = False
         if tokens <= 0 or not self._is_worth(request, local_tokens, hit):
-            self._stats.add("short_hits", int(tokens > 0))
+            short = tokens > 0
+            self._stats.add("short_hits", int(short))
             tokens = 0
         else:
             request.wait_started_s = None
-        request.asked = (local_tokens, limit, tokens)
+        request.asked = Asked(local_tokens, limit, tokens, total_tokens, short, now)
         self._hits.waited(request, now)
         return tokens
 

@@ -10,7 +10,7 @@ thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvdisk.blocks import JobId, Tier
 from kvdisk.context import HandedState
@@ -20,12 +20,13 @@ from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
+from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.prefetch import Promotions
-from kvdisk.manager.requests import NO_LIMITS, HitCounts, RequestLimits, RequestState
+from kvdisk.manager.requests import NO_LIMITS, Outcome, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -42,6 +43,7 @@ class TierManager(HasParts):
 
     ``first_generation``: larger than any that this engine's store has seen.
     ``neighbours``: the other engines of the store; None: nobody else's blocks are looked for.
+    ``tell``: takes what each request found, once its load has ended.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class TierManager(HasParts):
         store_policy: StorePolicy,
         first_generation: int,
         neighbours: Neighbours | None = None,
+        tell: Callable[[Outcome], None] | None = None,
     ) -> None:
         super().__init__(parts)
         self.stats = parts.stats
@@ -71,13 +74,15 @@ class TierManager(HasParts):
         demand = Demand(parts.history, [space.admission for space in tiers])
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
-        self._hits = HitCounts(parts.geometry, parts.stats, [space.tier for space in tiers])
+        self._hits = HitCounts(parts, tiers, self._threshold, tell)
         self._promotions = Promotions(parts, tiers, demand, self._neighbours, self._gpu_loads)
         self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, self._gpu_loads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
         )
-        self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._neighbours, self._gpu_loads)
+        self._settlement = Settlement(
+            parts, tiers, self._stores, self._requests, self._neighbours, self._gpu_loads, self._hits
+        )
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -195,17 +200,20 @@ class TierManager(HasParts):
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def take_plan(
-        self, now: float, *, idle: bool, step_tokens: int = 0, now_s: int = 0, overwritten: Collection[int] = ()
-    ) -> Plan:
+    def note_time(self, now_s: int) -> None:
+        """Learn what time it is, in seconds since the Unix epoch, for the uses of blocks. Call it
+        before stores are planned, not after: a step may be the first one after a long time."""
+        for space in self._tiers:
+            space.note_time(now_s)
+
+    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0, overwritten: Collection[int] = ()) -> Plan:
         """Return the step's plan.
 
         ``step_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
-        ``now_s``: seconds since the Unix epoch, for the uses of blocks; 0: as before.
         ``overwritten``: see ``preempt``.
         """
         for space in self._tiers:
-            self._state.released += space.refresh(now, now_s)
+            self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
         self._neighbours.absorb(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))

@@ -170,10 +170,13 @@ class NvmeSpace(TierSpace):
             is_open, is_spent, comes and is_open and not is_spent, uncommitted, (self._ticket, self._committed)
         )
 
-    def refresh(self, now: float, now_s: int) -> bool:
+    def note_time(self, now_s: int) -> None:
+        """See ``TierSpace``."""
+        self.uses.now_s = now_s
+
+    def refresh(self, now: float) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""
         released = self.commit()
-        self.uses.now_s = now_s or self.uses.now_s
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
@@ -190,7 +193,9 @@ class NvmeSpace(TierSpace):
         a quarantined drive holds."""
         if record.job.kind is JobKind.OPEN_HOME and record.failed:
             self.segments.home_open = False
-            logger.warning("kvdisk could not open its home on every rank; the NVMe tier is off until a restart.")
+            logger.warning(
+                "kvdisk could not open its engine store on every rank; the NVMe tier is off until a restart."
+            )
         spec = record.job.segment
         if spec is not None and spec.source is None:
             if record.job.kind is JobKind.DROP_SEGMENT:

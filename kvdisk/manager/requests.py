@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager keeps of a live request, and counts of what requests found. Scheduler thread
-only."""
+"""What the manager keeps of a live request. Scheduler thread only."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
-from kvdisk.manager.catalog import TIERS
-from kvdisk.manager.jobs import MoveDetail
-from kvdisk.manager.lookup import Lookups, first_needed
-from kvdisk.stats import Stats
+from kvdisk.manager.lookup import Lookups
+from kvdisk.stats import Miss
 
 
 class RequestLimits(NamedTuple):
@@ -65,9 +59,38 @@ class BackOff:
         self.seconds = 0.0
 
 
-_Asked = tuple[int, int, int]
-"""A lookup, in tokens: what the GPU had, where the longest hit would have ended, what was promised
-beyond the GPU's."""
+class Asked(NamedTuple):
+    """A lookup that was answered, in tokens: what the GPU had, where the longest hit would have
+    ended, what was promised beyond the GPU's, and how many there are in all.
+
+    ``short``: a hit was there, and too short to be worth a load. ``now``: seconds, monotonic.
+    """
+
+    start_tokens: int
+    limit_tokens: int
+    promised_tokens: int
+    total_tokens: int = 0
+    short: bool = False
+    now: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """What a request found each time it was scheduled without computed tokens, in tokens.
+
+    ``tokens``: loaded, by tier. ``miss``: why it was not more, None: nothing was missing.
+    ``asked_ago_s``: how long ago the first missing block was asked for before, None: not known.
+    ``load_s``: seconds of the load, None: there was none. ``saved_s``: see ``HitCounts.loaded``.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    total_tokens: int
+    gpu_tokens: int
+    tokens: Mapping[Tier, int]
+    miss: Miss | None = None
+    asked_ago_s: float | None = None
+    load_s: float | None = None
+    saved_s: float | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -123,8 +146,10 @@ class RequestState:
     """When it was first looked up, or they were asked again."""
     hit_tokens: dict[Tier, int] = field(default_factory=dict)
     """Of the last planned load, by the tier they come from."""
-    asked: _Asked | None = None
+    asked: Asked | None = None
     """The last lookup, until it is known what came of it."""
+    outcome: Outcome | None = None
+    """What came of it, while its load is out."""
     waited_since_s: float | None = None
     """When the wait that goes on began, whatever for."""
 
@@ -188,74 +213,3 @@ class RequestState:
                 self.lookups = Lookups()
                 return True
         return False
-
-
-class HitCounts:
-    """Counts what requests found in the tiers, and how long they waited for it, each time one is
-    scheduled.
-
-    The fastest tier is asked for every token beyond the GPU's own, each other for what those before
-    it have not got. A neighbour's copy counts as NVMe's. What is not loaded is missed, whatever the
-    reason.
-    """
-
-    def __init__(self, geometry: Geometry, stats: Stats, tiers: Sequence[Tier]) -> None:
-        self._geometry = geometry
-        self._stats = stats
-        self._tiers = tiers
-
-    def waits(self, request: RequestState, now: float) -> None:
-        """Count a lookup that was answered 'not yet'."""
-        self._stats.add("lookup_waits")
-        if request.waited_since_s is None:
-            request.waited_since_s = now
-
-    def waited(self, request: RequestState, now: float) -> None:
-        """Measure the wait of a request that has got its answer, if it has waited."""
-        if request.waited_since_s is not None:
-            self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
-            request.waited_since_s = None
-
-    def scheduled(self, request: RequestState, loaded_tokens: int = 0, details: Sequence[MoveDetail] = ()) -> None:
-        """Count what came of a request's last lookup, once: it runs, or a load is planned. Note in
-        ``request.hit_tokens`` how that divides between the tiers.
-
-        A promise that the engine did not take is none, and is not counted.
-        """
-        asked, request.asked = request.asked, None
-        if asked is None or asked[2] != loaded_tokens:
-            return
-        start_tokens, limit_tokens, _ = asked
-        step = self._geometry.step_tokens
-        end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
-        tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, details)
-        sources = [detail.source for detail in details]
-        missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
-        for group in self._geometry.groups:
-            first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
-            missed_blocks += max(0, end_tokens // group.block_tokens - first)
-        self._stats.add("lookup_tokens", max(end_tokens, hit_end_tokens) - start_tokens)
-        for tier in reversed(self._tiers):  # what a slower one has, those before it have missed
-            found = {"hit_tokens": tokens[tier], "hit_blocks": sources.count(tier)}
-            missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
-            for name, count in (found | missed).items():
-                self._stats.add(f"{name}.{tier.name.lower()}", count)
-            missed_tokens += found["hit_tokens"]
-            missed_blocks += found["hit_blocks"]
-
-    def _tokens_by_tier(self, start_tokens: int, tokens: int, details: Sequence[MoveDetail]) -> dict[Tier, int]:
-        """Return how a load divides: a token is of the slowest tier that a block of its groups is
-        in. A state that is alone stands for all tokens before it."""
-        groups = self._geometry.groups
-        grain = math.gcd(*(group.block_tokens for group in groups))
-        slowest = np.full(tokens // grain, int(self._tiers[0]), np.uint8)
-        only_states = all(group.state_tokens is not None for group in groups)
-        for detail in details:
-            if detail.source is not None and detail.source is not self._tiers[0]:
-                block_tokens = groups[detail.group].block_tokens
-                first = detail.position * block_tokens - start_tokens
-                begin = 0 if only_states else max(0, first)
-                part = slowest[begin // grain : (first + block_tokens) // grain]
-                np.maximum(part, np.uint8(detail.source), out=part)
-        counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
-        return {tier: counts[tier] * grain for tier in TIERS}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.manager.catalog import READY
+from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.loads import GpuLoads
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -40,6 +41,7 @@ class Settlement(HasParts):
         requests: dict[str, RequestState],
         neighbours: NeighbourCopies,
         gpu_loads: GpuLoads,
+        hits: HitCounts,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -47,6 +49,7 @@ class Settlement(HasParts):
         self._requests = requests
         self._neighbours = neighbours
         self._gpu_loads = gpu_loads
+        self._hits = hits
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
@@ -67,7 +70,7 @@ class Settlement(HasParts):
         if record.job.kind in _WRITES:
             self._end_write(record, now, now_s)
         elif record.job.kind in _READS:
-            self._end_read(record, now_s)
+            self._end_read(record, now, now_s)
 
     def release(self, record: JobRecord) -> None:
         """Give back the pins of a settled job's late moves: nothing touches their slots any
@@ -125,11 +128,11 @@ class Settlement(HasParts):
 
     # -- what was read -----------------------------------------------------------------------------
 
-    def _end_read(self, record: JobRecord, now_s: int) -> None:
+    def _end_read(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a load or a promotion: its sources, which were used or are bad, and the copies in
         memory it wrote."""
         if record.job.kind is JobKind.LOAD:
-            self._end_load_of_request(record)
+            self._end_load_of_request(record, now)
         self._end_sources(record)
         landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
         self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))
@@ -141,7 +144,7 @@ class Settlement(HasParts):
             self._stats.add("prefetched_blocks", ready)
             self._stats.add("failed_promotions", failed)
 
-    def _end_load_of_request(self, record: JobRecord) -> None:
+    def _end_load_of_request(self, record: JobRecord, now: float) -> None:
         """Let a request go on after its load, and promise it no failed position again."""
         self._gpu_loads.end(record.job.id)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
@@ -150,6 +153,7 @@ class Settlement(HasParts):
         if request is None:
             return
         request.loading = False
+        self._hits.loaded(request, record, now)
         for at in record.failed:
             detail = record.details[at]
             request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)

@@ -87,7 +87,10 @@ class TierSpace:
         unmade = max(0, sum(self.capacity) - sum(pool.total))
         return unmade + sum(pool.free) + sum(pool.limbo), unmade + sum(pool.total)
 
-    def refresh(self, now: float, now_s: int) -> bool:  # noqa: ARG002
+    def note_time(self, now_s: int) -> None:
+        """Learn what time it is, in seconds since the Unix epoch, for what is used from now on."""
+
+    def refresh(self, now: float) -> bool:  # noqa: ARG002
         """Learn, once a step, how things stand. Return whether room may have come free."""
         return False
 

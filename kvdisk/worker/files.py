@@ -134,7 +134,7 @@ class HomeFiles:
 
     def _in_home(self) -> tuple[Store, JoinedHome]:
         if self._joined is None:
-            raise DeviceError(errno.ENOENT, "the home of this segment is not open")
+            raise DeviceError(errno.ENOENT, "the engine store of this segment is not open")
         return self._joined
 
 

@@ -186,7 +186,7 @@ def test_two_ranks_of_which_one_dies(tiny_llama, tmp_path):
     (home,) = list_homes(store)
     assert {file.name for file in (home.segments_path / "0").iterdir()} == {"rank0.kv", "rank1.kv"}
     verdict = verify.verify_store([store])
-    assert sum(one.blocks for one in verdict.homes) >= len(LONG[0]) // BLOCK_TOKENS and not verdict.wrong
+    assert sum(one.blocks for one in verdict.engine_stores) >= len(LONG[0]) // BLOCK_TOKENS and not verdict.wrong
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_two_engines_share_two_drives_and_one_gets_new_weights(tiny_llama, tmp_p
     first = EngineChild(tiny_llama, log, extra_config=in_memory, layout="own", env=HERE, **LIMITS)
     with first, EngineChild(tiny_llama, log, extra_config=staged, **LIMITS) as second:
         of_first, _ = _answer(first, TOGETHER)
-        homes = survey_store(drives).homes
+        homes = survey_store(drives).engine_stores
         assert sorted(len({one.drive for one in home.segments if one.used_slots}) for home in homes) == [0, 2]
         assert _answer(second, TOGETHER) == (of_first, together), "computed by one engine, loaded by the other"
         counted = second.counters()

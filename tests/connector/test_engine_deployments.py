@@ -71,7 +71,7 @@ def test_stages_of_a_pipeline(model, layout, env, few_blocks, tmp_path):
         workers = 4 if layout == "tp2pp2" else 2
         assert {file.name for file in (home.segments_path / "0").iterdir()} == {f"rank{at}.kv" for at in range(workers)}
     verdict = verify.verify_store([store])
-    assert sum(one.blocks for one in verdict.homes) > len(LONG[0]) // BLOCK_TOKENS and not verdict.wrong
+    assert sum(one.blocks for one in verdict.engine_stores) > len(LONG[0]) // BLOCK_TOKENS and not verdict.wrong
 
     with start(max_model_len=512, num_gpu_blocks_override=few_blocks) as engine:
         warm = engine.generate(LONG, together=False)

@@ -4,6 +4,7 @@ cancelled, restarted."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -79,6 +80,32 @@ def hit_tokens(client: OpenAI) -> dict[str, float]:
     return {tier: float(value) for tier, value in found}
 
 
+def scraped(client: OpenAI) -> dict[str, set[str]]:
+    """Return the samples of /metrics by name, with the labels that all of a name have."""
+    text = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    found: dict[str, set[str]] = {}
+    for name, labels in re.findall(r"^([\w:]+)\{(.*)\} \S+$", text, re.MULTILINE):
+        keys = set(re.findall(r'(\w+)="', labels))
+        found[name] = found.get(name, keys) & keys
+    return found
+
+
+def lacking_for_the_dashboard(samples: dict[str, set[str]]) -> list[str]:
+    """Return the queries of the dashboard that name a metric, or a label of one, that is not at the
+    endpoint."""
+    board = json.loads((ROOT / "docs/grafana/kvdisk.json").read_text())
+    panels = [panel for each in board["panels"] for panel in (each, *each.get("panels", ()))]
+    lacking = []
+    for query in [target["expr"] for panel in panels for target in panel.get("targets", ())]:
+        names = re.findall(r"(vllm:\w+)\{", query)
+        labels = {label for part in re.findall(r"\bby \(([^)]*)\)", query) for label in re.findall(r"\w+", part)}
+        labels |= set(re.findall(r"(\w+)=~?\"", query))
+        assert names and {"model_name", "engine"} <= labels, query
+        if not all(name in samples and labels <= samples[name] for name in names):
+            lacking.append(query)
+    return lacking
+
+
 @pytest.mark.timeout(1800)
 def test_a_client_sees_hits_streaming_after_a_cancelled_request_and_after_a_restart(tiny_llama, tmp_path):
     store = tmp_path / "store"
@@ -94,6 +121,11 @@ def test_a_client_sees_hits_streaming_after_a_cancelled_request_and_after_a_rest
         stream.close()
         assert ask(client) == (cold, WHOLE), "a client that left has done no harm"
         assert hit_tokens(client)["cpu"] >= 3 * WHOLE
+        samples = scraped(client)
     with server(tiny_llama, store, tmp_path / "second.log") as client:
         assert ask(client) == (cold, WHOLE), "from NVMe"
         assert hit_tokens(client)["nvme"] >= WHOLE
+        samples |= scraped(client)  # a drive is there once something was read from it
+    lacking = lacking_for_the_dashboard(samples)
+    assert [query for query in lacking if "write_budget_bytes" not in query] == []
+    assert len(lacking) == 1, "there is a budget's only where there is one"

@@ -122,7 +122,7 @@ def verify_store(store: Path, cap_bytes: int) -> int:
     """
     survey = survey_store(store)
     assert not survey.problems, survey.problems
-    assert all(home.allocated_bytes <= cap_bytes for home in survey.homes), (survey.homes, cap_bytes)
+    assert all(home.allocated_bytes <= cap_bytes for home in survey.engine_stores), (survey.engine_stores, cap_bytes)
     verdict = verify.verify_store([store])
-    assert not verdict.wrong and not any(home.problems for home in verdict.homes), verdict
-    return sum(home.blocks for home in verdict.homes)
+    assert not verdict.wrong and not any(home.problems for home in verdict.engine_stores), verdict
+    return sum(home.blocks for home in verdict.engine_stores)

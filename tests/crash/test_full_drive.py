@@ -125,9 +125,9 @@ def prune_a_part(drive: Path) -> None:
     expected = stores.make_store(drive / "store")
     fill(drive)
     free = free_bytes(drive)
-    held = sum(home["bytes"] for home in cli("prune", drive / "store", "--to", 0, "--dry-run")["homes"])
+    held = sum(home["bytes"] for home in cli("prune", drive / "store", "--to", 0, "--dry-run")["engine_stores"])
     found = cli("prune", drive / "store", "--to", held - 1)
-    assert (found["homes"][0]["whole"], found["homes"][0]["result"]) == (False, "deleted")
+    assert (found["engine_stores"][0]["whole"], found["engine_stores"][0]["result"]) == (False, "deleted")
     assert free_bytes(drive) > free
     assert 0 < len(stores.served(drive / "store") & expected) < len(expected)
 
@@ -146,7 +146,7 @@ def repair(drive: Path) -> None:
     expected = stores.make_store(drive / "store", clean=False)
     (stores.home_path(drive / "store") / "index" / "data.mdb").write_bytes(bytes(512 << 10))
     fill(drive)
-    assert cli("repair", drive / "store")["homes"][0]["blocks"] == len(expected)
+    assert cli("repair", drive / "store")["engine_stores"][0]["blocks"] == len(expected)
     assert stores.served(drive / "store") == expected
 
 

@@ -32,8 +32,8 @@ def verify(store: Path) -> int:
             time.sleep(0.2)
 
     verdict = verify_store([store], watch=slowly)
-    assert not verdict.wrong and not any(home.problems for home in verdict.homes), verdict
-    return sum(home.changed_slots for home in verdict.homes)
+    assert not verdict.wrong and not any(home.problems for home in verdict.engine_stores), verdict
+    return sum(home.changed_slots for home in verdict.engine_stores)
 
 
 def check_figures(store: Path, child: Child) -> None:
@@ -74,7 +74,7 @@ def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
         children[0].assert_killed()
         verify(store)
         frame = top.read()
-        assert {engine.pid for engine in frame.engines} == pids - {children[0].pid} and len(frame.orphans) == 1
+        assert {engine.pid for engine in frame.engines} == pids - {children[0].pid} and len(frame.stopped) == 1
         children[1].pause()
         # The killed one's home is there for the next, who is an owner in its place.
         fourth = stack.enter_context(Child(tmp_path, replace(settings, seed=seed + 3, audit=True)).wait_serving())
@@ -91,6 +91,6 @@ def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
     assert watch.worst <= 0, excess
     verify(store)
     frame = top.read()
-    assert not frame.engines and frame.orphans
+    assert not frame.engines and frame.stopped
     with Child(tmp_path, replace(settings, seed=seed + 4, blocks=200, requests=50, audit=True)) as last:
         last.end()

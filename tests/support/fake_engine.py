@@ -215,6 +215,7 @@ class FakeEngine:
         preempted += self._preempted
         self._preempted = []
         overwritten = self._new_blocks if self.zeroes else ()
+        self.manager.note_time(int(self.now))
         self.manager.preempt(preempted, self.now, overwritten)
         for request, new_tokens in self._scheduled.items():
             computed_tokens = min(request.computed + new_tokens, len(request.tokens))
@@ -222,9 +223,7 @@ class FakeEngine:
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
         step_tokens = sum(self._scheduled.values())
-        plan = self.manager.take_plan(
-            self.now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(self.now), overwritten=overwritten
-        )
+        plan = self.manager.take_plan(self.now, idle=step_tokens == 0, step_tokens=step_tokens, overwritten=overwritten)
         self.watch.planned(plan, preempted)
         self.victims.clear()
         self.work = StepWork(plan, self.weights, set(self._new_blocks), self.zeroes)

@@ -135,7 +135,7 @@ class SimFiles:
 
     def _must_have_joined(self) -> None:
         if not self._joined:
-            raise DeviceError(errno.ENOENT, "the home of this segment is not open")
+            raise DeviceError(errno.ENOENT, "the engine store of this segment is not open")
 
     def _fail(self, what: str, likelihood: float) -> None:
         if likelihood and self._rng.random() < likelihood:

@@ -44,6 +44,20 @@ def test_a_start_says_in_three_lines_what_fits(tmp_path, caplog, with_nvme):
             assert said[1:] == ["kvdisk has no NVMe tier: store_dirs is not set.", f"{cpu}."]
 
 
+def test_a_first_start_says_what_of_the_model_is_of_another_namespace(tmp_path, caplog):
+    config = Config(cpu_bytes=3 << 29, store_dirs=(tmp_path / "kv",), nvme_bytes=1 << 30)
+    said = []
+    for model, letter in (("one", b"a"), ("two", b"b"), ("one", b"c"), ("one", b"c")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "kvdisk"):
+            assemble_scheduler(config, GEOMETRY, FakePool(4, print), letter * 32, {"model": model}).close()
+        said.append([line for line in caplog.messages if "another namespace" in line])
+    line = (
+        "kvdisk cannot use other engine stores of this model (1), which are of another namespace: see kvdisk inspect."
+    )
+    assert said == [[], [], [line], []]
+
+
 @pytest.mark.parametrize(
     ("count", "said"),
     [(0, "0"), (999, "999"), (1000, "1.0 k"), (131_072, "131 k"), (4_900_000, "4.9 M"), (2 * 10**9, "2.0 G")],
@@ -66,5 +80,5 @@ def test_an_end_is_clean_where_all_was_committed(flushed, closed, clean):
     """Where the file system hangs the home stays this process's until it has ended."""
     index, home = Mock(), Mock()
     index.flush.return_value, index.close.side_effect = flushed, closed
-    SchedulerParts(Mock(), index, home, None, None, Mock(), [Mock()]).close()
+    SchedulerParts(Mock(), index, home, None, None, Mock(), None, [Mock()]).close()
     assert [call.kwargs["clean"] for call in home.close.call_args_list] == clean

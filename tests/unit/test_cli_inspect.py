@@ -75,14 +75,26 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
         "fragmentation": 1.0,
         "files": [{"rank": 0} | length, {"rank": 1} | length],
     }
-    home = {"id": plain, "owner": "orphan", "clean": True, "cap_bytes": CAP, "blocks": 15, "slots": 3 * SLOTS}
+    home = {"id": plain, "owner": "stopped", "clean": True, "cap_bytes": CAP, "blocks": 15, "slots": 3 * SLOTS}
     home |= {"used_bytes": 30 * SLOT_BYTES, "last_use_s": 2000, "problems": []}
     groups = [{"group": 0, "block_tokens": 16, "window_tokens": None, "blocks": 5}]
     groups += [{"group": 1, "block_tokens": 32, "window_tokens": 1024, "blocks": 5}]
-    last_used = {"homes": [hybrid], "fingerprint": "9b" * 32, "model": "/models/of/hybrid-1B", "kv_dtype": "fp8"}
-    other = {"homes": [plain], "tensor_parallel": 2, "ranks": 2, "hash_tokens": 16}
+    last_used = {
+        "engine_stores": [hybrid],
+        "fingerprint": "9b" * 32,
+        "model": "/models/of/hybrid-1B",
+        "kv_dtype": "fp8",
+    }
+    other = {"engine_stores": [plain], "tensor_parallel": 2, "ranks": 2, "hash_tokens": 16}
     other |= {"epochs": [{"epoch": 0, "blocks": 10}, {"epoch": 77, "blocks": 5}]}
-    totals = {"namespaces": 2, "homes": 2, "live_homes": 0, "unreadable_homes": 0, "blocks": 25, "slots": 5 * SLOTS}
+    totals = {
+        "namespaces": 2,
+        "engine_stores": 2,
+        "engine_stores_in_use": 0,
+        "unreadable_engine_stores": 0,
+        "blocks": 25,
+        "slots": 5 * SLOTS,
+    }
     totals |= {
         "used_bytes": used_bytes,
         "oldest_stored_s": 1900,
@@ -90,12 +102,12 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
         "cap_bytes": None,
         "fill": None,
     }
-    totals |= {"allocated_bytes": sum(home["allocated_bytes"] for home in found["homes"])}
-    has(found, {"json_version": 3, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
+    totals |= {"allocated_bytes": sum(home["allocated_bytes"] for home in found["engine_stores"])}
+    has(found, {"json_version": 4, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
     has(found, {"totals": totals, "namespaces": [last_used | {"groups": groups}, other]})
-    has(found, {"homes": [{"id": hybrid, "clean": False}, home | {"segments": [{}, {}, segment]}]})
+    has(found, {"engine_stores": [{"id": hybrid, "clean": False}, home | {"segments": [{}, {}, segment]}]})
     assert found["reuse"]["blocks"] is None, "no engine has written USES"
-    assert found["homes"][1]["allocated_bytes"] > 3 * 2 * SLOTS * SLOT_BYTES
+    assert found["engine_stores"][1]["allocated_bytes"] > 3 * 2 * SLOTS * SLOT_BYTES
 
 
 def test_shared_prefixes(path: Path) -> None:
@@ -143,7 +155,7 @@ def test_free_runs_and_reads(path: Path) -> None:
     layer.put("g", "f", 302, group=0)
     layer.put("h", "f", 310)
     layer.leave()
-    segment, empty = inspect_json(path)["homes"][0]["segments"]
+    segment, empty = inspect_json(path)["engine_stores"][0]["segments"]
     has(segment, {"free_slots": 592, "free_runs": 3, "longest_free_run_slots": 296})
     assert segment["fragmentation"] == pytest.approx(7 / 592), "2 MiB are 256 slots: the other runs are longer"
     assert segment["read_run_blocks"] == pytest.approx(8 / 3)
@@ -185,14 +197,14 @@ def test_a_store_in_use(path: Path, owner: Owner) -> None:
     before = files_below(path)
     found = inspect_json(path)
     assert files_below(path) == before
-    has(found["homes"][0], {"id": owner.home_id, "owner": "alive", "clean": False, "blocks": 5})
+    has(found["engine_stores"][0], {"id": owner.home_id, "owner": "alive", "clean": False, "blocks": 5})
     fill = (10 * SLOT_BYTES + 5 * HYBRID.geometry.groups[0].slot_bytes) / CAP
-    has(found["totals"], {"cap_bytes": CAP, "fill": fill, "live_homes": 1, "homes": 2})
+    has(found["totals"], {"cap_bytes": CAP, "fill": fill, "engine_stores_in_use": 1, "engine_stores": 2})
     assert f"<1 %: 120.0 KiB of {CAP >> 20}.0 MiB" in run_here("inspect", path).stdout
     assert owner.put_one() == "True 0", "the owner goes on"
-    assert inspect_json(path)["homes"][0]["blocks"] == 6
+    assert inspect_json(path)["engine_stores"][0]["blocks"] == 6
     owner.kill()
-    has(inspect_json(path)["homes"][0], {"owner": "orphan", "clean": False, "blocks": 6})
+    has(inspect_json(path)["engine_stores"][0], {"owner": "stopped", "clean": False, "blocks": 6})
 
 
 def test_a_copy_in_a_read_only_directory(path: Path, tmp_path: Path, owner: Owner) -> None:
@@ -208,7 +220,7 @@ def test_a_copy_in_a_read_only_directory(path: Path, tmp_path: Path, owner: Owne
         item.chmod(0o700)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(copy.rglob("*")) == names, "no file is made in a copy"
-    has(json.loads(done.stdout)["homes"], [{"owner": "orphan", "blocks": 5}])
+    has(json.loads(done.stdout)["engine_stores"], [{"owner": "stopped", "blocks": 5}])
 
 
 def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +235,7 @@ def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("kvdisk.cli.survey.read_homes", after_the_takeover)
     facts = survey_store(path)
     taken[0].close(clean=True)
-    assert [(home.id, home.alive, home.blocks) for home in facts.homes] == [(taken[0].id, True, 5)]
+    assert [(home.id, home.alive, home.blocks) for home in facts.engine_stores] == [(taken[0].id, True, 5)]
     assert facts.problems == ()
 
 
@@ -248,14 +260,14 @@ def test_what_is_wrong_is_one_homes_problem(path: Path, case: str) -> None:
     damage, expected = WRONG[case]
     damage(path / "homes" / bad)
     found = inspect_json(path, code=1)
-    first, second = sorted(found["homes"], key=lambda home: home["id"] == good)
+    first, second = sorted(found["engine_stores"], key=lambda home: home["id"] == good)
     (problem,) = first["problems"]
     assert expected in problem and found["problems"] == [f"engine store {bad[:8]}: {problem}"]
     has(second, {"id": good, "index_readable": True, "blocks": 10, "problems": []})
     is_lost = case.startswith("index")
     has(first, {"id": bad, "index_readable": not is_lost, "blocks": None if is_lost else 10})
     has(first["segments"][0], {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "used_slots": None if is_lost else 5})
-    has(found["totals"], {"blocks": 10 if is_lost else 20, "unreadable_homes": int(is_lost)})
+    has(found["totals"], {"blocks": 10 if is_lost else 20, "unreadable_engine_stores": int(is_lost)})
     shown = run_here("inspect", path)
     assert shown.exit_code == 1 and f"engine store {bad[:8]}: {problem}" in shown.stdout
     is_for_repair = not case.startswith("HOME")
@@ -268,7 +280,7 @@ def test_records_that_no_segment_has(path: Path) -> None:
     index.put([BlockRecord(0, key("far"), Slot(0, SLOTS), 9), BlockRecord(0, key("lost"), Slot(4, 0), 9)])
     index.close()
     home.close(clean=True)
-    (found,) = inspect_json(path, code=1)["homes"]
+    (found,) = inspect_json(path, code=1)["engine_stores"]
     assert found["problems"] == ["2 blocks lie where its segments have no slots"]
 
 

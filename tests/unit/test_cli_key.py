@@ -60,7 +60,7 @@ def test_one_block_with_record_slots_chain_and_uses(path: Path) -> None:
     expected |= {"position": 2, "start_tokens": 32, "children": 1}
     assert found["groups"] == [0] and block | expected == block
     assert block["chain"] == [key_of(number)[:-2].hex() for number in range(3)]
-    expected = {"owner": "orphan", "slot": 2, "parent": key_of(1).hex(), "uses": 3, "last_use_s": 1_700_000_500}
+    expected = {"owner": "stopped", "slot": 2, "parent": key_of(1).hex(), "uses": 3, "last_use_s": 1_700_000_500}
     assert copy | expected == copy
     assert [(rank["rank"], rank["offset"], rank["problems"], Path(rank["file"]).name) for rank in copy["ranks"]] == [
         (rank, slot_offset(SLOT[0], 2), [], f"rank{rank}.kv") for rank in range(RANKS)
@@ -107,7 +107,7 @@ def test_a_chain_over_two_homes_and_one_without_its_head(tmp_path: Path) -> None
         shown = run_here("inspect", store, key("y").hex(), *options).stdout
         assert ("13 more" in shown, key("g")[:8].hex() in shown) == (hides, not hides)
     (block,) = block_json(store, key("a").hex(), code=1)["blocks"]
-    assert {copy["home"] for copy in block["copies"]} == {head.home.id, tail.home.id}
+    assert {copy["engine_store"] for copy in block["copies"]} == {head.home.id, tail.home.id}
     first, lost = block_json(store, key("m").hex(), code=1)["blocks"]
     assert (first["epoch"], first["position"]) == (0, 12)
     assert (lost["epoch"], lost["position"], lost["start_tokens"], len(lost["chain"])) == (7, None, None, 1)
@@ -144,7 +144,7 @@ def test_every_block_is_a_row(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert done.stdout.startswith(f"20 blocks of 1 engine store in {target} (")
     rows = {row["key"]: row for row in csv_rows(target)}
     assert len(rows) == 20
-    expected = {"home": home_path(path).name, "namespace": MINE.hex(), "epoch": "0", "key": key_of(0).hex()}
+    expected = {"engine_store": home_path(path).name, "namespace": MINE.hex(), "epoch": "0", "key": key_of(0).hex()}
     expected |= {"group": "0", "segment": "0", "slot": "0", "drive": "0", "generation": "1700000000000000001"}
     expected |= {"parent": "", "position": "0", "tokens": "16", "bytes": str(RANKS * SLOT[0])}
     assert rows[key_of(0).hex()] == expected | {"stored_s": "1700000000", "uses": "0", "last_use_s": ""}
@@ -159,7 +159,7 @@ def test_every_block_is_a_row(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     )
     (home_path(path) / USES_FILE).unlink()
     again = run_here("inspect", path, "--export", target, "--force", "--json")
-    assert json.loads(again.stdout) | {"rows": 20, "homes": 1, "problems": []} == json.loads(again.stdout)
+    assert json.loads(again.stdout) | {"rows": 20, "engine_stores": 1, "problems": []} == json.loads(again.stdout)
     assert {row["uses"] for row in csv_rows(target)} == {""}
     assert sorted(item.name for item in tmp_path.iterdir()) == ["blocks.csv", "blocks.parquet", "store"]
 

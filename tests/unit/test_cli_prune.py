@@ -36,7 +36,7 @@ def pruned(*arguments: object, code: int = 0, command: str = "prune") -> dict:
     done = run_here(command, *arguments, "--yes", "--json")
     assert (done.exit_code, done.stderr) == (code, "")
     found = json.loads(done.stdout)
-    assert found["json_version"] == 1
+    assert found["json_version"] == 2
     return found
 
 
@@ -73,11 +73,11 @@ def test_old_blocks_go_and_the_next_engine_has_the_others(path, clean):
     dry = run_here("prune", path, "--older-than", "5d", "--dry-run", "--json")
     assert (dry.exit_code, contents(path) == before) == (0, True)
     planned = json.loads(dry.stdout)
-    assert (planned["dry_run"], planned["after"], planned["homes"][0]["result"]) == (True, None, None)
+    assert (planned["dry_run"], planned["after"], planned["engine_stores"][0]["result"]) == (True, None, None)
     was, last_use_s = allocated(path), list_homes(path)[0].record.last_use_s
     found = pruned(path, "--older-than", "5d")
-    assert found["goes"] == planned["goes"] == found["goes"] | {"homes": 0, "segments": 2, "blocks": 12}
-    (home,) = found["homes"]
+    assert found["goes"] == planned["goes"] == found["goes"] | {"engine_stores": 0, "segments": 2, "blocks": 12}
+    (home,) = found["engine_stores"]
     assert home == home | {"id": home_id, "whole": False, "segments": [0, 1], "blocks": 12, "result": "deleted"}
     assert (found["before"]["allocated_bytes"], found["after"]["allocated_bytes"]) == (was, allocated(path))
     assert abs(was - allocated(path) - found["goes"]["bytes"]) <= 64 << 10, "but for directories"
@@ -85,18 +85,18 @@ def test_old_blocks_go_and_the_next_engine_has_the_others(path, clean):
     assert (summary.id, summary.record.clean, summary.record.last_use_s) == (home_id, True, last_use_s)
     assert verify_store([path]).ok and run_here("inspect", path).exit_code == 0
     assert served(path) == {row for row in expected if row.slot not in old}
-    assert pruned(path, "--older-than", "5d")["homes"] == []
+    assert pruned(path, "--older-than", "5d")["engine_stores"] == []
     found = pruned(path, "--older-than", "0s")
-    assert (found["goes"]["homes"], found["after"]["homes"], home_ids(path)) == (1, 0, [])
+    assert (found["goes"]["engine_stores"], found["after"]["engine_stores"], home_ids(path)) == (1, 0, [])
 
 
 def test_a_namespace_goes_and_what_is_cleared(path):
     make_store(path)
     mine, newest = home_ids(path)[0], leave_home(path, PLAIN._replace(fingerprint=b"\x77" * 32), 2, last_use_s=5000)
     leave_home(path, HYBRID, 3, last_use_s=4000)
-    assert [home["id"] for home in pruned(path, "--namespace", "model-7B")["homes"]] == [newest]
+    assert [home["id"] for home in pruned(path, "--namespace", "model-7B")["engine_stores"]] == [newest]
     found = pruned(path, "--namespace", MINE.hex()[:4])
-    assert (found["asked"]["namespace"], [home["id"] for home in found["homes"]]) == (MINE.hex(), [mine])
+    assert (found["asked"]["namespace"], [home["id"] for home in found["engine_stores"]]) == (MINE.hex(), [mine])
     for arguments, words in (
         (["--namespace", "m"], "no namespace of this store"),
         ([], "say what to delete"),
@@ -106,8 +106,8 @@ def test_a_namespace_goes_and_what_is_cleared(path):
         assert words in refused(path, *arguments)
     (path / "homes" / ("c" * 32)).mkdir()  # what a deletion that was broken off has left
     found = pruned(path, command="clear")
-    assert (found["asked"]["everything"], found["goes"]["homes"]) == (True, 2)
-    assert found["after"] == {"homes": 0, "allocated_bytes": 0}
+    assert (found["asked"]["everything"], found["goes"]["engine_stores"]) == (True, 2)
+    assert found["after"] == {"engine_stores": 0, "allocated_bytes": 0}
     assert sorted(os.listdir(path)) == ["STORE", "homes", "lock"] and os.listdir(path / "homes") == []
     make_store(path)
     assert "1 whole engine store; the store is empty." in run_here("clear", path, "--yes").stdout
@@ -121,7 +121,7 @@ def test_every_drive(tmp_path):
     loose.mkdir(parents=True)
     assert "has a part on a drive that was not named" in refused(dirs[0], "--to", 0)
     most = allocated(dirs) - 2 * (4096 + 8 * 8192)
-    (home,) = pruned(*dirs, "--to", most)["homes"]
+    (home,) = pruned(*dirs, "--to", most)["engine_stores"]
     assert not loose.parent.exists() and allocated(dirs) <= most and verify_store(dirs).ok
     assert home["segments"] and served(dirs) == {row for row in expected if row.slot.segment not in home["segments"]}
     loose.mkdir(parents=True)
@@ -154,10 +154,10 @@ def test_homes_that_were_not_left_in_order(path, damage, kept):
     damage(path / "homes" / home_id)
     before = contents(path)
     found = pruned(path, "--older-than", "5d", code=0 if kept is None else 1)
-    assert found["homes"] == [] and contents(path) == before
+    assert found["engine_stores"] == [] and contents(path) == before
     assert [kept in one for one in found["kept"]] == ([] if kept is None else [True])
     found = pruned(path, "--to", allocated(path) - 1)
-    assert found["homes"][0]["whole"] and home_ids(path) == []
+    assert found["engine_stores"][0]["whole"] and home_ids(path) == []
 
 
 # -- who is left alone, and who is asked -------------------------------------------------------
@@ -173,11 +173,11 @@ def test_a_live_home_is_never_touched(path, owner):
         assert f"live engines own 1 engine store ({owner.home_id[:8]})" in said and "--stopped" in said
     assert contents(path) == before
     alone = next(home.allocated_bytes for home in list_homes(path) if home.alive)
-    assert pruned(path, "--to", alone)["homes"][0]["id"] == orphan, "no live home has to change for that"
+    assert pruned(path, "--to", alone)["engine_stores"][0]["id"] == orphan, "no live home has to change for that"
     found = pruned(path, "--stopped", command="clear")
-    assert (found["homes"], found["in_use"], home_ids(path)) == ([], [owner.home_id], [owner.home_id])
+    assert (found["engine_stores"], found["in_use"], home_ids(path)) == ([], [owner.home_id], [owner.home_id])
     found = pruned(path, "--to", 0, "--stopped", code=1)
-    assert (found["homes"], found["short_bytes"]) == ([], alone)
+    assert (found["engine_stores"], found["short_bytes"]) == ([], alone)
     shown = run_here("prune", path, "--to", 0, "--stopped", "--yes").stdout
     assert "more than asked for stay: live engines own 1 engine store, which may not change." in " ".join(shown.split())
     assert owner.put_one() == "True 0"
@@ -195,8 +195,8 @@ def test_an_engine_that_comes_between_the_plan_and_the_deletion(path, monkeypatc
 
     monkeypatch.setattr(delete, "carry_out", carry_out)
     found = pruned(path, command="clear", code=3)
-    assert {home["id"]: home["result"] for home in found["homes"]} == {other: "in use", mine: "gone"}
-    assert found["goes"]["homes"] == 2 and found["after"]["homes"] == 2
+    assert {home["id"]: home["result"] for home in found["engine_stores"]} == {other: "in use", mine: "gone"}
+    assert found["goes"]["engine_stores"] == 2 and found["after"]["engine_stores"] == 2
     owners[1].close(clean=False)
     end(owners[0])
     assert len(served(path)) == 20

@@ -10,13 +10,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from cli_stores import HYBRID, PLAIN, Owner, leave_home, run_here
+from cli_stores import CAP, HYBRID, PLAIN, Owner, leave_home, run_here
 from mass_stores import Layer
+from test_cli_top import figures
 
 from kvdisk.cli.report.command import PREFIXES_IN_ALL
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
 from kvdisk.device.store import Store
+from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)><script>alert('\"&\x1b"
 
@@ -79,7 +81,7 @@ def test_the_page_says_what_inspect_says(path: Path, tmp_path: Path) -> None:
     facts = json.loads(run_here("inspect", path, "--json", "--prefixes", "100").stdout)
     totals = facts["totals"]
     assert (found.total("data-slots"), found.total("data-used")) == (totals["slots"], totals["blocks"])
-    segments = [segment for home in facts["homes"] for segment in home["segments"] if segment["free_slots"]]
+    segments = [segment for home in facts["engine_stores"] for segment in home["segments"] if segment["free_slots"]]
     loose = sum(round(segment["fragmentation"] * segment["free_slots"]) for segment in segments)
     assert found.total("data-short") == loose
     trees = [int(each["data-bytes"]) for each in found.having("data-bytes") if each["class"] == "all"]
@@ -118,6 +120,23 @@ def test_a_store_in_use_a_damaged_one_and_an_empty_one(path: Path, tmp_path: Pat
     assert [each["class"] for each in found.having("data-slots")].count("cell unknown") == 2
 
 
+def test_it_says_what_requests_found_as_far_as_engines_have_told(path: Path, tmp_path: Path) -> None:
+    homes = [Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP) for _ in range(3)]
+    told, bad = homes[0].path, homes[1].path
+    totals = {"lookup_tokens": 200, "hit_tokens": {"cpu": 50, "nvme": 100}, "saved_seconds": 61.0}
+    totals["misses"] = {"refused": 1, "writing": 3}
+    write_telemetry(told, figures(1_800_000_000.0, totals=totals, model=HOSTILE))
+    (bad / FIGURES_FILE).write_text("{")
+    for home in homes:
+        home.close(clean=True)
+    target = tmp_path / "r.html"
+    assert run_here("report", path, "-o", target).exit_code == 0
+    text = Page(target.read_text()).text
+    assert "hits: CPU 25 %, NVMe 50 %; saved ~1 min 1 s of computing" in text
+    assert "4 requests missed something: still being written 75 %, refused by admission 25 %" in text
+    assert "until 2027-01-15 08:00:00 UTC" in text
+
+
 def test_what_report_replaces(path: Path, tmp_path: Path) -> None:
     Store.open(path)
     mine = tmp_path / "mine.html"
@@ -140,11 +159,11 @@ def test_the_page_of_a_large_store_is_bounded(path: Path) -> None:
     prefixes as are surveyed."""
     fill(path)
     facts = survey_store(path, prefixes=100, shared_only=False)
-    home, namespace = facts.homes[0], facts.namespaces[0]
+    home, namespace = facts.engine_stores[0], facts.namespaces[0]
     roots = tuple(replace(namespace.prefixes.tree[0], tree=()) for _ in range(PREFIXES_IN_ALL // 100))
     segments = tuple(replace(home.segments[0], segment=number) for number in range(1000))
     homes = [replace(home, id=f"{number:032x}", segments=segments) for number in range(100)]
     tree = replace(namespace.prefixes, tree=roots)
     namespaces = [replace(namespace, fingerprint=f"{number:064x}", prefixes=tree) for number in range(100)]
     wrong = ("something is wrong",) * 300
-    Page(page(replace(facts, homes=tuple(homes), namespaces=tuple(namespaces), problems=wrong)))
+    Page(page(replace(facts, engine_stores=tuple(homes), namespaces=tuple(namespaces), problems=wrong)))

@@ -46,6 +46,8 @@ def figures(at_s: float, stored: int = 0, **changes: Any) -> dict[str, Any]:
             "hit_tokens": {"cpu": 2 * stored, "nvme": 3 * stored},
             "missed_tokens": {"cpu": 8 * stored, "nvme": 5 * stored},
             "evicted_blocks": {"cpu": stored},
+            "saved_seconds": 2.5 * stored,
+            "misses": {"never_seen": stored, "evicted_nvme": 3 * stored, "short": 0},
         },
         "histograms": {"transfer_bytes": {"gpu_to_cpu": moved, "cpu_to_nvme": moved}, "wait_seconds": moved},
         "gauges": {
@@ -110,6 +112,9 @@ def test_rates_are_differences_of_two_figures(engines):
     assert engine.waiting["jobs"]["store"] == 3 and engine.waiting["backlog_blocks"] == 17
     assert frame.totals.written_bytes_per_s == frame.drives[0].written_bytes_per_s == 10 * MIB
     assert frame.totals.hit_rate == (5 * 140 + 320) / 1400
+    assert (frame.totals.saved_seconds, dict(frame.totals.misses)) == (350, {"evicted_nvme": 420, "never_seen": 140})
+    assert "of prompt tokens since their start, which saved ~5 min 50 s" in shown(frame)
+    assert "Misses   evicted from NVMe 75 %, never seen or forgotten 25 %" in shown(frame)
     # The same figures, a moment later: the rates stay what they were. After a while it is idle.
     engines.now += 1
     assert reader.read().engines[0].tiers["cpu"].evicted_blocks_per_s == 10
@@ -145,7 +150,7 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
     engines.held[1].close(clean=True)
     frame = reader.read()
     assert [engine.pid for engine in frame.engines] == [3]
-    assert [orphan.home for orphan in frame.orphans] == [second.name]
+    assert [one.engine_store for one in frame.stopped] == [second.name]
     assert second.name[:8] in shown(frame)
 
 
@@ -156,7 +161,7 @@ def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
     (bad / FIGURES_FILE).write_text('{"json_version": 1, "totals": ')
     reader = engines.reader()
     frame = reader.read()
-    found = {engine.home: engine for engine in frame.engines}
+    found = {engine.engine_store: engine for engine in frame.engines}
     assert (found[good.name].pid, found[good.name].problem) == (4321, None)
     assert found[good.name].failures == {"failed_loads": 3, "io_errors.read": 2}
     assert found[bad.name].problem and found[bad.name].tiers == {} and found[bad.name].bytes_per_s is None

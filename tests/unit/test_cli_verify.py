@@ -52,12 +52,12 @@ def file_in(path: Path, rank: int = 1, segment: int = 2) -> Path:
 def test_a_store_that_is_whole(path):
     make_store(path)
     found = verified(path)
-    assert (found["json_version"], found["ok"], found["stopped"], found["wrong"]) == (1, True, False, [])
+    assert (found["json_version"], found["ok"], found["stopped"], found["wrong"]) == (2, True, False, [])
     assert found["totals"] == {
-        "homes": 1, "blocks": BLOCKS, "slots": SLOTS, "read_bytes": BYTES, "wrong_slots": 0, "changed_slots": 0,
+        "engine_stores": 1, "blocks": BLOCKS, "slots": SLOTS, "read_bytes": BYTES, "wrong_slots": 0, "changed_slots": 0,
     }  # fmt: skip
-    (home,) = found["homes"]
-    assert (home["owner"], home["problems"], home["notes"], home["gone"]) == ("orphan", [], [], False)
+    (home,) = found["engine_stores"]
+    assert (home["owner"], home["problems"], home["notes"], home["gone"]) == ("stopped", [], [], False)
     said = " ".join(run_here("verify", path).stdout.split())
     assert f"Holds {BLOCKS} blocks in 1 engine store Read {SLOTS} slots, 480.0 KiB in" in said
     assert "Result all good" in said
@@ -108,15 +108,15 @@ def test_every_slot_and_file_that_is_wrong(path, monkeypatch):
     shown = run_here("verify", path).stdout
     for wrong, (segment, rank, slot, check, words) in zip(found["wrong"], wanted, strict=True):
         file = file_in(path, rank, segment)
-        where = {"home": home_path(path).name, "drive": 0, "segment": segment, "rank": rank, "path": str(file)}
+        where = {"engine_store": home_path(path).name, "drive": 0, "segment": segment, "rank": rank, "path": str(file)}
         key = None if slot is None else key_of(100 * segment + slot).hex()
         offset = None if slot is None else slot_offset(SMALL, slot)
         where |= {"slot": slot, "check": check, "key": key, "offset_bytes": offset, "slots": 5 if slot is None else 1}
         assert wrong == wrong | where and words in wrong["what"]
         at = ", all of its 5 blocks" if slot is None else f" slot {slot}"
         assert f"drive 0 segment {segment} rank {rank}{at}: {wrong['what']}" in shown
-    assert found["totals"]["wrong_slots"] == found["homes"][0]["wrong_slots"] == 6 + 3 * 5
-    assert found["totals"]["read_bytes"] == BYTES - 3 * 5 * WIDE and found["homes"][0]["problems"] == []
+    assert found["totals"]["wrong_slots"] == found["engine_stores"][0]["wrong_slots"] == 6 + 3 * 5
+    assert found["totals"]["read_bytes"] == BYTES - 3 * 5 * WIDE and found["engine_stores"][0]["problems"] == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_index_that_is_damaged(path, damage, words, slots):
     make_store(path)
     damage(home_path(path) / "index" / "data.mdb")
     found = verified(path, code=1)
-    (problem,) = found["homes"][0]["problems"]
+    (problem,) = found["engine_stores"][0]["problems"]
     assert words in problem and found["totals"]["slots"] == slots
     assert f"engine store {home_path(path).name[:8]}: {problem}" in run_here("verify", path).stdout
     assert "To do   run kvdisk repair" in run_here("verify", path).stdout
@@ -198,7 +198,7 @@ def test_what_changes_while_it_is_read_is_not_wrong(path, act, changed_slots):
     make_store(path)
     parts = start(path)
     verdict = verdict_while(path, lambda: act(parts))
-    (home,) = verdict.homes
+    (home,) = verdict.engine_stores
     assert (verdict.ok, home.owner, home.changed_slots, home.slots) == (True, "alive", changed_slots, SLOTS)
     assert verified(path)["totals"]["slots"] == SLOTS - changed_slots * (act is drop)
     end(parts)
@@ -208,7 +208,7 @@ def test_a_home_that_is_taken_over_while_it_is_read_is_read_again(path):
     make_store(path)
     owners = []
     verdict = verdict_while(path, lambda: owners or owners.append(start(path)))
-    before, after = verdict.homes
+    before, after = verdict.engine_stores
     assert verdict.ok and before.gone and not after.gone
     assert (before.changed_slots, after.slots, after.owner) == (SLOTS, SLOTS, "alive")
     end(owners[0])
@@ -228,7 +228,7 @@ def test_an_index_that_cannot_be_read_again_clears_nothing_and_ctrl_c_leaves_wha
         verdict = verify_store([path], watch=stop)
         assert verdict.stopped and not verdict.ok
         assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)]
-        assert 0 < verdict.homes[0].slots < SLOTS
+        assert 0 < verdict.engine_stores[0].slots < SLOTS
     monkeypatch.undo()
     verdict = verdict_while(path, lambda: os.truncate(home_path(path) / "index" / "data.mdb", 2 * 4096))
     assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)] and not verdict.stopped

@@ -51,7 +51,7 @@ def test_every_metric_that_the_dashboard_names_exists_with_its_suffix_and_labels
 
 def test_what_is_seen_first_is_a_row_of_five_numbers_and_twelve_panels_in_all():
     assert len(VISIBLE) <= 12 and [panel["gridPos"]["y"] for panel in VISIBLE[:6]] == [0] * 5 + [4]
-    titles = ["Hit rate", "Tokens not computed", "Time to first token", "NVMe fill", "Errors"]
+    titles = ["Hit rate", "Time saved", "Time to first token", "NVMe fill", "Errors"]
     assert [panel["title"] for panel in VISIBLE if panel["type"] == "stat"] == titles
     folded = [row for row in BOARD["panels"] if row["type"] == "row"]
     assert all(row["collapsed"] and row["panels"] for row in folded)

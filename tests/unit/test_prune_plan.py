@@ -120,19 +120,25 @@ OTHERS = [home("a", 200, chain([0], 1)), home("b", 100, chain([0], 1), fingerpri
 def test_what_goes(homes, asked, chosen):
     """Id, whether it goes as a whole, segments, and how many blocks of other segments."""
     plan = plan_of(homes, **asked)
-    assert [(one.id, one.whole, list(one.segments), len(plan.keys.get(one.id, []))) for one in plan.homes] == chosen
+    assert [
+        (one.id, one.whole, list(one.segments), len(plan.keys.get(one.id, []))) for one in plan.engine_stores
+    ] == chosen
 
 
 def test_what_is_said_of_it():
     plan = plan_of([MIXED], before_s=500)
-    assert (plan.keys, plan.homes[0].blocks, plan.homes[0].bytes) == ({"a": [(0, key(11))]}, 4, 200)
+    assert (plan.keys, plan.engine_stores[0].blocks, plan.engine_stores[0].bytes) == ({"a": [(0, key(11))]}, 4, 200)
     plan = plan_of(ABC, to_bytes=0)
-    assert [(one.id, one.blocks, one.bytes) for one in plan.homes] == [("a", 2, 250), ("b", 1, 150), ("c", 1, 150)]
+    assert [(one.id, one.blocks, one.bytes) for one in plan.engine_stores] == [
+        ("a", 2, 250),
+        ("b", 1, 150),
+        ("c", 1, 150),
+    ]
     assert plan_of([AGES], to_bytes=0, before_s=500).short_bytes == 150
     live = [home("live", 100, chain([0], 100), alive=True), home("stopped", 200, chain([0], 150))]
     found = [(plan.in_use, plan.short_bytes) for plan in (plan_of(live, to_bytes=150), plan_of(live, to_bytes=100))]
     assert found == [([], 0), (["live"], 50)]
     assert [plan_of(live, before_s=before_s).in_use for before_s in (50, 120)] == [[], ["live"]]
     plan = plan_of([DAMAGED], to_bytes=200)
-    assert plan.homes[0].blocks is None and "as a whole: its index is damaged" in plan.notes[0]
+    assert plan.engine_stores[0].blocks is None and "as a whole: its index is damaged" in plan.notes[0]
     assert plan_of([DAMAGED], before_s=200).kept == ["engine store d stays as it is: its index is damaged"]

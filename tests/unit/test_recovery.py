@@ -81,7 +81,7 @@ def test_an_index_that_was_emptied_is_made_anew_in_the_same_boot(path, caplog, c
             recovery.cut_home(home, [(0, key_of(0))], [3])
         home.close(clean=False)
     assert served(path) == expected
-    assert caplog.text.count("rebuilds the index of home") == 1
+    assert caplog.text.count("rebuilds the index of engine store") == 1
     assert served(path) == expected
 
 
@@ -105,7 +105,7 @@ def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, 
     assert parts.index.flush(600)
     parts.close()
     assert served(path) == expected
-    assert "rebuilds the index of home" in caplog.text
+    assert "rebuilds the index of engine store" in caplog.text
 
 
 def test_parents_epochs_and_times_are_kept_in_order(path):
@@ -242,7 +242,7 @@ def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, c
     with monkeypatch.context() as patch:
         patch.setattr(rebuild.HomeShape, "of", says_nothing)
         assert served(path) == set()
-    assert "gives up home" in caplog.text
+    assert "gives up engine store" in caplog.text
     assert not old.exists()
 
 
@@ -259,7 +259,7 @@ def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, mon
         parts = start(path)
         assert parts.home.fresh and rows(parts) == set()
         parts.close()
-    (said,) = [record.message for record in caplog.records if "leaves home" in record.message]
+    (said,) = [record.message for record in caplog.records if "leaves engine store" in record.message]
     assert "until the next start" in said
     assert served(path) == expected, "the fullest home"
     assert len(os.listdir(path / "homes")) == 2

@@ -209,7 +209,7 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
     for one, two in zip(found["runs"], other["runs"], strict=True):
         assert one | {"seconds": 0} == two | {"seconds": 0}
         assert one["written_bytes"] == one["written_blocks"] * found["slot_bytes"]
-    assert (found["json_version"], found["trace"]["requests"], found["trace"]["form"]) == (2, 60, "mooncake")
+    assert (found["json_version"], found["trace"]["requests"], found["trace"]["form"]) == (3, 60, "mooncake")
     assert found["slot_bytes"] == found["block_bytes"] + 4096 == (64 << 20) + 4096
     assert [run["policy"] for run in found["runs"]] == ["lru, reuse(2)", "learned, reuse(2)"] * 2
     room = {"given": "200", "blocks": 200, "slots": 228}

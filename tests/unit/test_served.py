@@ -4,16 +4,25 @@ up."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
+from tier_bench import TierBench
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import JobId, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.jobs import MoveDetail
-from kvdisk.manager.requests import HitCounts, RequestState
-from kvdisk.stats import Stats
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.hits import HitCounts
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.loads import LoadThreshold
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.requests import Asked, Outcome, RequestState
+from kvdisk.manager.tiers import Tiers, TierSpace
+from kvdisk.messages import Job, JobKind, Move, Reason
+from kvdisk.stats import Miss
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
 TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)
@@ -25,6 +34,12 @@ CPU, NVME = Tier.CPU, Tier.NVME
 NOTHING = (0, 0)
 COUNTED = ("hit_tokens", "hit_blocks", "missed_tokens", "missed_blocks")
 """Of memory and NVMe each; before them ``lookup_tokens``."""
+
+
+def counts_of(geometry: Geometry, tiers: Sequence[Tier]) -> HitCounts:
+    parts = Parts.make(Config(), geometry, None)
+    spaces = Tiers(*(TierSpace(parts, tier, AdmissionPolicy()) for tier in tiers))
+    return HitCounts(parts, spaces, LoadThreshold(None, geometry.step_tokens))
 
 
 @pytest.mark.parametrize(
@@ -47,9 +62,9 @@ COUNTED = ("hit_tokens", "hit_blocks", "missed_tokens", "missed_blocks")
     ],
 )
 def test_each_token_and_block_of_a_hit_is_counted_for_one_tier(geometry, tiers, asked, load, sources, expected):
-    stats, words = Stats(), sources.split()
-    counts, request = HitCounts(geometry, stats, tiers), RequestState("r", [], 100, geometry)
-    request.asked = asked
+    counts, request = counts_of(geometry, tiers), RequestState("r", [], 100, geometry)
+    stats, words = counts._stats, sources.split()
+    request.asked = Asked(*asked, total_tokens=100)
     if load is not None:
         places = [tuple(map(int, place.split("."))) for place in words[::2]]
         froms = [{"cpu": CPU, "nvme": NVME}.get(word) for word in words[1::2]]
@@ -65,8 +80,8 @@ def test_each_token_and_block_of_a_hit_is_counted_for_one_tier(geometry, tiers, 
 
 
 def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
-    stats = Stats()
-    counts, request = HitCounts(ONE, stats, [CPU]), RequestState("r", [], 100, ONE)
+    counts, request = counts_of(ONE, [CPU]), RequestState("r", [], 100, ONE)
+    stats = counts._stats
     for now in (10.0, 10.5, 11.0):
         counts.waits(request, now)
     for now in (12.5, 20.0):
@@ -89,3 +104,58 @@ def test_what_is_asked_for_again_stays(cold):
     catalog = small.parts.catalog
     rows = [catalog.find(make_block_key(text, 0)) for text in (b"aabb", b"iijj", b"ccdd")]
     assert [catalog.readable_tier(row) for row in rows] == [CPU, CPU, None]
+
+
+@pytest.mark.parametrize(("left", "reason"), [(0, Miss.EVICTED_NVME), (1, Miss.EVICTED)])
+def test_what_the_last_tier_has_evicted_is_told_apart_as_far_as_it_can_be(left, reason):
+    """A copy may have left memory where NVMe took nothing, or NVMe: with both, nobody knows
+    which."""
+    bench = TierBench((4,), (4,), nvme_admission="all", prefetch=False)
+    found: list[Outcome] = []
+    bench.manager._hits._tell = found.append
+    bench.finish()
+    prompts = ("aabbx", "ccddx", "eeffx", "gghhx", "iijjx", "kkllx")
+    for prompt in prompts:
+        bench.add(prompt)
+        bench.finish()
+    bench.stats.add("left_blocks.room", left)
+    bench.engine.pool.forget_all()
+    bench.add(prompts[0])
+    bench.finish()
+    assert [outcome.miss for outcome in found] == [Miss.NEVER_SEEN] * 6 + [reason]
+    ago_s = found[-1].asked_ago_s
+    assert ago_s is not None and 0 < ago_s <= bench.now
+
+
+@pytest.mark.parametrize(
+    ("geometry", "failed", "rate", "load_s", "saved_s", "miss"),
+    [
+        (ONE, (), 8.0, 0.5, 16 / 8 - 0.5, None),
+        (ONE, (), 8.0, 60.0, 0.0, None),
+        (ONE, (), 0.0, 0.5, None, None),
+        (ONE, (4,), 8.0, 0.5, 8 / 8 - 0.5, Miss.LOAD_FAILED),
+        # Where there are several groups vLLM computes everything.
+        (TWO, (4,), 8.0, 0.5, 0.0, Miss.LOAD_FAILED),
+    ],
+)
+def test_what_a_load_saves_is_what_it_brought_at_the_measured_rate_less_its_time(
+    geometry, failed, rate, load_s, saved_s, miss
+):
+    counts, request = counts_of(geometry, [CPU, NVME]), RequestState("r", [], 24, geometry)
+    told: list[Outcome] = []
+    counts._tell, counts._threshold.rate = told.append, rate
+    request.asked = Asked(8, 24, 16, total_tokens=25)
+    details = [MoveDetail(0, 0, at, CPU) for at in (2, 3, 4, 5)]
+    counts.scheduled(request, 16, details)
+    assert not told, "it is not known yet what comes of the load"
+    moves = tuple(Move(make_block_key(b"%d" % at, 0), 1, at) for at in range(4))
+    record = JobRecord(Job(JobId(7), JobKind.LOAD, moves), details, "r", sent_s=100.0)
+    record.failed = {at: Reason.CHECKSUM for at, detail in enumerate(details) if detail.position in failed}
+    request.load_job = JobId(7)
+    for _ in range(2):
+        counts.loaded(request, record, 100.0 + load_s)
+    (outcome,) = told
+    assert (outcome.saved_s, outcome.load_s, outcome.miss) == (saved_s, load_s, miss)
+    assert counts._stats["saved_seconds"] == int(saved_s or 0)
+    rest = (saved_s or 0) % 1
+    assert counts._saved_s == rest, "less than a second is counted with what comes"

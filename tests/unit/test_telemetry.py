@@ -16,8 +16,9 @@ from tier_bench import GEOMETRY, TierBench
 from kvdisk.blocks import Tier
 from kvdisk.device.telemetry_file import FIGURES_FILE, read_telemetry, write_telemetry
 from kvdisk.errors import CorruptRecord
-from kvdisk.stats import Stats
-from kvdisk.telemetry import Telemetry
+from kvdisk.manager.requests import Outcome
+from kvdisk.stats import Miss, Stats
+from kvdisk.telemetry import Telemetry, log_request
 
 SLOT = GEOMETRY.slot_sizes[0]
 
@@ -166,9 +167,44 @@ def test_a_line_says_what_has_happened_since_the_last_one(caplog):
             told.engine.pool.forget_all()
         told.stats.observe("transfer_bytes.cpu_to_nvme", 3e6)
         told.stats.add("io_errors.write", 2)
+        told.stats.add("saved_seconds", 7)
         told.telemetry.take(told.now)
         told.telemetry.log()
         told.telemetry.log()
     (record,) = caplog.records
-    for words in ("CPU hits 50.0 %", "to NVMe 3.0 MB/s", "NVMe fill 25 %", "write errors 2"):
+    for words in ("CPU hits 50.0 % (4 tokens)", "saved ~7 s", "to NVMe 3.0 MB/s", "NVMe fill 25 %", "write errors 2"):
         assert words in record.getMessage()
+
+
+def test_the_last_line_says_what_there_was_since_the_start_once(caplog):
+    told = Told()
+    told.add("aabbx")
+    told.finish()
+    told.telemetry.take(told.now)
+    told.telemetry.log()
+    told.stats.add("io_errors.read", 3)  # after the last look
+    with caplog.at_level(logging.INFO, logger="kvdisk"):
+        caplog.clear()
+        for _ in range(2):
+            told.telemetry.log_end()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kvdisk ends after ")
+    for words in ("CPU hits 0.0 % (0 tokens)", "NVMe fill", "read errors 3"):
+        assert words in record.getMessage()
+
+
+def test_a_line_of_a_request_is_one_line_whatever_its_name(caplog):
+    hits = {Tier.CPU: 0, Tier.NVME: 2048}
+    told = [
+        Outcome("a\nb", 2828, 2900, 512, hits, Miss.EVICTED_NVME, 18_800.0, 0.041, 3.94),
+        Outcome("one", 2828, 2828, 780, hits, load_s=300.0, saved_s=59.6),
+    ]
+    with caplog.at_level(logging.INFO, logger="kvdisk"):
+        for outcome in told:
+            log_request(logging.DEBUG, outcome)
+            log_request(logging.INFO, outcome)
+    assert [record.getMessage() for record in caplog.records] == [
+        "req 'a\\nb': 2,900 tokens of prompt and answer = 512 GPU + 0 CPU + 2,048 NVMe + 340 computed; "
+        "load 41 ms, saved ~3.9 s, missing: evicted from NVMe (asked for ~5.2 h ago)",
+        "req one: 2,828 prompt tokens = 780 GPU + 0 CPU + 2,048 NVMe + 0 computed; load 5.0 min, saved ~60 s",
+    ]

@@ -132,7 +132,7 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
         parts.close()
     (home_path(path) / "index" / "data.mdb").unlink()  # rebuilt from the headers, which have the generations
     parts = start(path)
-    assert counts(parts) == expected and not parts.nvme.uses.is_changed
+    assert counts(parts) == expected and not parts.nvme.uses.changes
     orders = [[parts.manager._catalog.keys[row] for _, row in each._policy.proposals()] for each in parts.nvme._orders]
     assert [keys[1], keys[0]] in [order[-2:] for order in orders], "those that were used last leave last"
     parts.close()

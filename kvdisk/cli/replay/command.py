@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk.cli.output import WIDE, AsJson, Exit, number, plural, print_json, refusal, report_console, size
-from kvdisk.cli.replay.run import Replayed, run_all
+from kvdisk.cli.replay.run import Replayed, Run, run_all
 from kvdisk.cli.replay.tiers import Setting, make_geometry, parse_capacity, split
 from kvdisk.cli.replay.trace import Form, Trace, read_trace
 from kvdisk.config import Config, parse_bytes
@@ -25,6 +25,8 @@ from kvdisk.stats import REFUSALS, TIER_WORDS
 _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
 """Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
+NEARLY = 0.9
+"""Of the hits that any size could bring: more costs more than it is worth."""
 _Names = Annotated[list[str], typer.Option(metavar="NAME,...", help="As in the configuration.")]
 
 
@@ -32,10 +34,12 @@ def replay(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)],
     form: Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")] = Form.AUTO,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a block; by default 512 for mooncake, else 16.")
+        int | None,
+        typer.Option(min=1, help="Tokens of a block; by default the trace's; 512 for mooncake; else 16."),
     ] = None,
     block_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes of a block; by default 128 KiB a token.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of a block; by default the trace's, or 128 KiB a token."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option("--requests", min=1, metavar="N", help="Only the first N requests.")
@@ -62,7 +66,8 @@ def replay(
     """Take a trace of requests through the tiers without the model: what hits, and what is written.
 
     The tiers' manager and policies are the real ones, and all combinations
-    of what is listed are run. No bytes are moved.
+    of what is listed are run. No bytes are moved. Says how large nvme_bytes has to be.
+    An engine writes a trace of its own requests with trace_file.
 
     [bold]Exit codes[/bold]
 
@@ -75,7 +80,9 @@ def replay(
         policies = [split(each) for each in (eviction, cpu_admission, nvme_admission, store_policy)]
         _check_policies(policies)
         trace = read_trace(path, form, block_tokens, limit, whole=whole)
-        each = _TOKEN_BYTES * trace.block_tokens if block_bytes is None else parse_bytes("--block-bytes", block_bytes)
+        each = trace.block_bytes or _TOKEN_BYTES * trace.block_tokens
+        if block_bytes is not None:
+            each = parse_bytes("--block-bytes", block_bytes)
         if not each:
             raise ConfigError("--block-bytes must be more than 0.")
         settings = _settings(trace, each, split(cpu), split(nvme), gpu, policies)
@@ -136,6 +143,7 @@ def _print(replayed: Replayed, console: Console) -> None:
     for note in trace.notes:
         console.print(f"Note: {note}")
     console.print(_table(replayed, is_wide=console.width >= WIDE))
+    console.print(_answer(replayed))
     beside = f", {replayed.processes} runs at a time" if replayed.processes > 1 else ""
     console.print(
         "hits: tokens of prompts that were loaded, of all.\n"
@@ -145,11 +153,38 @@ def _print(replayed: Replayed, console: Console) -> None:
     )
 
 
+def _room(run: Run) -> str:
+    return f"{run.room.given}  {size(run.nvme_bytes) if run.nvme_bytes else number(run.room.blocks)}"
+
+
+def _answer(replayed: Replayed) -> str:
+    """Say in a sentence how large the NVMe tier has to be: of the rooms with the first run's
+    policies the least that brings nearly all hits, of those that any size could bring."""
+    alike = [run for run in replayed.runs if run.policy == replayed.runs[0].policy and run.nvme_bytes]
+    most = replayed.trace.most_hits
+    if not most:
+        return "No prompt begins as another did: no size would bring hits."
+    if not alike:
+        return f"A tier without an end would hit {_percent(most)}."
+    enough = [run for run in alike if run.hit_rate >= NEARLY * most]
+    if enough:
+        least = min(enough, key=lambda run: run.nvme_bytes)
+        return (
+            f"nvme_bytes of {size(least.nvme_bytes)} brings {_percent(least.hit_rate)}; no size brings more than"
+            f" {_percent(most)}."
+        )
+    best = max(alike, key=lambda run: run.hit_rate)
+    return (
+        f"None of these is enough: {size(best.nvme_bytes)} brings {_percent(best.hit_rate)} of {_percent(most)};"
+        " try more with --nvme 75%,100%."
+    )
+
+
 def _table(replayed: Replayed, *, is_wide: bool) -> Table:
     tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks[tier] for run in replayed.runs)]
     told_apart = tiers if len(tiers) > 1 else []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
-    table.add_column("room", no_wrap=True)
+    table.add_column("nvme_bytes" if replayed.runs[0].nvme_bytes else "room", no_wrap=True)
     table.add_column("policy")
     by_tier = [f"by {TIER_WORDS[tier]}" for tier in told_apart]
     amplified = ["write amp."] if is_wide else []
@@ -158,7 +193,7 @@ def _table(replayed: Replayed, *, is_wide: bool) -> Table:
     for _, some in groupby(replayed.runs, lambda run: run.room.blocks):
         for at, run in enumerate(some):
             table.add_row(
-                f"{run.room.given}  {number(run.room.blocks)}" if at == 0 else "",
+                _room(run) if at == 0 else "",
                 run.policy,
                 _percent(run.hit_rate),
                 *(_percent(run.hit_tokens[tier] / replayed.trace.tokens) for tier in told_apart),

@@ -12,18 +12,19 @@ from multiprocessing import get_context
 
 from kvdisk import __version__
 from kvdisk.blocks import Tier
-from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine, make_geometry
+from kvdisk.cli.replay.tiers import Capacity, Setting, bytes_for, make_engine, make_geometry
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.stats import REFUSALS
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 
 
 @dataclass
 class Run:
     """What one run came to. Shares are of 1. Dicts are by tier (gpu, cpu, nvme) or by reason.
 
-    ``policy``: its name in the table. ``room``: of the tier that the runs differ in. ``written_*``,
+    ``policy``: its name in the table. ``room``: of the tier that the runs differ in.
+    ``nvme_bytes``: what the NVMe tier has to be given for it; 0: there is none. ``written_*``,
     ``read_*``: to and from NVMe. ``write_amplification``: blocks written for each distinct block of
     the trace. ``written_per_hit``: for each that hit in NVMe. ``refused``: offers; ``left_cpu_*``:
     what was evicted from the CPU tier and not written to NVMe.
@@ -32,6 +33,7 @@ class Run:
     policy: str
     setting: Setting
     room: Capacity
+    nvme_bytes: int
     hit_rate: float
     hit_blocks_rate: float
     hit_tokens: dict[str, int]
@@ -49,7 +51,8 @@ class Run:
 
 @dataclass
 class TraceFacts:
-    """What a trace is. ``references``: blocks of all prompts; ``tokens``: of all prompts."""
+    """What a trace is. ``references``: blocks of all prompts; ``tokens``: of all prompts.
+    ``most_hits``: the share of them that a tier without an end would hit."""
 
     name: str
     form: str
@@ -57,6 +60,7 @@ class TraceFacts:
     requests: int
     references: int
     tokens: int
+    most_hits: float
     distinct_blocks: int
     longest_prompt_blocks: int
     notes: tuple[str, ...]
@@ -93,6 +97,7 @@ def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
         policy=setting.name,
         setting=setting,
         room=setting.room,
+        nvme_bytes=bytes_for(setting.nvme.slots, slot_bytes) if setting.nvme.slots else 0,
         hit_rate=sum(engine.hit_tokens.values()) / trace.tokens,
         hit_blocks_rate=sum(engine.hit_blocks.values()) / trace.references,
         hit_tokens=_by_tier(engine.hit_tokens),
@@ -131,7 +136,8 @@ def run_all(
     """
     slot_bytes = make_geometry(trace, block_bytes).slot_sizes[0]
     processes = min(processes, len(settings))
-    counts = len(trace.requests), trace.references, trace.tokens, trace.distinct, trace.longest
+    most_hits = trace.most_hits / trace.tokens
+    counts = len(trace.requests), trace.references, trace.tokens, most_hits, trace.distinct, trace.longest
     facts = TraceFacts(trace.name, trace.form, trace.block_tokens, *counts, trace.notes)
     runs = []
     _shared[:] = [(trace, slot_bytes)]

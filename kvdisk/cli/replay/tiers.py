@@ -20,7 +20,7 @@ from kvdisk.cli.replay.trace import Trace
 from kvdisk.cli.size import fit_nvme
 from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, segment_charge_bytes
+from kvdisk.geometry import FINGERPRINT_BYTES, HEADER_BYTES, Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.index.base import Progress
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
@@ -95,6 +95,24 @@ def _slots_in(option: str, text: str, geometry: Geometry, *, on_nvme: bool) -> i
     if not slots:
         raise ConfigError(f"{option} {text} holds no block of {geometry.slot_sizes[0]} bytes; see --block-bytes.")
     return slots
+
+
+def bytes_for(slots: int, slot_bytes: int) -> int:
+    """Return the least ``nvme_bytes`` of one drive, to a MiB, that has so many slots."""
+    geometry = Geometry((GroupGeometry(0, 1, max(1, slot_bytes - HEADER_BYTES)),), 1, 1)
+
+    def holds(mib: int) -> bool:
+        with suppress(ConfigError):
+            return fit_nvme(geometry, mib << 20, 1).blocks >= slots
+        return False
+
+    few, enough = 0, 1
+    while not holds(enough):
+        few, enough = enough, 2 * enough
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        few, enough = (few, middle) if holds(middle) else (middle, enough)
+    return enough << 20
 
 
 @dataclass(frozen=True)

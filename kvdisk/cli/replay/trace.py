@@ -18,6 +18,10 @@ Generic, one JSON object a line, with one of
 and, where known, ``time_s`` (seconds), ``prompt_tokens`` (with ``blocks``; else the last block
 counts as full) and ``output_tokens``. Of ``tokens`` and ``prompt`` full blocks count only, as in
 vLLM. Other fields are ignored.
+
+kvdisk's own (``kvdisk.request_trace``): the generic one with ``blocks``, behind a line that says of
+what blocks it is. Its requests are in the order in which they ended, and are put in that of their
+arrival.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from kvdisk.errors import KvdiskError
+from kvdisk.request_trace import VERSION
 
 HASH_BYTES = 32
 """As long as those of vLLM's sha256."""
@@ -83,6 +88,8 @@ class Trace:
     block_tokens: int
     requests: Sequence[TracedRequest]
     notes: tuple[str, ...] = field(default=())
+    block_bytes: int | None = None
+    """Of a block, where the trace says it."""
 
     @cached_property
     def references(self) -> int:
@@ -98,6 +105,18 @@ class Trace:
     def distinct(self) -> int:
         """Blocks that differ."""
         return len({block for request in self.requests for block in request.hashes})
+
+    @cached_property
+    def most_hits(self) -> int:
+        """Tokens of prompts that a tier without an end would hit: those that came before, behind
+        the same blocks."""
+        seen: set[bytes] = set()
+        tokens = 0
+        for request in self.requests:
+            known = next((at for at, block in enumerate(request.hashes) if block not in seen), len(request.hashes))
+            tokens += self.token_span(request, 0, known)
+            seen.update(request.hashes)
+        return tokens
 
     @cached_property
     def longest(self) -> int:
@@ -143,6 +162,7 @@ class Form(StrEnum):
     MOONCAKE = "mooncake"
     AZURE = "azure"
     JSONL = "jsonl"
+    KVDISK = "kvdisk"
 
 
 class _Damaged(Exception):
@@ -200,6 +220,14 @@ def _read(
         raise TraceError(f"{path} is empty")
     if form is Form.AUTO:
         form = _form_of(first)
+    block_bytes = None
+    if form is Form.KVDISK:
+        head, first = _object(first), next(lines, "")
+        block_tokens, block_bytes = _whole_number(head, "block_tokens"), int(_number(head, "block_bytes"))
+        if head.get("kvdisk_trace") != VERSION or not block_tokens or not block_bytes:
+            raise _Damaged(f"not the first line of a trace of kvdisk {VERSION}")
+        if not first:
+            raise TraceError(f"{path} has no request yet")
     if block_tokens is None:
         block_tokens = _MOONCAKE_BLOCK_TOKENS if form is Form.MOONCAKE else _BLOCK_TOKENS
     lines = chain((first,), lines)
@@ -209,6 +237,8 @@ def _read(
         rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
     parse = {Form.AZURE: parser.azure, Form.MOONCAKE: parser.mooncake}.get(form, parser.generic)
     found = [parse(row) for row in islice(rows, limit)]
+    if form is Form.KVDISK:
+        found.sort(key=lambda request: request.time_s)
     if whole:
         found = [
             request._replace(hashes=request.hashes[:full], tokens=full * block_tokens)
@@ -217,12 +247,13 @@ def _read(
         ]
     if not any(request.hashes for request in found):
         raise TraceError(f"{path} has no request with a block of {block_tokens} tokens")
-    return Trace(path.name, form.value, block_tokens, found, tuple(parser.notes))
+    return Trace(path.name, form.value, block_tokens, found, tuple(parser.notes), block_bytes)
 
 
 def _form_of(line: str) -> Form:
     if line.startswith("{"):
-        return Form.MOONCAKE if "hash_ids" in _object(line) else Form.JSONL
+        found = _object(line)
+        return Form.KVDISK if "kvdisk_trace" in found else Form.MOONCAKE if "hash_ids" in found else Form.JSONL
     if all(name in line for name in _AZURE_COLUMNS):
         return Form.AZURE
     raise _Damaged(f"neither a JSON object nor a header with {', '.join(_AZURE_COLUMNS)}; see --form")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -27,10 +29,14 @@ from kvdisk.cli.output import (
 )
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
-from kvdisk.errors import ConfigError
+from kvdisk.device.drives import list_directories
+from kvdisk.device.listing import list_owners
+from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
+from kvdisk.errors import ConfigError, CorruptRecord
 
 PREFIXES, PREFIXES_IN_ALL = 1500, 2400
 """How many are drawn of a namespace, and of all."""
+LOCK_WAIT_S = 2.0
 
 
 def report(
@@ -44,7 +50,8 @@ def report(
 ) -> None:
     """Draw a store as one HTML file: what inspect shows, with pictures. It opens without a network.
 
-    Occupancy of segments, age and reuse of blocks, and the tree of shared prefixes to zoom into.
+    Occupancy of segments, age and reuse of blocks, what requests found and why not more, and the
+    tree of shared prefixes to zoom into.
     Only reads the store.
 
     [bold]Exit codes[/bold]
@@ -59,7 +66,7 @@ def report(
     with refusing(paths):
         _check_target(target, force=force)
         survey = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
-        data = page(survey).encode()
+        data = page(survey, _told(paths)).encode()
         with new_file(target) as temporary:
             temporary.write_bytes(data)
     if as_json:
@@ -71,6 +78,16 @@ def report(
     if show and not webbrowser.open(target.resolve().as_uri()):
         typer.echo("kvdisk: no browser could be opened", err=True)
     raise typer.Exit(Exit.WRONG if survey.problems else Exit.FINE)
+
+
+def _told(directories: Sequence[Path]) -> list[TelemetryRecord]:
+    """Return what the engines have told of themselves, the last first. What cannot be read is left
+    out: nothing depends on it."""
+    told = []
+    for owner in list_owners(list_directories(directories), LOCK_WAIT_S):
+        with suppress(CorruptRecord, OSError):
+            told.append(read_telemetry(owner.path))
+    return sorted((each for each in told if each is not None), key=lambda each: -each.time_s)
 
 
 def _check_target(target: Path, *, force: bool) -> None:

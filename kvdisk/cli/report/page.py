@@ -18,10 +18,24 @@ from rich.console import Console
 
 from kvdisk import __version__
 from kvdisk.cli.inspect import prefix_table, print_survey
-from kvdisk.cli.output import ID_LETTERS, ago, number, plural, printable, share, size
+from kvdisk.cli.output import (
+    ID_LETTERS,
+    ago,
+    duration,
+    in_shares,
+    miss_counts,
+    number,
+    plural,
+    printable,
+    share,
+    short_model,
+    size,
+)
 from kvdisk.cli.prefixes import Prefix, PrefixTree, each_prefix
 from kvdisk.cli.report.look import SCRIPT, STYLE
 from kvdisk.cli.survey import Home, Segment, Survey, read_run_blocks
+from kvdisk.device.telemetry_file import TelemetryRecord
+from kvdisk.stats import TIER_WORDS, TIERS
 
 MARK = "<!doctype html><!-- kvdisk report -->"
 """How every report begins: such a file may be replaced by another report."""
@@ -35,17 +49,18 @@ REUSE_STEPS = ((0, "not reused"), (1, "1"), (3, "2-3"), (8, "4-8"), (32, "9-32")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
 
-def page(survey: Survey) -> str:
-    """Return the whole report. It names nothing outside itself."""
+def page(survey: Survey, told: Sequence[TelemetryRecord] = ()) -> str:
+    """Return the whole report. It names nothing outside itself. ``told``: what engines have told of
+    themselves, each as far as its file says."""
     name = f"kvdisk store {printable(survey.store.path)}"
-    moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(survey.surveyed_s))
     parts = [
         f'{MARK}\n<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escaped(name)}</title><style>{STYLE}</style></head><body><main>",
-        f"<h1>{escaped(name)}</h1><p>As of {moment}, by kvdisk {escaped(__version__)}.</p>",
+        f"<h1>{escaped(name)}</h1><p>As of {moment(survey.surveyed_s)}, by kvdisk {escaped(__version__)}.</p>",
         *_tables(survey),
+        *_requests(told),
         *_prefixes(survey),
         *_occupancy(survey),
         f"</main><script>{SCRIPT}</script></body></html>\n",
@@ -56,6 +71,11 @@ def page(survey: Survey) -> str:
 def escaped(value: object) -> str:
     """Return text of any origin as part of a page."""
     return html.escape(printable(value), quote=True)
+
+
+def moment(at_s: float) -> str:
+    """Return a moment, given in seconds since the Unix epoch, in words."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(at_s, 1 << 35)))
 
 
 def _printed(show: Callable[[Console], None]) -> str:
@@ -69,10 +89,33 @@ def _printed(show: Callable[[Console], None]) -> str:
 
 def _tables(survey: Survey) -> Iterator[str]:
     """Yield what ``kvdisk inspect`` prints, without the prefixes: they are drawn."""
-    shown = replace(survey, homes=survey.homes[:MOST_HOMES])
+    shown = replace(survey, engine_stores=survey.engine_stores[:MOST_HOMES])
     yield f"<section>{_printed(lambda console: print_survey(shown, console, ('models', 'stores', 'segments', 'ages')))}"
-    if hidden := len(survey.homes) - len(shown.homes):
+    if hidden := len(survey.engine_stores) - len(shown.engine_stores):
         yield f"<p>and {number(hidden)} more engine stores: kvdisk inspect</p>"
+    yield "</section>"
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+def _requests(told: Sequence[TelemetryRecord]) -> Iterator[str]:
+    """Yield what the requests of each engine found, and why not more."""
+    asked = [each for each in told if each.totals.get("lookup_tokens")]
+    if not asked:
+        return
+    yield "<section><h2>What requests found</h2>"
+    yield "<p>Of the tokens that the GPU had not got; of each engine since its start, as it told last.</p>"
+    for each in asked[:MOST_HOMES]:
+        asked_tokens = each.totals["lookup_tokens"]
+        hits = {tier: min(1.0, each.totals.get(f"hit_tokens.{tier}", 0) / asked_tokens) for tier in TIERS}
+        found = ", ".join(f"{TIER_WORDS[tier]} {share(hits[tier])}" for tier in TIERS)
+        saved = each.totals.get("saved_seconds", 0)
+        lines = [f"{short_model(each.model)}, pid {each.pid} on {each.host}, until {moment(each.time_s)}"]
+        lines.append(f"hits: {found}" + (f"; saved ~{duration(saved)} of computing" if saved else ""))
+        if misses := miss_counts(each.totals):
+            lines.append(f"{plural(sum(misses.values()), 'request')} missed something: {in_shares(misses)}")
+        yield from (f"<p>{escaped(line)}</p>" for line in lines)
     yield "</section>"
 
 
@@ -166,7 +209,7 @@ def _most_used(listed: Sequence[Prefix], now_s: int) -> str:
 
 
 def _occupancy(survey: Survey) -> Iterator[str]:
-    filled = [home for home in survey.homes if home.segments]
+    filled = [home for home in survey.engine_stores if home.segments]
     if not filled:
         return
     yield "<section><h2>Occupancy</h2>"

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests found in the tiers, and why not more: counted, and told request by request.
+Scheduler thread only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager.catalog import ABSENT, READY, TIERS, WRITING
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.lookup import first_needed
+from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.requests import Asked, Outcome, RequestState
+from kvdisk.manager.tiers import Tiers
+from kvdisk.stats import Miss
+
+if TYPE_CHECKING:
+    from kvdisk.manager.loads import LoadThreshold
+
+
+class HitCounts(HasParts):
+    """Counts what requests found in the tiers, and how long they waited for it, each time one is
+    scheduled.
+
+    The fastest tier is asked for every token beyond the GPU's own, each other for what those before
+    it have not got. A neighbour's copy counts as NVMe's. What is not loaded is missed, whatever the
+    reason.
+
+    ``threshold``: knows how fast the engine computes. ``tell``: takes each outcome, once it is
+    known.
+    """
+
+    def __init__(
+        self, parts: Parts, tiers: Tiers, threshold: LoadThreshold, tell: Callable[[Outcome], None] | None = None
+    ) -> None:
+        super().__init__(parts)
+        self._tiers = tiers
+        self._threshold = threshold
+        self._tell = tell
+        self._began: tuple[float, int] | None = None
+        """Seconds, and the history's count, when the first request was scheduled."""
+        self._saved_s = 0.0
+        """Of less than a second, and so not counted yet."""
+
+    def waits(self, request: RequestState, now: float) -> None:
+        """Count a lookup that was answered 'not yet'."""
+        self._stats.add("lookup_waits")
+        if request.waited_since_s is None:
+            request.waited_since_s = now
+
+    def waited(self, request: RequestState, now: float) -> None:
+        """Measure the wait of a request that has got its answer, if it has waited."""
+        if request.waited_since_s is not None:
+            self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
+            request.waited_since_s = None
+
+    def scheduled(self, request: RequestState, loaded_tokens: int = 0, details: Sequence[MoveDetail] = ()) -> None:
+        """Count what came of a request's last lookup, once: it runs, or a load is planned. Note in
+        ``request.hit_tokens`` how that divides between the tiers.
+
+        A promise that the engine did not take is none, and is not counted.
+        """
+        asked, request.asked = request.asked, None
+        if asked is None or asked.promised_tokens != loaded_tokens:
+            return
+        start_tokens, limit_tokens = asked.start_tokens, asked.limit_tokens
+        step = self._geometry.step_tokens
+        end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
+        tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, details)
+        sources = [detail.source for detail in details]
+        missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
+        for group in self._geometry.groups:
+            first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
+            missed_blocks += max(0, end_tokens // group.block_tokens - first)
+        asked_tokens = max(end_tokens, hit_end_tokens) - start_tokens
+        self._stats.add("lookup_tokens", asked_tokens)
+        if asked_tokens:
+            self._stats.observe("hit_ratio", loaded_tokens / asked_tokens)
+        miss, asked_ago_s = None, None
+        if asked.short or asked.total_tokens <= step:
+            miss = Miss.SHORT
+        elif missed_tokens:
+            miss, asked_ago_s = self._why(request, asked, hit_end_tokens)
+        for space in reversed(list(self._tiers)):  # what a slower one has, those before it have missed
+            tier = space.tier
+            found = {"hit_tokens": tokens[tier], "hit_blocks": sources.count(tier)}
+            missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
+            for name, count in (found | missed).items():
+                self._stats.add(f"{name}.{tier.name.lower()}", count)
+            missed_tokens += found["hit_tokens"]
+            missed_blocks += found["hit_blocks"]
+        request.outcome = Outcome(
+            request.request_id, request.prompt_tokens, asked.total_tokens, start_tokens, tokens, miss, asked_ago_s
+        )
+        if not loaded_tokens:
+            self._end(request, request.outcome)
+
+    def loaded(self, request: RequestState, record: JobRecord, now: float) -> None:
+        """Count what a request's load, which is settled, has saved: the seconds that the engine
+        would have computed what it brought, at the rate that was measured, less those that it took.
+        Nothing where that is less than nothing, or no rate is known.
+
+        What it failed to bring was no hit: vLLM computes all from the first failed block on where
+        there is one group of full attention, and everything elsewhere.
+        """
+        outcome = request.outcome
+        if outcome is None or request.load_job != record.job.id:
+            return
+        if record.failed:
+            groups, first = self._geometry.groups, min(record.details[at].position for at in record.failed)
+            kept = first * groups[0].block_tokens - outcome.gpu_tokens
+            kept = max(0, kept) if len(groups) == 1 and groups[0].reads_all else 0
+            before = [detail for detail in record.details if detail.position < first]
+            tokens = self._tokens_by_tier(outcome.gpu_tokens, kept, before)
+            outcome = outcome._replace(tokens=tokens, miss=Miss.LOAD_FAILED, asked_ago_s=None)
+        load_s = None if record.sent_s is None else max(0.0, now - record.sent_s)
+        rate, saved_s = self._threshold.rate, None
+        if rate and load_s is not None:
+            saved_s = max(0.0, sum(outcome.tokens.values()) / rate - load_s)
+            whole_s, self._saved_s = divmod(self._saved_s + saved_s, 1.0)
+            self._stats.add("saved_seconds", int(whole_s))
+        self._end(request, outcome._replace(load_s=load_s, saved_s=saved_s))
+
+    def _end(self, request: RequestState, outcome: Outcome) -> None:
+        request.outcome = None
+        if outcome.miss is not None:
+            self._stats.add(f"misses.{outcome.miss}")
+        if self._tell is not None:
+            self._tell(outcome)
+
+    # -- why not more ----------------------------------------------------------------------------
+
+    def _why(self, request: RequestState, asked: Asked, hit_end_tokens: int) -> tuple[Miss, float | None]:
+        """Return what became of the first block that a longer hit would have needed, and how many
+        seconds ago it was asked for before, if that is known.
+
+        Looks at one block, or of a window at its few: whatever the length of the prompt.
+        """
+        began_s, began = self._began = self._began or (asked.now, self._history.now)
+        key, presence, is_own = self._first_missing(request, asked.start_tokens, hit_end_tokens)
+        if presence == WRITING:
+            return Miss.WRITING, None
+        if key is None:
+            return Miss.NEVER_SEEN, None
+        uses, _, age = self._history.known(key)
+        if uses <= is_own:
+            return Miss.NEVER_SEEN, None
+        # The history's clock is what requests came to: at its mean pace since the start.
+        count = self._history.now - began
+        ago_s = None if is_own or age >= count else age * (asked.now - began_s) / count
+        return self._how_it_left(key), ago_s
+
+    def _first_missing(
+        self, request: RequestState, start_tokens: int, hit_end_tokens: int
+    ) -> tuple[BlockKey | None, int, bool]:
+        """Return the key of the first block that the next longer hit lacks, its presence, and
+        whether this request itself has come to it before."""
+        end = hit_end_tokens + self._geometry.step_tokens
+        for group in self._geometry.groups:
+            first = hit_end_tokens // group.block_tokens
+            if not group.reads_all:
+                first = first_needed(group, start_tokens, end)
+            keys = request.keys[group.group][first : end // group.block_tokens]
+            for at, presence in enumerate(self._catalog.presences(keys)):
+                if presence != READY:
+                    return keys[at], presence, request.counted[group.group] > first + at
+        return None, ABSENT, False
+
+    def _how_it_left(self, key: BlockKey) -> Miss:
+        """Return why no tier has a block that was asked for before: the last tier would not take
+        it; or one has evicted blocks, so that it is taken to be one of these; or none has."""
+        *_, last = self._tiers
+        if not (last.admission.is_open or last.admission.admits((key,))[0]):
+            return Miss.REFUSED
+        cpu, nvme = self._stats["evicted_blocks.cpu"], self._stats["evicted_blocks.nvme"]
+        untaken = self._stats["left_blocks.room"] + self._stats["left_blocks.budget"]
+        if nvme and untaken:
+            return Miss.EVICTED
+        if nvme:
+            return Miss.EVICTED_NVME
+        return Miss.EVICTED_CPU if cpu else Miss.NOT_STORED
+
+    def _tokens_by_tier(self, start_tokens: int, tokens: int, details: Sequence[MoveDetail]) -> dict[Tier, int]:
+        """Return how a load divides: a token is of the slowest tier that a block of its groups is
+        in. A state that is alone stands for all tokens before it."""
+        groups = self._geometry.groups
+        grain = math.gcd(*(group.block_tokens for group in groups))
+        slowest = np.full(tokens // grain, int(self._tiers.first.tier), np.uint8)
+        only_states = all(group.state_tokens is not None for group in groups)
+        for detail in details:
+            if detail.source is not None and detail.source is not self._tiers.first.tier:
+                block_tokens = groups[detail.group].block_tokens
+                first = detail.position * block_tokens - start_tokens
+                begin = 0 if only_states else max(0, first)
+                part = slowest[begin // grain : (first + block_tokens) // grain]
+                np.maximum(part, np.uint8(detail.source), out=part)
+        counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
+        return {tier: counts[tier] * grain for tier in TIERS}
