@@ -233,3 +233,15 @@ def test_a_group_that_the_prefix_cache_leaves_out_is_left_out(engines, groups, h
     assert loaded(bench, "b") == hit
     ours = [event for event in bench.published if getattr(event, "medium", None) == "CPU"]
     assert {event.group_idx for event in ours} == {at + 1 for at, blocks in enumerate(hit) if blocks}
+
+
+def test_a_load_that_fails_beside_a_group_that_is_left_out_takes_all_of_the_request(engines):
+    """vLLM counts all groups, and ends the engine where there are several and blocks are named."""
+    bench = engines.make(left_out=REPLAYED, num_blocks=256).warm(1)
+    (request,) = bench.loading(1)
+    bench.fail = {JobKind.LOAD: (2,)}
+    bench.release()
+    bench.step()
+    bench.assert_waits(request, 0)
+    bench.fail = {}
+    bench.finish("r1", count=3)
