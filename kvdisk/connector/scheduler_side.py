@@ -103,7 +103,11 @@ class SchedulerSide:
         sizes first."""
         assert self._context is None, "the block pool was bound twice"
         self._context = BlockPoolContext(
-            pool, self._geometry, self._groups, step_blocks_of(self._vllm_config, self._geometry)
+            pool,
+            self._geometry,
+            self._groups,
+            step_blocks_of(self._vllm_config, self._geometry),
+            self._adapters.void,
         )
         if self._namespace is not None:
             self._assemble(self._namespace)
@@ -139,15 +143,36 @@ class SchedulerSide:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Follow a request, except with a LoRA adapter of which nobody can tell what it holds."""
-        if request.lora_request is not None and not self._adapters.identify(request):
-            return
+        """Follow a request, with a LoRA adapter from when it is known what that holds."""
+        if request.lora_request is not None:
+            self._adapters.arrived(request, time.monotonic())
+        else:
+            self._follow(request)
+
+    def _follow(self, request: Request) -> None:
         self._requests[request.request_id] = request
         limits = self._controls.read(request.kv_transfer_params)
         if request.skip_reading_prefix_cache:
             limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
         self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
         self._describe(request)
+
+    def _follow_known(self, now: float) -> None:
+        for request in self._adapters.take_known(now):
+            self._follow(request)
+
+    def _check_adapters(self, now: float) -> None:
+        """Leave requests alone whose adapters have changed under them, and settle what was held
+        back meanwhile."""
+        stale, reports = self._adapters.check(now)
+        if stale:
+            self._manager.fail_stores()
+        for request in stale:
+            if self._requests.pop(request.request_id, None) is not None:
+                self._manager.request_finished(request.request_id)
+        for report in reports:
+            self._manager.settle(report, now, int(time.time()))
+        self._follow_known(now)
 
     def _follow_session(self, request: Request) -> None:
         """Notice what no hook reports: that the prompt of a streaming session, a request with a
@@ -157,6 +182,9 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
+        if self._adapters.waits(request.request_id):
+            self._follow_known(time.monotonic())
+            return None, False  # by other hashes vLLM finds other blocks: it asks again
         if request.request_id not in self._requests:
             return 0, False
         self._follow_session(request)
@@ -181,6 +209,7 @@ class SchedulerSide:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
         """Offer the tail of a finished request."""
         self._local_tokens.pop(request.request_id, None)
+        self._adapters.ended(request.request_id, time.monotonic())
         if self._requests.pop(request.request_id, None) is None:
             return
         if not aborted:
@@ -200,6 +229,7 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
+        self._check_adapters(now)
         overwritten = self._groups.overwritten_blocks(output)
         if output.preempted_req_ids:
             manager.preempt(output.preempted_req_ids, now, overwritten)
@@ -225,6 +255,7 @@ class SchedulerSide:
         plan = manager.take_plan(
             now, idle=step_tokens == 0, step_tokens=step_tokens, now_s=int(time.time()), overwritten=overwritten
         )
+        self._adapters.note(plan)
         self._unsent.clear()
         return plan
 
@@ -234,6 +265,7 @@ class SchedulerSide:
         if invalid_blocks:
             self._manager.note_invalid_blocks(invalid_blocks, report or Report())
         if report is not None:
+            self._adapters.hold(report, time.monotonic())
             self._manager.settle(report, time.monotonic(), int(time.time()))
 
     def reset(self) -> bool:
@@ -281,6 +313,7 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Commit, and release the engine store. Idempotent."""
+        self._adapters.close()
         if self._parts is not None:
             self._parts.close()
 
