@@ -216,6 +216,20 @@ def test_of_reference_windows_only_the_prompt_is_stored(engines):
     assert loaded(bench, "b") == [4, 4]
 
 
+def test_of_a_sessions_reference_windows_only_the_first_prompt_is_stored(engines):
+    """Its next prompt takes in what was generated, whose KV stays what it was."""
+    bench = engines.make(other=RSWASpec(**BLOCK, rswa_window=BLOCK_TOKENS), num_blocks=256)
+    session = bench.add("s", prompt_of(1), max_tokens=100, resumable=True)
+    while session.num_tokens < len(prompt_of(1)) + 100:
+        bench.step()
+    bench.add("s", prompt_of(3, 40), max_tokens=3, resumable=True)
+    for _ in range(6):
+        bench.step()
+    assert session.num_prompt_tokens > 200, "the prompt has grown"
+    assert stored(bench, 0) == stored(bench, 1) == [1, 2, 3, 4]
+    bench.abort("s")
+
+
 RING = CircularBufferSpec(**BLOCK)
 REPLAYED = SlidingWindowMLASpec(**BLOCK, sliding_window=2 * BLOCK_TOKENS, bounded_replay=True)
 
