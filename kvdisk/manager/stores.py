@@ -204,6 +204,9 @@ class StorePlanner(HasParts):
         """
         released = self._state.released - 1
         if record.request_id is None:
+            moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
+            states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
+            self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
             self._refuse_free([record.job.moves[at].key for at in record.failed], released, now)
         elif request is not None:
             details = [record.details[at] for at in record.failed]

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from kvdisk.blocks import group_of
+from kvdisk.blocks import Tier, group_of
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind
 
@@ -144,6 +144,17 @@ def test_a_state_waits_for_room_while_the_engine_has_it(engines):
     assert bench.counters()["refused_blocks.room"] > 0
     bench.finish("a", "b", count=60)
     assert stored(bench, 1).count(4) == 2, "both states came in the end"
+
+
+def test_a_state_whose_store_failed_comes_again(engines):
+    bench = engines.make(state_tokens=BLOCK_TOKENS, num_blocks=256)
+    bench.hold = {JobKind.STORE}
+    bench.add("a", prompt_of(1), max_tokens=60)
+    bench.step()
+    bench.manager.fail_stores()
+    bench.finish("a", count=60)
+    assert stored(bench, 1) == [4, 4]
+    assert {key for key in bench.in_tier(Tier.CPU) if group_of(key) == 1} == {bench.keys("a", 1)[3]}
 
 
 class Saving(OnCompute):
