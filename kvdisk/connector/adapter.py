@@ -265,6 +265,26 @@ def handshake_of(stages: list[list[KVCacheGroupSpec]]) -> list[list[KVCacheGroup
     return stages if len(stages) > 1 or uniform else None
 
 
+def handshakes_beside(connector: KVConnectorBase_V1) -> list[str]:
+    """Return the classes of the connectors beside one that take a handshake, too. Call it in the
+    hook that brings it.
+
+    vLLM: ``MultiConnector`` hands all its children what the first one of them has sent.
+    """
+    children: Collection[Any] = ()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        children = getattr(frame.f_locals.get("self"), "_connectors", children)
+        frame = frame.f_back
+    hooks = ("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
+    return [
+        type(child).__name__
+        for child in children
+        if child is not connector
+        and any(getattr(type(child), hook) is not getattr(KVConnectorBase_V1, hook) for hook in hooks)
+    ]
+
+
 def geometry_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]] = ()
 ) -> Geometry:

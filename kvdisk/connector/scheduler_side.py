@@ -93,8 +93,7 @@ class SchedulerSide:
                 "kvdisk needs the engine's block pool, and this engine has not given it."
                 if self._context is None
                 else "kvdisk needs to hear from the workers how large the KV cache's layers are, which differ within a "
-                "KV-cache group or between the stages of a pipeline, and no handshake came: beside other connectors in "
-                "MultiConnector, list it first."
+                "KV-cache group or between the stages of a pipeline, and no handshake came."
             )
         return self._parts.manager
 
@@ -112,13 +111,20 @@ class SchedulerSide:
         if self._namespace is not None:
             self._assemble(self._namespace)
 
-    def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]]) -> None:
+    def take_worker_groups(
+        self, by_worker: Sequence[list[list[KVCacheGroupSpec]]], others: Sequence[str] = ()
+    ) -> None:
         """Take the KV-cache groups of all stages, as workers sent them: they have every layer's
-        size, where ours may have one layer's.
+        size, where ours may have one layer's. ``others``: connectors that take a handshake, too.
 
         Comes once, after the pool and before the first request. Raises ConfigError where sizes are
         not agreed upon.
         """
+        if self._namespace is None and others:
+            raise ConfigError(
+                f"kvdisk does not support {' and '.join(others)} beside it in MultiConnector where layers of a KV-cache "
+                "group differ in size, nor under pipeline parallelism: both need a handshake, and vLLM passes on one."
+            )
         for stages in by_worker:
             geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages)
             if self._parts is None and self._context is not None:
