@@ -188,6 +188,16 @@ def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
+def keeps_parts_of_states(kv_cache_config: KVCacheConfig, geometry: Geometry) -> bool:
+    """Whether vLLM keeps recurrent states within its steps, after a part of a block: such have
+    another hash than blocks have, and are not stored."""
+    return any(
+        getattr(spec, "num_prefill_checkpoint_blocks", 0) and geometry.hash_tokens < spec.block_size
+        for group in kv_cache_config.prefix_cacheable_groups
+        for spec in _specs_of(group)
+    )
+
+
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
     nothing that hits."""

@@ -20,6 +20,7 @@ from kvdisk.connector.adapter import (
     GroupIds,
     event_groups,
     geometry_of,
+    keeps_parts_of_states,
     publishes_events,
     recompute_failed_loads,
     refuse_store_policy,
@@ -70,6 +71,12 @@ class SchedulerSide:
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._groups = GroupIds(kv_cache_config)
         refuse_store_policy(config.store_policy, vllm_config, self._geometry)
+        if keeps_parts_of_states(kv_cache_config, self._geometry):
+            logger.warning(
+                "kvdisk stores few or none of this model's recurrent states, and so loads little, while vLLM keeps "
+                "them after parts of a block of %d tokens: leave out prefix_match_unit.",
+                max(group.block_tokens for group in self._geometry.groups),
+            )
         self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
@@ -111,9 +118,7 @@ class SchedulerSide:
         if self._namespace is not None:
             self._assemble(self._namespace)
 
-    def take_worker_groups(
-        self, by_worker: Sequence[list[list[KVCacheGroupSpec]]], others: Sequence[str] = ()
-    ) -> None:
+    def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]], others: Sequence[str] = ()) -> None:
         """Take the KV-cache groups of all stages, as workers sent them: they have every layer's
         size, where ours may have one layer's. ``others``: connectors that take a handshake, too.
 

@@ -4,6 +4,7 @@ recurrent state comes to the tiers: as the engine hands it off, never by its pla
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,14 @@ def test_states_after_a_part_of_a_block_are_left_out(engines):
     bench.forget()
     bench.serve("b", prompt)
     assert loaded(bench, "b") == [2, 1]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_states_that_are_kept_after_parts_of_blocks_are_told_of(engines, blocks, caplog):
+    """A block is as long as what is hashed, or longer."""
+    with caplog.at_level(logging.WARNING, "kvdisk"):
+        engines.make(state_tokens=blocks * BLOCK_TOKENS, checkpoints=True)
+    assert ("leave out prefix_match_unit" in caplog.text) == (blocks > 1)
 
 
 def test_a_hand_off_that_the_engine_does_not_know_by_its_key_is_not_stored(engines, monkeypatch):
