@@ -127,8 +127,9 @@ class SchedulerSide:
         """
         if self._namespace is None and others:
             raise ConfigError(
-                f"kvdisk does not support {' and '.join(others)} beside it in MultiConnector where layers of a KV-cache "
-                "group differ in size, nor under pipeline parallelism: both need a handshake, and vLLM passes on one."
+                f"kvdisk does not support {' and '.join(others)} beside it in MultiConnector where layers of a "
+                "KV-cache group differ in size, nor under pipeline parallelism: both need a handshake, and vLLM passes "
+                "on one."
             )
         for stages in by_worker:
             geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages)

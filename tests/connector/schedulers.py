@@ -179,8 +179,8 @@ def kv_groups(
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
     ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
     ``state_tokens``: of a block of recurrent state, and of full attention beside it; with
-    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``other``: the kind of a further group.
-    ``left_out``: that of the first, which vLLM's prefix cache leaves out.
+    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``other``: the
+    kind of a further group. ``left_out``: that of the first, which vLLM's prefix cache leaves out.
     """
     sizes = {"block_size": state_tokens or BLOCK_TOKENS, **SIZES}
     groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
