@@ -350,13 +350,16 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
     """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
     names = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
     groups = [{name: getattr(group, name) for name in names} for group in geometry.groups]
+    for said, group in zip(groups, geometry.groups, strict=True):
+        if group.chunk_tokens is not None:  # only there: what HOME says must stay equal for a takeover
+            said["chunk_tokens"] = group.chunk_tokens
     return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
 
 
 def _log_start(parts: Parts, cpu_slots: Sequence[int], home: Home | None, nvme: NvmeSpace | None) -> None:
     """Say in three lines what is kept, where, and how much fits."""
     config, geometry = parts.config, parts.geometry
-    per_token = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.rank_count
+    per_token = sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * geometry.rank_count
     logger.info("kvdisk %s keeps %s KiB of KV a token.", __version__, _short(per_token / 1024))
     tiers = [(config.cpu_bytes, "CPU", cpu_slots)] if config.cpu_bytes else []
     found = ""

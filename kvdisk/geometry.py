@@ -80,6 +80,11 @@ class GroupGeometry:
         return HEADER_BYTES + round_up(max(self.payload_bytes, self.least_bytes), ALIGNMENT)
 
     @property
+    def tokens_each(self) -> int:
+        """Tokens of a prompt for each of its blocks that is kept."""
+        return self.state_tokens or self.block_tokens
+
+    @property
     def reads_all(self) -> bool:
         """Whether a token reads all those before it."""
         return self.window_tokens is None and self.chunk_tokens is None
@@ -156,7 +161,7 @@ class Geometry:
         """
         per_class = [0.0] * len(self.slot_sizes)
         for group, size_class in zip(self.groups, self.size_classes, strict=True):
-            per_class[size_class] += group.slot_bytes / (group.state_tokens or group.block_tokens)
+            per_class[size_class] += group.slot_bytes / group.tokens_each
         total = sum(per_class)
         return tuple(weight / total for weight in per_class)
 
@@ -167,10 +172,11 @@ class Geometry:
         return tuple(int(per_rank * share) // size for share, size in zip(self.shares, self.slot_sizes, strict=True))
 
     def tokens_in(self, slots: Sequence[int]) -> int:
-        """Return the tokens all of whose blocks have slots. ``slots``: by size class."""
+        """Return the tokens all of whose blocks that are kept have slots. ``slots``: by size
+        class."""
         per_token = [0.0] * len(slots)
         for group, size_class in zip(self.groups, self.size_classes, strict=True):
-            per_token[size_class] += 1 / group.block_tokens
+            per_token[size_class] += 1 / group.tokens_each
         tokens = int(min(count / needed for count, needed in zip(slots, per_token, strict=True)))
         return tokens - tokens % self.step_tokens
 

@@ -215,7 +215,7 @@ def _writes(text: str | None) -> Writes | None:
 
 def token_bytes(geometry: Geometry, parts: int) -> float:
     """Return the bytes of KV of one token on so many parts: ranks in memory, parts on the drive."""
-    return sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * parts
+    return sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * parts
 
 
 def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
@@ -238,7 +238,7 @@ def fit_nvme(geometry: Geometry, nvme_bytes: int, drive_count: int, context_toke
 def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: int, context_tokens: int) -> Fit:
     """Count what has slots. ``slots``: by size class."""
     tokens = geometry.tokens_in(slots)
-    blocks = sum(tokens // group.block_tokens for group in geometry.groups)
+    blocks = sum(tokens // group.tokens_each for group in geometry.groups)
     used_bytes = round(tokens * token_bytes(geometry, parts))
     return Fit(capacity_bytes, tokens, blocks, used_bytes, tokens // context_tokens)
 

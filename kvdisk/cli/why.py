@@ -236,7 +236,7 @@ class _Searched:
     @property
     def main(self) -> GroupGeometry:
         """The first group with full attention; where none has it, the first."""
-        return next((group for group in self.geometry.groups if group.window_tokens is None), self.geometry.groups[0])
+        return next((group for group in self.geometry.groups if group.reads_all), self.geometry.groups[0])
 
     def followers(self, position: int) -> int:
         """Return how many blocks of the main group follow this prompt's block before
@@ -269,10 +269,16 @@ def _geometry(namespace: ReadNamespace) -> Geometry:
         isinstance(hash_tokens, int) and hash_tokens > 0 and sizes and all(s % hash_tokens == 0 < s for s in sizes)
     ):
         raise ConfigError(f"HOME of namespace {namespace.id[:ID_LETTERS]} does not say how many tokens a block has")
-    windows = [group.get("window_tokens") for group in said["groups"]]
-    windows = [window if isinstance(window, int) and window > 0 else None for window in windows]
-    pairs = enumerate(zip(sizes, windows, strict=True))
-    return Geometry(tuple(GroupGeometry(at, size, 1, window) for at, (size, window) in pairs), 1, hash_tokens)
+    groups = [
+        GroupGeometry(at, size, 1, _tokens(group, "window_tokens"), chunk_tokens=_tokens(group, "chunk_tokens"))
+        for at, (size, group) in enumerate(zip(sizes, said["groups"], strict=True))
+    ]
+    return Geometry(tuple(groups), 1, hash_tokens)
+
+
+def _tokens(group: dict[str, Any], name: str) -> int | None:
+    tokens = group.get(name)
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
 def _hash_of(facts: object) -> tuple[str, str | None]:

@@ -225,6 +225,16 @@ def _volatile_tokens(vllm_config: VllmConfig) -> int:
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
+def keeps_parts_of_states(kv_cache_config: KVCacheConfig, geometry: Geometry) -> bool:
+    """Whether vLLM keeps recurrent states within its steps, after a part of a block: such have
+    another hash than blocks have, and are not stored."""
+    return any(
+        getattr(spec, "num_prefill_checkpoint_blocks", 0) and geometry.hash_tokens < spec.block_size
+        for group in kv_cache_config.prefix_cacheable_groups
+        for spec in _specs_of(group)
+    )
+
+
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
     nothing that hits."""
@@ -300,6 +310,26 @@ def handshake_of(stages: list[list[KVCacheGroupSpec]]) -> list[list[KVCacheGroup
     connectors' handshakes go on."""
     uniform = any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in stages[0])
     return stages if len(stages) > 1 or uniform else None
+
+
+def handshakes_beside(connector: KVConnectorBase_V1) -> list[str]:
+    """Return the classes of the connectors beside one that take a handshake, too. Call it in the
+    hook that brings it.
+
+    vLLM: ``MultiConnector`` hands all its children what the first one of them has sent.
+    """
+    children: Collection[Any] = ()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        children = getattr(frame.f_locals.get("self"), "_connectors", children)
+        frame = frame.f_back
+    hooks = ("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware")
+    return [
+        type(child).__name__
+        for child in children
+        if child is not connector
+        and any(getattr(type(child), hook) is not getattr(KVConnectorBase_V1, hook) for hook in hooks)
+    ]
 
 
 def geometry_of(
@@ -434,12 +464,12 @@ def hash_chain(algorithm: str) -> str:
 
 
 def hash_by_content(request: Request, content: str) -> None:
-    """Make the hashes of a request's blocks anew, of its adapter's content instead of its name and
-    path, and so whatever is added to them. vLLM's prefix cache then knows its blocks by it, too.
-
-    vLLM: the scheduler shows a new request before it looks for its blocks.
+    """Make the hashes of a request's blocks anew, of ``content`` instead of its adapter's name and
+    path, and so whatever is added to them. vLLM's prefix cache then knows by it what it gets of the
+    request from now on.
     """
     hasher, known = request._block_hasher, copy(request.lora_request)
+    hasher = getattr(hasher, "vllm_hasher", hasher)
     known.lora_name, known.lora_path = "", content
 
     def hash_blocks(changed: Request) -> list[BlockHash]:
@@ -450,6 +480,7 @@ def hash_by_content(request: Request, content: str) -> None:
             changed.lora_request = adapter
         return hashes
 
+    hash_blocks.vllm_hasher = hasher  # type: ignore[attr-defined]  # for the next time
     request._block_hasher = hash_blocks
     request.block_hashes.clear()
     request.update_block_hashes()
@@ -584,6 +615,7 @@ class PooledBlock(NamedTuple):
     block: KVCacheBlock
     geometry: Geometry
     groups: GroupIds
+    void: Collection[bytes] = ()
 
     @property
     def block_id(self) -> int:
@@ -595,7 +627,7 @@ class PooledBlock(NamedTuple):
         """See ``KVCacheBlockView``: vLLM appends the group to the hash in four bytes, kvdisk in
         two.
 
-        None also where vLLM knows the block by a part of its tokens.
+        None also where vLLM knows the block by a part of its tokens, or by a hash that is void.
         """
         named, tokens = self.block.block_hash, self.block.block_hash_num_tokens
         if named is None or tokens is None:
@@ -603,14 +635,22 @@ class PooledBlock(NamedTuple):
         group = self.groups.number_of(get_group_id(named))
         if tokens % self.geometry.groups[group].block_tokens:
             return None
-        return make_block_key(get_block_hash(named), group)
+        key = get_block_hash(named)
+        return None if key in self.void else make_block_key(key, group)
 
 
 class BlockPoolContext:
-    """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. Scheduler thread
-    only."""
+    """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. ``void``: hashes
+    of blocks whose content nobody knows; it grows. Scheduler thread only."""
 
-    def __init__(self, pool: BlockPool, geometry: Geometry, groups: GroupIds, step_blocks: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        geometry: Geometry,
+        groups: GroupIds,
+        step_blocks: int,
+        void: Collection[bytes] = (),
+    ) -> None:
         for name in ("blocks", "free_block_queue", "get_cached_block", "enable_caching", "_reuse_watchers"):
             if not hasattr(pool, name):
                 raise ConfigError(f"kvdisk needs the engine's block pool, and this one has no {name!r}.")
@@ -619,6 +659,7 @@ class BlockPoolContext:
             pool._reuse_watchers = _Watchers(pool._reuse_watchers)
         self._geometry = geometry
         self._groups = groups
+        self._void = void
         self.step_blocks = step_blocks
         self._note = self._note_reuse  # one object, to be known again
         self._reused: list[int] = []
@@ -640,7 +681,7 @@ class BlockPoolContext:
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
-        return PooledBlock(self._pool.blocks[block_id], self._geometry, self._groups)
+        return PooledBlock(self._pool.blocks[block_id], self._geometry, self._groups, self._void)
 
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``.
@@ -672,7 +713,7 @@ class BlockPoolContext:
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """See ``SchedulerContext``."""
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield PooledBlock(block, self._geometry, self._groups)
+            yield PooledBlock(block, self._geometry, self._groups, self._void)
 
 
 _Watcher = Callable[["KVCacheBlock"], None]

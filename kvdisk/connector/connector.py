@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.assembly import check_settings
 from kvdisk.config import Config
-from kvdisk.connector.adapter import refuse_unsupported, refuse_version, sleeps
+from kvdisk.connector.adapter import handshakes_beside, refuse_unsupported, refuse_version, sleeps
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
@@ -263,7 +263,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ``MultiConnector`` also another connector's."""
         by_worker = [one.stages for one in metadata.values() if isinstance(one, KVDiskHandshake)]
         if isinstance(self._half, SchedulerSide):
-            self._half.take_worker_groups(by_worker)
+            self._half.take_worker_groups(by_worker, handshakes_beside(self))
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 

@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with a LoRA adapter: their blocks are known by what the adapter's files hold, not by its
-name and path, as in vLLM's hashes."""
+"""Requests with a LoRA adapter: their blocks are known by its path and by what its files hold, not
+by its name, as in vLLM's hashes.
+
+The scheduler's step never waits for these files: a thread looks at them. A request waits for a
+look that began after it came, and what its steps have stored for one that began after them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
 from kvdisk.connector.identity import digest_file
 from kvdisk.errors import ConfigError, QuietLog
+from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig
-    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 logger = logging.getLogger("kvdisk.connector")
 
+LOOK_WAIT_S = 0.1
+"""How long a request waits for a look: a small adapter is read in 10 ms, a status in 0.1 ms."""
+CHECK_WAIT_S = 1.0
+"""How long what was stored waits for one."""
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """vLLM: its workers load the first that is there."""
@@ -29,61 +41,253 @@ _FILES_CLOCK = 5
 """CLOCK_REALTIME_COARSE, from which Linux takes the times of files: some ms behind the real one."""
 
 
-class Adapters:
-    """Knows adapters by their content. Scheduler thread only.
+class Look(NamedTuple):
+    """What a look found. ``began_s``: by ``time.monotonic``. ``content``: None: nobody can tell,
+    and ``problem`` says why; ``for_good``: until the engine starts again."""
 
-    The workers read an adapter's files when they like, and again when they had to drop it. So an
-    adapter is known only while nothing of it has changed since this engine began: whatever they
-    have read, and will read, is what is there. Its files are read once, and their status with each
-    request.
+    began_s: float
+    content: str | None
+    problem: str = ""
+    for_good: bool = False
+
+
+class Status(NamedTuple):
+    """A file, directory or link: what stays while its content does, and when anything of it last
+    changed (ns, by the file system)."""
+
+    path: Path
+    identity: tuple[int, ...]
+    changed_ns: int
+
+
+class Looks:
+    """Looks at adapters' files, on a thread that begins with the first question. One asks.
+
+    Workers read an adapter when they like, and again when they had to drop it. So its content is
+    told only while nothing of it has changed since this engine began: whatever they have read is
+    what is there. Where only a change time has moved, as by ``chmod``, the content is read again.
     """
 
-    def __init__(self, settings: LoRAConfig | None) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._began_ns = time.clock_gettime_ns(_FILES_CLOCK)
-        self._by_path: dict[str, str] = {}
-        self._by_id: dict[int, str | None] = {}
-        """What each of vLLM's numbers stands for: with another path it would not be read again."""
-        self._log = QuietLog(time.monotonic, logger)
+        self._known: dict[str, tuple[str, list[Status]]] = {}
+        self._found: dict[str, Look] = {}
+        self._asked: dict[str, float] = {}
+        """When each path was last asked for, until a look has begun since."""
+        self._questions: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def identify(self, request: Request) -> bool:
-        """Make the hashes of a new request's blocks anew, of its adapter's content; False: that is
-        not known, and nothing has changed."""
-        adapter = request.lora_request
+    def since(self, path: str, since_s: float) -> Look | None:
+        """Return a look at a path that began after ``since_s``; None: there is none yet, and one
+        will come. One that says ``for_good`` stays true."""
+        found = self._found.get(path)
+        if found is not None and (found.began_s >= since_s or found.for_good):
+            return found
+        if self._asked.get(path, -1.0) < since_s:
+            self._asked[path] = time.monotonic()
+            self._questions.put(path)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvdisk-adapters", daemon=True)
+                self._thread.start()
+        return None
+
+    def close(self) -> None:
+        """Let the thread end, when it does: it may hang in a file system."""
+        self._questions.put(None)
+
+    def _run(self) -> None:
+        while (path := self._questions.get()) is not None:
+            self._found[path] = self._look(path, time.monotonic())
+
+    def _look(self, path: str, now_s: float) -> Look:
         try:
-            content = self._content_of(adapter)
+            return self._try(path, now_s)
         except (OSError, RuntimeError, ValueError, ConfigError) as error:
-            self._log.warn("adapter", f"requests with the adapter {adapter.lora_name} are left alone: {error}")
-            content = None
-        if content is None or self._by_id.setdefault(adapter.lora_int_id, content) != content:
-            self._by_id[adapter.lora_int_id] = None
-            return False
-        hash_by_content(request, content)
-        return True
+            return Look(now_s, None, str(error))
+        except Exception as error:
+            logger.exception("kvdisk has a bug in how it reads adapters")
+            return Look(now_s, None, str(error), for_good=True)
 
-    def _content_of(self, adapter: LoRARequest) -> str:
-        """Return what an adapter is known by. Raises OSError, RuntimeError, ValueError,
-        ConfigError."""
-        assert self._settings is not None, "vLLM takes no adapter without its settings"
-        folder = Path(adapter.lora_path).expanduser().absolute()
+    def _try(self, path: str, now_s: float) -> Look:
+        """Look once. Raises OSError, RuntimeError, ValueError, ConfigError: the next look may do
+        better."""
+        folder = Path(path).expanduser().absolute()
         weights = next((file for name in _WEIGHTS if (file := folder / name).is_file()), None)
         if weights is None:
             raise ValueError(f"{folder} is no directory with its files")
         files = [folder / _CONFIG, weights]
-        if adapter.lora_path not in self._by_path:
+        content, before = self._known.get(path, ("", []))
+        read = ""
+        if [each.changed_ns for each in _statuses(folder, files)] != [each.changed_ns for each in before]:
             digest = hashlib.sha256(files[0].read_bytes())
             digest_file(weights, digest)
-            self._by_path[adapter.lora_path] = digest.hexdigest()
+            read = digest.hexdigest()
         # Asked last, so that it is true of what was read.
-        times_ns = [time_ns for path in (folder, *files) for time_ns in (path.stat().st_ctime_ns, *_link_times(path))]
-        if max(times_ns) >= self._began_ns:
-            raise ValueError(f"{folder} has changed since this engine began, until the next start")
-        return f"{self._by_path[adapter.lora_path]} {adapter.is_3d_lora_weight} {self._settings.compute_hash()}"
+        now = _statuses(folder, files)
+        if before:
+            same = (read or content) == content and [each[:2] for each in now] == [each[:2] for each in before]
+        else:
+            same = max(each.changed_ns for each in now) < self._began_ns
+        if not same:
+            return Look(now_s, None, f"{folder} has changed since this engine began, until the next start", True)
+        if before and read:
+            logger.info("kvdisk: the change times of %s have moved, and it is as it was.", folder)
+        if read or not before:
+            self._known[path] = (read, now)
+        return Look(now_s, read or content)
 
 
-def _link_times(path: Path) -> Iterator[int]:
-    """Yield when each of the links that lead to a path was made (ns, by the file system)."""
+def _statuses(folder: Path, files: list[Path]) -> list[Status]:
+    """Return how an adapter's directory, its files, and the links that lead there are."""
+    found = []
+    for path in (folder, *files):
+        found += [_status_of(link, link.lstat()) for link in _links(path)]
+        found.append(_status_of(path, path.stat()))
+    return found
+
+
+def _status_of(path: Path, stat: os.stat_result) -> Status:
+    # What else comes into a directory, or leaves it, is not the adapter's.
+    at = () if path.is_dir() and not path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
+    return Status(path, (stat.st_dev, stat.st_ino, *at), stat.st_ctime_ns)
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Yield the links that lead to a path."""
     for step in (*path.parents, path):
         if step.is_symlink():
-            yield step.lstat().st_ctime_ns
-            yield from _link_times(step.parent / step.readlink())
+            yield step
+            yield from _links(step.parent / step.readlink())
+
+
+class Adapters:
+    """Knows requests' adapters, and holds back what was stored until it is sure. Scheduler thread
+    only.
+
+    A request is *unsure* from the time when it is followed until a look at its adapter that began
+    after its end: the workers may have read other files than those that its hashes were made of.
+    The results of stores are held back until a look that began after them. Where an adapter has
+    changed by then, or nobody can tell in time, its requests are stale: all stores that are out
+    have to fail, and nothing is known by the requests' hashes from then on.
+    """
+
+    def __init__(self, settings: LoRAConfig | None) -> None:
+        self._settings = settings
+        self._looks = Looks()
+        self._path_of: dict[int, str | None] = {}
+        """What each of vLLM's numbers stands for: with another path it would not be read again."""
+        self._new: dict[str, tuple[Request, float]] = {}
+        self._unsure: dict[str, tuple[Request, float | None]] = {}
+        """Requests that are followed, and when they ended; None: they live."""
+        self._stores: set[JobId] = set()
+        """The stores that were planned while a request was unsure, and are not settled."""
+        self._held: list[tuple[float, dict[JobId, JobResult]]] = []
+        self.void: set[bytes] = set()
+        """Hashes of blocks whose content nobody knows."""
+        self._log = QuietLog(time.monotonic, logger)
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Ask what a new request's adapter holds: see ``take_known``."""
+        adapter = request.lora_request
+        if self._path_of.setdefault(adapter.lora_int_id, adapter.lora_path) != adapter.lora_path:
+            self._path_of[adapter.lora_int_id] = None
+        self._new[request.request_id] = (request, now)
+        self._looks.since(adapter.lora_path, now)
+
+    def waits(self, request_id: str) -> bool:
+        """Whether it is not known yet what a request's adapter holds."""
+        return request_id in self._new
+
+    def take_known(self, now: float) -> list[Request]:
+        """Return the requests whose adapters have become known, their hashes made anew. Others
+        wait, ``LOOK_WAIT_S`` at most, or are left alone from now on, as they are."""
+        known = []
+        for request, since_s in list(self._new.values()):
+            adapter = request.lora_request
+            look = self._looks.since(adapter.lora_path, since_s)
+            if look is None and now - since_s < LOOK_WAIT_S:
+                continue
+            del self._new[request.request_id]
+            content = self._content(request, look)
+            if content is None or look is None:
+                continue
+            assert self._settings is not None, "vLLM takes no adapter without its settings"
+            # With its path: another's requests must not find in the engine's cache what this one's
+            # are just computing.
+            settings = f"{adapter.is_3d_lora_weight} {self._settings.compute_hash()}"
+            hash_by_content(request, f"{adapter.lora_path} {content} {settings}")
+            self._unsure[request.request_id] = (request, None)
+            known.append(request)
+        return known
+
+    def _content(self, request: Request, look: Look | None) -> str | None:
+        """Return what a look says that a request's adapter holds. None: it is to be left alone, and
+        the log says why."""
+        adapter = request.lora_request
+        if self._path_of[adapter.lora_int_id] is None:
+            cause, why = "number", f"its number, {adapter.lora_int_id}, stood for two paths, until the next start"
+        elif look is None:
+            cause, why = "silence", "its files did not answer in time"
+        elif look.content is None:
+            cause, why = "adapter", look.problem
+        else:
+            return look.content
+        self._log.warn(cause, f"requests with the adapter {adapter.lora_name} are left alone: {why}")
+        return None
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Take in that a request is over."""
+        self._new.pop(request_id, None)
+        if request_id in self._unsure:
+            request, _ = self._unsure[request_id]
+            self._unsure[request_id] = (request, now)
+            self._looks.since(request.lora_request.lora_path, now)
+
+    # -- what was stored -----------------------------------------------------------------------
+
+    def note(self, plan: Plan) -> None:
+        """Note the stores of a plan: whose blocks they are is not asked."""
+        if self._unsure:
+            self._stores.update(job.id for job in plan.jobs if job.kind is JobKind.STORE)
+
+    def hold(self, report: Report, now: float) -> None:
+        """Take the results of such stores out of a report. When they come, the step that has
+        computed their blocks is over on every rank."""
+        held = {job_id: report.results.pop(job_id) for job_id in self._stores & report.results.keys()}
+        if held:
+            self._held.append((now, held))
+
+    def check(self, now: float) -> tuple[list[Request], list[Report]]:
+        """Return the requests that have become stale, and the results that wait no longer: where
+        there are such requests, all."""
+        stale = []
+        for request, end_s in list(self._unsure.values()):
+            since_s = end_s if end_s is not None or not self._held else self._held[0][0]
+            if since_s is None:
+                continue
+            look = self._looks.since(request.lora_request.lora_path, since_s)
+            if look is None and now - since_s < CHECK_WAIT_S:
+                continue
+            if self._content(request, look) is None:
+                stale.append(request)
+                self.void.update(request.block_hashes)
+                hash_by_content(request, f"nobody else's: {request.request_id} {now}")
+            if end_s is not None or request in stale:
+                del self._unsure[request.request_id]
+        paths = {request.lora_request.lora_path for request, _ in self._unsure.values()}
+        free = []
+        while self._held:
+            since_s, results = self._held[0]
+            looks = [self._looks.since(path, since_s) for path in paths]
+            if not stale and not all(look is not None and look.content is not None for look in looks):
+                break
+            del self._held[0]
+            self._stores -= results.keys()
+            free.append(Report(results=results))
+        if not self._unsure and not self._held:
+            self._stores.clear()
+        return stale, free
+
+    def close(self) -> None:
+        """End the thread, unless it hangs."""
+        self._looks.close()

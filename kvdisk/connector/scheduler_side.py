@@ -20,6 +20,7 @@ from kvdisk.connector.adapter import (
     GroupIds,
     event_groups,
     geometry_of,
+    keeps_parts_of_states,
     publishes_events,
     recompute_failed_loads,
     refuse_store_policy,
@@ -71,6 +72,12 @@ class SchedulerSide:
         self._geometry = geometry_of(vllm_config, kv_cache_config)
         self._groups = GroupIds(kv_cache_config)
         refuse_store_policy(config.store_policy, vllm_config, self._geometry)
+        if keeps_parts_of_states(kv_cache_config, self._geometry):
+            logger.warning(
+                "kvdisk stores few or none of this model's recurrent states, and so loads little, while vLLM keeps "
+                "them after parts of a block of %d tokens: leave out prefix_match_unit.",
+                max(group.block_tokens for group in self._geometry.groups),
+            )
         self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
@@ -94,8 +101,7 @@ class SchedulerSide:
                 "kvdisk needs the engine's block pool, and this engine has not given it."
                 if self._context is None
                 else "kvdisk needs to hear from the workers how large the KV cache's layers are, which differ within a "
-                "KV-cache group or between the stages of a pipeline, and no handshake came: beside other connectors in "
-                "MultiConnector, list it first."
+                "KV-cache group or between the stages of a pipeline, and no handshake came."
             )
         return self._parts.manager
 
@@ -104,18 +110,28 @@ class SchedulerSide:
         sizes first."""
         assert self._context is None, "the block pool was bound twice"
         self._context = BlockPoolContext(
-            pool, self._geometry, self._groups, step_blocks_of(self._vllm_config, self._geometry)
+            pool,
+            self._geometry,
+            self._groups,
+            step_blocks_of(self._vllm_config, self._geometry),
+            self._adapters.void,
         )
         if self._namespace is not None:
             self._assemble(self._namespace)
 
-    def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]]) -> None:
+    def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]], others: Sequence[str] = ()) -> None:
         """Take the KV-cache groups of all stages, as workers sent them: they have every layer's
-        size, where ours may have one layer's.
+        size, where ours may have one layer's. ``others``: connectors that take a handshake, too.
 
         Comes after the pool and before the first request, and again, the same, after a sleep.
         Raises ConfigError where sizes are not agreed upon.
         """
+        if self._namespace is None and others:
+            raise ConfigError(
+                f"kvdisk does not support {' and '.join(others)} beside it in MultiConnector where layers of a "
+                "KV-cache group differ in size, nor under pipeline parallelism: both need a handshake, and vLLM passes "
+                "on one."
+            )
         for stages in by_worker:
             geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages)
             if self._parts is None and self._context is not None:
@@ -140,15 +156,36 @@ class SchedulerSide:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Follow a request, except with a LoRA adapter of which nobody can tell what it holds."""
-        if request.lora_request is not None and not self._adapters.identify(request):
-            return
+        """Follow a request, with a LoRA adapter from when it is known what that holds."""
+        if request.lora_request is not None:
+            self._adapters.arrived(request, time.monotonic())
+        else:
+            self._follow(request)
+
+    def _follow(self, request: Request) -> None:
         self._requests[request.request_id] = request
         limits = self._controls.read(request.kv_transfer_params)
         if request.skip_reading_prefix_cache:
             limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
         self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
         self._describe(request)
+
+    def _follow_known(self, now: float) -> None:
+        for request in self._adapters.take_known(now):
+            self._follow(request)
+
+    def _check_adapters(self, now: float) -> None:
+        """Leave requests alone whose adapters have changed under them, and settle what was held
+        back meanwhile."""
+        stale, reports = self._adapters.check(now)
+        if stale:
+            self._manager.fail_stores()
+        for request in stale:
+            if self._requests.pop(request.request_id, None) is not None:
+                self._manager.request_finished(request.request_id)
+        for report in reports:
+            self._manager.settle(report, now, int(time.time()))
+        self._follow_known(now)
 
     def _follow_session(self, request: Request) -> None:
         """Notice what no hook reports: that the prompt of a streaming session, a request with a
@@ -158,6 +195,9 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
+        if self._adapters.waits(request.request_id):
+            self._follow_known(time.monotonic())
+            return None, False  # by other hashes vLLM finds other blocks: it asks again
         if request.request_id not in self._requests:
             return 0, False
         self._follow_session(request)
@@ -182,6 +222,7 @@ class SchedulerSide:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
         """Offer the tail of a finished request."""
         self._local_tokens.pop(request.request_id, None)
+        self._adapters.ended(request.request_id, time.monotonic())
         if self._requests.pop(request.request_id, None) is None:
             return
         if self._parts is not None and self._parts.trace is not None:
@@ -206,6 +247,7 @@ class SchedulerSide:
         now = time.monotonic()
         manager = self._manager
         manager.note_time(int(time.time()))
+        self._check_adapters(now)
         overwritten = self._groups.overwritten_blocks(output)
         if output.preempted_req_ids:
             manager.preempt(output.preempted_req_ids, now, overwritten)
@@ -229,6 +271,7 @@ class SchedulerSide:
                 manager.plan_states(request_id, states, now)
         step_tokens = int(sum(output.num_scheduled_tokens.values()))
         plan = manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, overwritten=overwritten)
+        self._adapters.note(plan)
         self._unsent.clear()
         return plan
 
@@ -238,6 +281,7 @@ class SchedulerSide:
         if invalid_blocks:
             self._manager.note_invalid_blocks(invalid_blocks, report or Report())
         if report is not None:
+            self._adapters.hold(report, time.monotonic())
             self._manager.settle(report, time.monotonic(), int(time.time()))
 
     def reset(self) -> bool:
@@ -290,6 +334,7 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Commit, and release the engine store. Idempotent."""
+        self._adapters.close()
         if self._parts is not None:
             self._parts.close()
 

@@ -32,10 +32,10 @@ class WorkerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        groups = geometry_of(vllm_config, kv_cache_config).groups
         # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before
-        # that there are none.
-        self._by_block = len(groups) == 1 and groups[0].reads_all
+        # that there are none. With more groups it takes no blocks, nor where only one is stored.
+        alone = len(kv_cache_config.kv_cache_groups) == 1
+        self._by_block = alone and geometry_of(vllm_config, kv_cache_config).groups[0].reads_all
         self._stages: list[list[KVCacheGroupSpec]] = []
         self._parts: WorkerParts | None = None
         self._loads: dict[JobId, Job] = {}

@@ -265,6 +265,10 @@ class TierManager(HasParts):
         self._transfers.fail_stores()
         self._forget_computed()
 
+    def fail_stores(self) -> None:
+        """Have the stores that are out leave no copy: what they hold may be another's."""
+        self._transfers.fail_stores()
+
     def _forget_computed(self) -> None:
         """What requests have computed may be wrong: what they compute from now on is stored
         again."""

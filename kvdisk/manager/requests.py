@@ -153,7 +153,11 @@ class RequestState:
     waited_since_s: float | None = None
     """When the wait that goes on began, whatever for."""
 
+    first_prompt_tokens: int = field(init=False)
+    """Of a session: before its prompt took in what it generated."""
+
     def __post_init__(self) -> None:
+        self.first_prompt_tokens = self.prompt_tokens
         self.keys = tuple([[] for _ in self.geometry.groups])
         self.holds_nothing()
         self.count_anew()

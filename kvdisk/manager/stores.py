@@ -148,8 +148,9 @@ class StorePlanner(HasParts):
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:
             computed_tokens = min(computed_tokens, request.limits.store_limit_tokens)
-        keeps_decode = self._config.store_decode and not self._prompt_only
-        return computed_tokens if keeps_decode else min(computed_tokens, request.prompt_tokens)
+        if self._prompt_only:
+            return min(computed_tokens, request.first_prompt_tokens)
+        return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
 
     def _full_blocks(self, request: RequestState, group: GroupGeometry, storable_tokens: int) -> int:
         """Return how many blocks of a group are full, final and hashed, within
@@ -207,6 +208,9 @@ class StorePlanner(HasParts):
         """
         released = self._state.released - 1
         if record.request_id is None:
+            moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
+            states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
+            self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
             self._refuse_free([record.job.moves[at].key for at in record.failed], released, now)
         elif request is not None:
             details = [record.details[at] for at in record.failed]
@@ -228,7 +232,7 @@ class StorePlanner(HasParts):
         if request.limits.store_limit_tokens is not None:
             storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
         if self._prompt_only:
-            storable_tokens = min(storable_tokens, request.prompt_tokens)
+            storable_tokens = min(storable_tokens, request.first_prompt_tokens)
         places: list[tuple[int, int]] = []
         tables: list[list[int]] = []
         for group in self._geometry.groups:

@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 
-ANOTHER = "OtherConnector"
+ANOTHER, SHAKING = "OtherConnector", "ShakingConnector"
 
 
 class Load(NamedTuple):
@@ -84,4 +89,21 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
     register_kv_caches = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
 
+class Handshake(KVConnectorHandshakeMetadata):
+    """What the workers of ``ShakingConnector`` send."""
+
+
+class ShakingConnector(OtherConnector):
+    """Has a handshake, and takes no other, as NIXL."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return Handshake()
+
+    def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
+        assert all(isinstance(one, Handshake) for one in metadata.values()), "another's handshake"
+
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
+
+
 KVConnectorFactory.register_connector(ANOTHER, __name__, ANOTHER)
+KVConnectorFactory.register_connector(SHAKING, __name__, SHAKING)

@@ -186,6 +186,7 @@ def kv_groups(
     by_stage: bool = False,
     state_tokens: int | None = None,
     state_only: bool = False,
+    checkpoints: bool = False,
     other: KVCacheSpec | None = None,
     left_out: KVCacheSpec | None = None,
 ) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
@@ -195,8 +196,8 @@ def kv_groups(
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
     ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
     ``state_tokens``: of a block of recurrent state, and of full attention beside it; with
-    ``state_only`` the state is the only group. ``other``: the kind of a further group.
-    ``left_out``: that of the first, which vLLM's prefix cache leaves out.
+    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``other``: the
+    kind of a further group. ``left_out``: that of the first, which vLLM's prefix cache leaves out.
     """
     sizes = {"block_size": state_tokens or BLOCK_TOKENS, **SIZES}
     groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
@@ -204,6 +205,8 @@ def kv_groups(
         page = groups[0].kv_cache_spec.page_size_bytes
         shapes, dtypes = ((page // 16,), (page // 8 + page // 32,)), (torch.float32, torch.float32)
         state = MambaSpec(state_tokens, shapes=shapes, dtypes=dtypes, page_size_padded=page, mamba_cache_mode="align")
+        if checkpoints:
+            state = replace(state, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
         groups.append(KVCacheGroupSpec(["state.0"], state))
         del groups[: int(state_only)]
     if other is not None:

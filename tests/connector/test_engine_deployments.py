@@ -117,11 +117,11 @@ def test_adapters(tiny_llama, tmp_path):
 
     with EngineChild(tiny_llama, log, extra_config=_settings(store), **enabled) as engine:
         assert _tokens(engine, LONG[:1]) == base
-        for name, cached in (("first", 0), ("second", 0), ("first", whole), ("second", whole), ("copy", whole)):
+        for name, cached in (("first", 0), ("second", 0), ("first", whole), ("second", whole), ("copy", 0)):
             assert ask(engine, name) == (right[name], cached)
     shutil.copytree(tmp_path / "retrained", tmp_path / "first", dirs_exist_ok=True)
     with EngineChild(tiny_llama, log, extra_config=_settings(store), **enabled) as engine:
         assert ask(engine, "first") == (right["retrained"], 0), "under its name and path"
         assert ask(engine, "copy") == (right["copy"], whole), "what it was before, from NVMe"
-        assert ask(engine, "retrained") == (right["retrained"], whole)
+        assert ask(engine, "first") == (right["retrained"], whole)
         assert ask(engine, "second") == (right["second"], whole)

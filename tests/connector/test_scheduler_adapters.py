@@ -10,13 +10,17 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from adapter_files import write_adapter
-from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines
+from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
 from vllm.lora.request import LoRARequest
 
+from kvdisk.blocks import Tier
+from kvdisk.connector import lora
 from kvdisk.connector.lora import _FILES_CLOCK
 from kvdisk.messages import JobKind
 
@@ -53,8 +57,8 @@ def test_an_adapters_blocks_are_its_own(engines, tuned, tmp_path):
     assert [move.key for job in bench.jobs_of(JobKind.LOAD) for move in job.moves] == bench.keys("a")
 
 
-def test_the_engines_own_cache_knows_it_by_its_content_too(engines, tuned):
-    """A block that it would serve has the key of its content: under another name, too."""
+def test_the_engines_own_cache_does_not_go_by_its_name_either(engines, tuned):
+    """A block that it would serve has the key of the path and of its content."""
     bench = start(engines)
     bench.serve("a", PROMPT, lora_request=LoRARequest("tuned", 1, str(tuned)))
     bench.serve("b", PROMPT, lora_request=LoRARequest("again", 2, str(tuned)))
@@ -62,7 +66,8 @@ def test_the_engines_own_cache_knows_it_by_its_content_too(engines, tuned):
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_two_names_of_one_content_share(engines, tuned, tmp_path, linked):
+def test_two_paths_to_one_content_do_not_share(engines, tuned, tmp_path, linked):
+    """What is read of one may change while the other's requests find its blocks on the GPU."""
     copy = tmp_path / "copy"
     if linked:
         (tmp_path / "way").symlink_to(tuned.name)
@@ -70,9 +75,10 @@ def test_two_names_of_one_content_share(engines, tuned, tmp_path, linked):
     else:
         shutil.copytree(tuned, copy)
     bench = start(engines)
-    serve(bench, "a", tuned)
-    serve(bench, "b", copy, number=2, called="another name")
-    assert bench.loads() == [("b", BLOCKS)]
+    for name in ("first", "again"):
+        serve(bench, f"{name} a", tuned)
+        serve(bench, f"{name} b", copy, number=2, called="another")
+    assert bench.loads() == [("again a", BLOCKS), ("again b", BLOCKS)]
 
 
 def test_what_a_request_generates_is_known_by_it_too(engines, tuned):
@@ -135,15 +141,125 @@ def test_one_that_changes_while_the_engine_runs_is_left_alone(
     assert "has changed since this engine began" in caplog.text
 
 
-def test_a_number_that_stands_for_two_is_left_alone(engines, tuned, tmp_path):
+def add(bench: Bench, folder: Path, tokens: int) -> None:
+    """Let a request come, up to the step in which its adapter is known: no worker has read it."""
+    bench.add("r", PROMPT, tokens, lora_request=LoRARequest("tuned", 1, str(folder)))
+    while "r" not in bench.connector.scheduler._requests:
+        bench.step()
+    assert not bench.sampled("r")
+
+
+@pytest.mark.parametrize("tokens", [1, 3 * BLOCK_TOKENS], ids=["ends at once", "goes on"])
+def test_one_that_changes_before_the_workers_read_it_leaves_nothing(engines, tuned, tokens, caplog):
+    """What the workers have computed is of the new one. Set back, the old one does not find it."""
+    bench = start(engines, nvme=True, extra={"store_decode": True})
+    add(bench, tuned, tokens)
+    write_adapter(tuned, 2)
+    with caplog.at_level(logging.WARNING):
+        bench.run(steps=1000)
+    assert bench.stored(), "offered they were"
+    assert not bench.in_tier(Tier.CPU) and not bench.in_tier(Tier.NVME)
+    assert "has changed since this engine began" in caplog.text
+    engines.end()
+    write_adapter(tuned, 1)
+    bench = start(engines, nvme=True)
+    serve(bench, "s", tuned)
+    assert not bench.loads()
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["ends at once", "goes on"])
+def test_what_it_leaves_in_the_engines_cache_is_not_stored_later(engines, tuned, tokens):
+    bench = start(engines, max_batched_tokens=64, extra={"store_policy": "spillover"})
+    add(bench, tuned, tokens)
+    keys = set(bench.keys("r"))
+    write_adapter(tuned, 2)
+    bench.run(steps=1000)
+    end_s = time.monotonic() + 60.0
+    while not bench.connector.scheduler._adapters.void:
+        bench.step()
+        assert time.monotonic() < end_s
+    for number in range(2, 22):  # more than the GPU has blocks
+        bench.serve(f"other {number}", prompt_of(number))
+    assert bench.in_tier(Tier.CPU) and not keys & bench.in_tier(Tier.CPU)
+
+
+def test_what_others_store_meanwhile_is_stored_again(engines, tuned):
+    bench = start(engines)
+    bench.add("base", prompt_of(2), 100)
+    add(bench, tuned, 40)
+    write_adapter(tuned, 2)
+    bench.run(steps=1000)
+    assert bench.in_tier(Tier.CPU) == set(bench.keys("base")[:BLOCKS])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_files_that_do_not_answer_delay_nobody_else(engines, tuned, monkeypatch, when, caplog):
+    """Nor the request for long: its blocks are computed, and not stored."""
+    answers = Event()
+    look = lora.Looks._try
+
+    def hang(*arguments: Any) -> lora.Look:
+        assert answers.wait(60.0)
+        return look(*arguments)
+
+    monkeypatch.setattr(lora, "LOOK_WAIT_S", 0.05)
+    monkeypatch.setattr(lora, "CHECK_WAIT_S", 0.0)
+    bench = start(engines)
+    try:
+        if when == "after":
+            add(bench, tuned, 40)
+        monkeypatch.setattr(lora.Looks, "_try", hang)
+        if when == "before":
+            bench.add("r", PROMPT, 40, lora_request=LoRARequest("tuned", 1, str(tuned)))
+        bench.add("base", prompt_of(2), 100)
+        start_s = time.monotonic()
+        bench.step()
+        assert time.monotonic() - start_s < 30.0
+        with caplog.at_level(logging.WARNING):
+            bench.finish("base", count=100)
+        assert len(bench.sampled("r")) == 40
+        assert bench.in_tier(Tier.CPU) == set(bench.keys("base")[:BLOCKS])
+        assert "did not answer in time" in caplog.text
+    finally:
+        answers.set()
+        monkeypatch.undo()
+    serve(bench, "later", tuned)
+    assert bench.in_tier(Tier.CPU) > set(bench.keys("later")), "it is as it was"
+
+
+def test_one_error_passes(engines, tuned, monkeypatch, caplog):
+    bench = start(engines)
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
+        broken.setattr(lora, "_statuses", Mock(side_effect=OSError(5, "Input/output error")))
+        serve(bench, "a", tuned)
+    assert not bench.jobs and "Input/output error" in caplog.text
+    serve(bench, "b", tuned)
+    assert bench.stored() == bench.keys("b")
+
+
+def test_change_times_alone_change_nothing(engines, tuned, caplog):
+    """As ``chmod`` moves them, or what mounts a volume."""
+    bench = start(engines)
+    serve(bench, "a", tuned)
+    for path in (tuned, *tuned.iterdir()):
+        path.chmod(path.stat().st_mode)
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        serve(bench, "b", tuned)
+    assert bench.loads() == [("b", BLOCKS)]
+    assert "it is as it was" in caplog.text
+
+
+def test_a_number_that_stands_for_two_is_left_alone(engines, tuned, tmp_path, caplog):
     """vLLM's workers have the first one of them; the numbers must differ, and nobody sees to it."""
     other = write_adapter(tmp_path / "other", 2)
     bench = start(engines)
     serve(bench, "a", tuned)
     bench.jobs.clear()
-    serve(bench, "b", other)
-    serve(bench, "c", tuned)
+    with caplog.at_level(logging.WARNING):
+        serve(bench, "b", other)
+        serve(bench, "c", tuned)
     assert not bench.jobs
+    assert "its number, 1, stood for two paths" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])

@@ -4,6 +4,7 @@ recurrent state comes to the tiers: as the engine hands it off, never by its pla
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from kvdisk.blocks import group_of
+from kvdisk.blocks import Tier, group_of
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind
 
@@ -96,6 +97,14 @@ def test_states_after_a_part_of_a_block_are_left_out(engines):
     assert loaded(bench, "b") == [2, 1]
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_states_that_are_kept_after_parts_of_blocks_are_told_of(engines, blocks, caplog):
+    """A block is as long as what is hashed, or longer."""
+    with caplog.at_level(logging.WARNING, "kvdisk"):
+        engines.make(state_tokens=blocks * BLOCK_TOKENS, checkpoints=True)
+    assert ("leave out prefix_match_unit" in caplog.text) == (blocks > 1)
+
+
 def test_a_hand_off_that_the_engine_does_not_know_by_its_key_is_not_stored(engines, monkeypatch):
     """Whatever it says: here each comes with the block of another request."""
     bench = engines.make(retention_tokens=None, **STATES)
@@ -144,6 +153,17 @@ def test_a_state_waits_for_room_while_the_engine_has_it(engines):
     assert bench.counters()["refused_blocks.room"] > 0
     bench.finish("a", "b", count=60)
     assert stored(bench, 1).count(4) == 2, "both states came in the end"
+
+
+def test_a_state_whose_store_failed_comes_again(engines):
+    bench = engines.make(state_tokens=BLOCK_TOKENS, num_blocks=256)
+    bench.hold = {JobKind.STORE}
+    bench.add("a", prompt_of(1), max_tokens=60)
+    bench.step()
+    bench.manager.fail_stores()
+    bench.finish("a", count=60)
+    assert stored(bench, 1) == [4, 4]
+    assert {key for key in bench.in_tier(Tier.CPU) if group_of(key) == 1} == {bench.keys("a", 1)[3]}
 
 
 class Saving(OnCompute):
@@ -216,6 +236,20 @@ def test_of_reference_windows_only_the_prompt_is_stored(engines):
     assert loaded(bench, "b") == [4, 4]
 
 
+def test_of_a_sessions_reference_windows_only_the_first_prompt_is_stored(engines):
+    """Its next prompt takes in what was generated, whose KV stays what it was."""
+    bench = engines.make(other=RSWASpec(**BLOCK, rswa_window=BLOCK_TOKENS), num_blocks=256)
+    session = bench.add("s", prompt_of(1), max_tokens=100, resumable=True)
+    while session.num_tokens < len(prompt_of(1)) + 100:
+        bench.step()
+    bench.add("s", prompt_of(3, 40), max_tokens=3, resumable=True)
+    for _ in range(6):
+        bench.step()
+    assert session.num_prompt_tokens > 200, "the prompt has grown"
+    assert stored(bench, 0) == stored(bench, 1) == [1, 2, 3, 4]
+    bench.abort("s")
+
+
 RING = CircularBufferSpec(**BLOCK)
 REPLAYED = SlidingWindowMLASpec(**BLOCK, sliding_window=2 * BLOCK_TOKENS, bounded_replay=True)
 
@@ -233,3 +267,15 @@ def test_a_group_that_the_prefix_cache_leaves_out_is_left_out(engines, groups, h
     assert loaded(bench, "b") == hit
     ours = [event for event in bench.published if getattr(event, "medium", None) == "CPU"]
     assert {event.group_idx for event in ours} == {at + 1 for at, blocks in enumerate(hit) if blocks}
+
+
+def test_a_load_that_fails_beside_a_group_that_is_left_out_takes_all_of_the_request(engines):
+    """vLLM counts all groups, and ends the engine where there are several and blocks are named."""
+    bench = engines.make(left_out=REPLAYED, num_blocks=256).warm(1)
+    (request,) = bench.loading(1)
+    bench.fail = {JobKind.LOAD: (2,)}
+    bench.release()
+    bench.step()
+    bench.assert_waits(request, 0)
+    bench.fail = {}
+    bench.finish("r1", count=3)

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from other_connectors import ANOTHER
+from other_connectors import ANOTHER, SHAKING
 from schedulers import BLOCK_TOKENS, KVDISK, PROMPT, Bench
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
@@ -54,7 +54,7 @@ def test_without_what_the_engine_has_to_tell_nothing_starts(engines):
         bench.add("a", PROMPT)
     with pytest.raises(ConfigError, match="no handshake came"):
         tell(bench)
-    with pytest.raises(ConfigError, match="list it first"):
+    with pytest.raises(ConfigError, match="no handshake came"):
         tell(bench, KVConnectorHandshakeMetadata())
     side = SchedulerSide(Config(), bench.config, bench.cache)
     with pytest.raises(ConfigError, match="block pool"):
@@ -82,3 +82,21 @@ def test_where_the_scheduler_is_certain_workers_keep_silent_or_are_refused(engin
     tell(other, handshake(other))
     with pytest.raises(ConfigError, match=rf"\[{ONE_LAYER}\] bytes.*\[{BOTH}\]"):
         tell(bench, handshake(other))
+
+
+@pytest.mark.parametrize("others", [(KVDISK, SHAKING), (SHAKING, KVDISK)])
+def test_beside_a_connector_with_a_handshake(engines, others):
+    """In either order, unless kvdisk needs one itself: vLLM passes on the first, and to all."""
+    for groups in ({}, {"two_sizes": True}, {"by_stage": True, "stages": 2}):
+        bench = engines.make(others=others, **groups)
+        told = bench.ranks[0].connector.get_handshake_metadata()
+        if groups:
+            with pytest.raises(ConfigError, match="does not support ShakingConnector beside it"):
+                tell(bench, told)
+            continue
+        tell(bench, told)
+        for name in ("a", "b"):
+            bench.serve(name, PROMPT)
+            bench.forget()
+        assert [job.kind for job in bench.jobs] == [JobKind.STORE, JobKind.LOAD]
+    engines.close()

@@ -11,8 +11,10 @@ from typing import Any
 from cli_stores import HYBRID, PLAIN, Model, run, run_here
 from mass_stores import Layer
 
+from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.cli.why import chain_hashes
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord
 
 FACTS = {"hash": '["sha256", null]', "kv_dtype": '"auto"', "vllm": '"0.33"'}
@@ -85,6 +87,17 @@ def test_groups_of_several_sizes_need_what_an_engine_needs(path: Path) -> None:
     assert answered(path, long)["found"]["hit_tokens"] == 1568, "whole steps of 32, the last token is computed"
     found = answered(path, long[:1200])
     assert found["found"]["hit_tokens"] == 0 and "another KV-cache group lacks blocks for tokens 0 on" in found["ends"]
+
+
+def test_of_a_chunked_group_only_the_last_chunk_is_needed(path: Path) -> None:
+    geometry = Geometry((GroupGeometry(0, 16, 4000), GroupGeometry(1, 16, 4000, chunk_tokens=64)), 1, 16)
+    chunked = HYBRID._replace(geometry=geometry, description={"geometry": describe_geometry(geometry)})
+    layer = Layer(path, described(chunked, b"\x03" * 32))
+    put(layer, PROMPT)
+    put(layer, PROMPT, group=1, first=4)  # the chunk before is not needed
+    layer.leave()
+    assert answered(path, PROMPT)["found"]["hit_tokens"] == 96
+    assert answered(path, PROMPT[:60])["found"]["hit_tokens"] == 0
 
 
 def test_another_namespace_has_it(path: Path) -> None:

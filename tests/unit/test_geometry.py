@@ -45,3 +45,5 @@ def test_recurrent_states_take_what_prompts_use():
     small, shared, large = geometry.shares
     assert small / shared == pytest.approx((12288 / 256) / (16384 / 16 + 16384 / 256))
     assert large / small == pytest.approx(20480 / 12288)
+    assert geometry.tokens_in((10, 170, 10)) == 10 * 256, "the states of a class of their own end first"
+    assert geometry.tokens_in((100, 170, 100)) == 160 * 16, "160 blocks of attention, and a state for each 16 of them"
