@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
@@ -250,8 +250,11 @@ class ManagerWatch(Watch):
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
                 foreign = is_neighbours(move.slots.get(Tier.NVME))
                 assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
-                if owner is not None:
-                    self._wants.setdefault(move.key, set()).add(owner)
+                if owner is not None:  # it came to those before it as well, which the GPU may have had
+                    tokens = self.sizes.geometry.groups[group_of(move.key)].block_tokens
+                    for end in range(tokens, len(move.key) - GROUP_BYTES + 1, tokens):
+                        before = make_block_key(move.key[:end], group_of(move.key))
+                        self._wants.setdefault(before, set()).add(owner)
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
                 hopes = set() if writes else set(self.reads.hopes.get(move.key, ()))
