@@ -143,7 +143,7 @@ def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str,
     steps, hits = [], []
     for number in range(STEPS):
         start_s = time.process_time()
-        nvme.refresh(1.0 + number, 1_800_000_000)
+        nvme.refresh(1.0 + number)
         nvme.make_room(1.0 + number, [0])
         steps.append(time.process_time() - start_s)
     tokens = LOOKED_UP * GEOMETRY.groups[0].block_tokens

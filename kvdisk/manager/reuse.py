@@ -32,7 +32,7 @@ _BUCKETS: Final = 33
 _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
 _WIDTHS: Final = np.diff(_EDGES)
 _BITS: Final = 0xFFFFFFFF
-_LEARNT_EVERY: Final = (512, 4096)
+_LEARNT_EVERY: Final = (512, 1024)
 """Blocks, at first and at most: a sixteenth of those that were counted."""
 _MOST_PAST: Final = 128
 """Earlier counts that are kept; those long ago are further apart."""

@@ -90,7 +90,7 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
         groups = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
         cache = KVCacheConfig(8, [], groups, hash_block_size=16)
         parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
-        geometry = geometry_of(SimpleNamespace(parallel_config=parallel), cache)
+        geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache)
         assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
         assert ours.geometry(ranks, 16).replicated == geometry.replicated
 

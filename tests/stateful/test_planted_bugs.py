@@ -136,8 +136,8 @@ BUGS = {
     ),
     "failed promotion left ready": Bug(
         settlement,
-        "            self._end_load_of_request(record)",
-        """            self._end_load_of_request(record)
+        "            self._end_load_of_request(record, now)",
+        """            self._end_load_of_request(record, now)
         else:
             record.failed = {}""",
         on.QUEUE_SIZES,

@@ -126,7 +126,7 @@ def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, caplog)
         assert set(answer(found, keys(3))) == set(keys(3))
         for _ in range(3):
             assert set(answer(found, keys(3))) == set(keys(3))
-        assert caplog.text.count("does not read home bad") == 1
+        assert caplog.text.count("does not read engine store bad") == 1
 
 
 def test_the_child_ends_with_its_parent(tmp_path) -> None:
