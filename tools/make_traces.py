@@ -23,7 +23,8 @@ from kvdisk.cli.replay.trace import Chain, Trace, TracedRequest
 _DAY_S = 86_400.0
 _LONGEST_TOKENS = 100_000
 _SMALL_BLOCKS = 512
-"""Prompts of smaller blocks than this are an eighth as long, so that a trace has as many blocks."""
+"""Prompts of smaller blocks than this are a 32nd as long: a trace has as many blocks, and a room is
+not smaller than one prompt."""
 
 Text = list[int]
 """Blocks by number: of equal content the numbers are equal."""
@@ -42,7 +43,7 @@ class Writer:
     def __init__(self, seed: int, block_tokens: int) -> None:
         self.rng = random.Random(f"{seed} {block_tokens}")  # noqa: S311 - nothing is secret
         self.events: list[Event] = []
-        self._scale = (1.0 if block_tokens >= _SMALL_BLOCKS else 0.125) / block_tokens
+        self._scale = (1.0 if block_tokens >= _SMALL_BLOCKS else 1 / 32) / block_tokens
         self._numbers = count()
 
     @property
