@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.connector")
 
-LOOK_WAIT_S = 0.1
-"""How long a request waits for a look: a small adapter is read in 10 ms, a status in 0.1 ms."""
-CHECK_WAIT_S = 1.0
+LOOK_WAIT_S = 1.0
+"""How long a request waits for a look: a small adapter is read in 10 ms, a status in 0.1 ms, and on
+a busy machine in many times that."""
+CHECK_WAIT_S = 5.0
 """How long what was stored waits for one."""
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
