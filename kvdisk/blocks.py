@@ -19,11 +19,31 @@ MAX_KEY_BYTES = 128
 
 
 class Tier(IntEnum):
-    """Where a copy of a block can be, the fastest first: order counts."""
+    """Where a copy of a block can be, the fastest first: order counts.
 
-    GPU = 0
-    CPU = 1
-    NVME = 2
+    ``word``: its name for people; ``label``: in metrics, and in JSON.
+    """
+
+    word: str
+
+    GPU = 0, "GPU"
+    CPU = 1, "CPU"
+    NVME = 2, "NVMe"
+
+    def __new__(cls, number: int, word: str) -> Tier:
+        """Make a member of its two values."""
+        tier = int.__new__(cls, number)
+        tier._value_, tier.word = number, word
+        return tier
+
+    @property
+    def label(self) -> str:
+        """See the class."""
+        return self.name.lower()
+
+
+KEPT_TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
+"""Those that kvdisk keeps copies in, the fastest first."""
 
 
 _add: Any = bytes.__add__

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cache
+from itertools import combinations
 from typing import Any, NamedTuple
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import KEPT_TIERS, Tier
 
 MOST_SAMPLES = 1024
 """Samples of one series that are kept one by one between two reports; of what is beyond, number and
@@ -47,8 +48,8 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
-TIER_WORDS: Mapping[str, str] = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}
-TIERS = tuple(tier.name.lower() for tier in Tier if tier is not Tier.GPU)
+TIER_WORDS: Mapping[str, str] = {tier.label: tier.word for tier in Tier}
+TIERS = tuple(tier.label for tier in KEPT_TIERS)
 REFUSALS = ("reuse", "room", "budget")
 """Why a tier refuses what it is offered."""
 
@@ -80,7 +81,11 @@ MISS_WORDS: Mapping[Miss, str] = {
     Miss.LOAD_FAILED: "load failed",
 }
 JOBS = ("store", "load", "demote", "promote")
-ROUTES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
+ROUTES = tuple(
+    f"{start.label}_to_{end.label}"
+    for near, far in sorted(combinations(Tier, 2), key=lambda pair: pair[1] - pair[0])
+    for start, end in ((near, far), (far, near))
+)
 _TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _WAIT_S = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)

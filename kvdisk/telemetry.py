@@ -8,6 +8,7 @@ and ``log`` use it on another thread (``kvdisk.background``).
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 import socket
@@ -16,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvdisk import __version__
+from kvdisk.blocks import KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import Outcome
-from kvdisk.stats import FAILURES, MISS_WORDS, TIER_WORDS, TIERS, Samples, Stats, by_metric
+from kvdisk.stats import FAILURES, MISS_WORDS, ROUTES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -28,12 +30,11 @@ TELL_S = 1.0
 once."""
 WRITE_S = 1.0
 LOG_S = 60.0
-_MOVED = {
-    "GPU to memory": ("gpu_to_cpu", "gpu_to_nvme"),
-    "to NVMe": ("cpu_to_nvme", "gpu_to_nvme"),
-    "from NVMe": ("nvme_to_cpu", "nvme_to_gpu"),
-    "memory to GPU": ("cpu_to_gpu", "nvme_to_gpu"),
-}
+_MOVED = {"GPU to memory": "gpu_to_*"}
+for _tier in KEPT_TIERS[1:]:
+    _MOVED |= {f"to {_tier.word}": f"*_to_{_tier.label}", f"from {_tier.word}": f"{_tier.label}_to_*"}
+_MOVED["memory to GPU"] = "*_to_gpu"
+"""Which routes have bytes moved so."""
 
 
 class _Snapshot(NamedTuple):
@@ -192,7 +193,7 @@ def log_request(level: int, outcome: Outcome) -> None:
     if not logger.isEnabledFor(level):
         return
     name = outcome.request_id if outcome.request_id.isprintable() else ascii(outcome.request_id)
-    found = " + ".join(f"{count:,} {TIER_WORDS[tier.name.lower()]}" for tier, count in outcome.tokens.items())
+    found = " + ".join(f"{count:,} {tier.word}" for tier, count in outcome.tokens.items())
     computed = outcome.total_tokens - outcome.gpu_tokens - sum(outcome.tokens.values())
     what = "prompt tokens" if outcome.total_tokens == outcome.prompt_tokens else "tokens of prompt and answer"
     said = []
@@ -233,25 +234,25 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     amounts.
     """
     found: dict[str, str] = {}
-    for tier in TIERS:
-        hit, missed = rose[f"hit_tokens.{tier}"], rose[f"missed_tokens.{tier}"]
+    for tier in KEPT_TIERS:
+        hit, missed = rose[f"hit_tokens.{tier.label}"], rose[f"missed_tokens.{tier.label}"]
         if hit or missed:
-            found[f"{TIER_WORDS[tier]} hits"] = f"{100 * hit / (hit + missed):.1f} % ({hit:,} tokens)"
+            found[f"{tier.word} hits"] = f"{100 * hit / (hit + missed):.1f} % ({hit:,} tokens)"
     if rose["saved_seconds"]:
         found["saved"] = f"~{rose['saved_seconds']:,} s"
     for name, routes in _MOVED.items():
-        moved_bytes = sum(rose.sum_of(f"transfer_bytes.{route}") for route in routes)
+        moved_bytes = sum(rose.sum_of(f"transfer_bytes.{route}") for route in fnmatch.filter(ROUTES, routes))
         if moved_bytes:
             found[name] = (
                 f"{moved_bytes / 1e6:,.1f} MB" if seconds is None else f"{moved_bytes / seconds / 1e6:,.1f} MB/s"
             )
-    for tier in TIERS:
-        capacity_bytes = rose.gauges.get(f"capacity_bytes.{tier}", 0)
+    for tier in KEPT_TIERS:
+        capacity_bytes = rose.gauges.get(f"capacity_bytes.{tier.label}", 0)
         if capacity_bytes:
-            found[f"{TIER_WORDS[tier]} fill"] = f"{100 * rose.gauges[f'used_bytes.{tier}'] / capacity_bytes:.0f} %"
-    evicted = {tier: rose[f"evicted_blocks.{tier}"] for tier in TIERS}
+            found[f"{tier.word} fill"] = f"{100 * rose.gauges[f'used_bytes.{tier.label}'] / capacity_bytes:.0f} %"
+    evicted = {tier.word: rose[f"evicted_blocks.{tier.label}"] for tier in KEPT_TIERS}
     if any(evicted.values()):
-        found["evicted blocks"] = " ".join(f"{count:,} {TIER_WORDS[tier]}" for tier, count in evicted.items())
+        found["evicted blocks"] = " ".join(f"{count:,} {word}" for word, count in evicted.items())
     for series, name in FAILURES.items():
         if rose[series]:
             found[name] = f"{rose[series]:,}"

@@ -20,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
 
 NONE: Final = -1
 """No row."""
-TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
-"""Those that keep copies, the fastest first."""
 
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
 """Return a key's number, of 64 bits, for tables by hash: the same in every process."""
@@ -173,8 +171,10 @@ class Catalog:
         self.parent_rows = array("i")
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
-        self._columns = {tier: TierColumns(self.parent_rows) for tier in TIERS}
-        self._others = {tier: [self._columns[other] for other in TIERS if other is not tier] for tier in TIERS}
+        self._columns = {tier: TierColumns(self.parent_rows) for tier in KEPT_TIERS}
+        self._others = {
+            tier: [self._columns[other] for other in KEPT_TIERS if other is not tier] for tier in KEPT_TIERS
+        }
         self.journal: Journal | None = None
         """Told of each copy that becomes READY or ends; None: nobody listens."""
 
@@ -275,7 +275,7 @@ class Catalog:
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay until their copies end."""
         if self.journal is not None:
-            for tier in TIERS:
+            for tier in KEPT_TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
         self.losses += 1

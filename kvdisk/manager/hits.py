@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvdisk.blocks import BlockKey, Tier
-from kvdisk.manager.catalog import ABSENT, READY, TIERS, WRITING
+from kvdisk.blocks import KEPT_TIERS, BlockKey, Tier
+from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.parts import HasParts, Parts
@@ -91,7 +91,7 @@ class HitCounts(HasParts):
             found = {"hit_tokens": tokens[tier], "hit_blocks": sources.count(tier)}
             missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
             for name, count in (found | missed).items():
-                self._stats.add(f"{name}.{tier.name.lower()}", count)
+                self._stats.add(f"{name}.{tier.label}", count)
             missed_tokens += found["hit_tokens"]
             missed_blocks += found["hit_blocks"]
         request.outcome = Outcome(
@@ -200,4 +200,4 @@ class HitCounts(HasParts):
                 part = slowest[begin // grain : (first + block_tokens) // grain]
                 np.maximum(part, np.uint8(detail.source), out=part)
         counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
-        return {tier: counts[tier] * grain for tier in TIERS}
+        return {tier: counts[tier] * grain for tier in KEPT_TIERS}

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvdisk.blocks import JobId, Tier
+from kvdisk.blocks import KEPT_TIERS, JobId, Tier
 from kvdisk.context import HandedState
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand
-from kvdisk.manager.catalog import TIERS
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.hits import HitCounts
@@ -281,7 +280,7 @@ class TierManager(HasParts):
         once."""
         assert self._catalog.journal is None
         journal = self._catalog.journal = Journal(self.stats)
-        for tier in TIERS:
+        for tier in KEPT_TIERS:
             journal.note(tier, True, self._catalog.ready_keys(tier))
         return journal
 

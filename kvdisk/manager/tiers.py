@@ -107,7 +107,7 @@ class TierSpace:
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
-        name, sizes = self.tier.name.lower(), self._geometry.slot_sizes
+        name, sizes = self.tier.label, self._geometry.slot_sizes
         pool, parts = self.pool, self._parts_of_block
         used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
         return {
@@ -162,7 +162,7 @@ class TierSpace:
             rows = self._victims(size_class, count - evicted, keep_queued=keep_queued)
             leaving = self._leaving(rows)
             self.drop(leaving)
-            self._stats.add(f"evicted_blocks.{self.tier.name.lower()}", len(leaving))
+            self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
             # Others may be found where some were queued, which is bounded, or where those that are
             # may leave as well.

@@ -14,19 +14,16 @@ import pytest
 from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import KEPT_TIERS, Tier, make_block_key
 from kvdisk.connector import events, scheduler_side
 from kvdisk.manager import events as journal_room
-from kvdisk.manager.catalog import TIERS
 from kvdisk.messages import JobKind
-from kvdisk.stats import TIER_WORDS
 
 MEDIA = {"CPU": Tier.CPU, "STORAGE": Tier.NVME}
 
 
 def test_every_table_of_tiers_has_each_of_them():
-    assert set(events._MEDIA) == set(scheduler_side._SOURCES) == set(TIERS)
-    assert list(TIER_WORDS) == [tier.name.lower() for tier in Tier]
+    assert set(events._MEDIA) == set(scheduler_side._SOURCES) == set(KEPT_TIERS)
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager.catalog import ABSENT, READY, TIERS, WRITING, Catalog
+from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
+from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog
 
 PATHS = (b"abcdef", b"abcxyz", b"abq", b"mn")
 """Chains, of which some begin alike: a key is the whole path up to a block."""
@@ -16,7 +16,7 @@ KEYS = {path: [BlockKey(path[: end + 1]) for end in range(len(path))] for path i
 EVERY_KEY = sorted({key for keys in KEYS.values() for key in keys})
 ACTS = ("store", "store", "begin", "begin", "finish", "finish", "finish", "doom", "drop", "hide")
 Act = tuple[str, bytes, int, int, Tier, bool]
-_act = st.tuples(*map(st.sampled_from, (ACTS, PATHS, range(4), range(1, 7), TIERS, (False, True))))
+_act = st.tuples(*map(st.sampled_from, (ACTS, PATHS, range(4), range(1, 7), KEPT_TIERS, (False, True))))
 
 
 def act(catalog: Catalog, number: int, what: Act) -> None:
@@ -52,12 +52,12 @@ def presence(catalog: Catalog, key: BlockKey) -> int:
     row = catalog.find(key)
     if catalog.readable_tier(row) is not None:
         return READY
-    return WRITING if row >= 0 and any(catalog.state(row, tier) == WRITING for tier in TIERS) else ABSENT
+    return WRITING if row >= 0 and any(catalog.state(row, tier) == WRITING for tier in KEPT_TIERS) else ABSENT
 
 
 def check_chains(catalog: Catalog) -> None:
     """Each copy hangs on its parent once, and nothing else does."""
-    for tier in TIERS:
+    for tier in KEPT_TIERS:
         columns, hanging = catalog.columns(tier), []
         for row, first in enumerate(columns.first_child):
             child = first
