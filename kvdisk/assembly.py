@@ -31,7 +31,7 @@ from kvdisk.device.uses import Uses, read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
-from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
+from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace, WriteBudget
@@ -164,7 +164,8 @@ def assemble_scheduler(
         store = Store.open(config.store_dirs)
         try:
             home, index, nvme = _take_home(parts, store, fingerprint, described)
-            neighbours = _meet_neighbours(store, home, described)
+            find_others = partial(readable_indexes, store, home.fingerprint, described, home.id)
+            neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
         except DeviceError as error:
             if cpu is None or error.is_of_process:
@@ -251,15 +252,6 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     return WriteBudget(bytes_per_day, largest)
 
 
-def _meet_neighbours(store: Store, home: Home, description: dict[str, Any]) -> NeighbourReader:
-    """Read the store's other homes."""
-
-    def find_homes() -> list[Neighbour]:
-        return [Neighbour(*other) for other in readable_indexes(store, home.fingerprint, description, home.id)]
-
-    return NeighbourReader(find_homes)
-
-
 def _keep_up(store: Store, home: Home) -> None:
     """Note that the home is in use, and trim orphans.
 
@@ -311,7 +303,7 @@ def _take_home(
         try:
             return restore(home)
         except (CorruptRecord, DeviceError) as error:
-            if home.fresh or _is_of_process(error):
+            if home.fresh or error.is_of_process:
                 raise
             logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
         rebuild_index(home, layout.index_bytes)
@@ -327,7 +319,7 @@ def _take_home(
             try:
                 return home, *restore_or_rebuild(home)
             except (CorruptRecord, DeviceError) as error:
-                if home.fresh or _is_of_process(error):
+                if home.fresh or error.is_of_process:
                     raise
                 if isinstance(error, CorruptRecord):
                     logger.warning("kvdisk gives up engine store %s, which cannot be rebuilt: %s", home.id, error)
@@ -340,10 +332,6 @@ def _take_home(
         except BaseException:
             home.close(clean=False)
             raise
-
-
-def _is_of_process(error: CorruptRecord | DeviceError) -> bool:
-    return isinstance(error, DeviceError) and error.is_of_process
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:

@@ -14,7 +14,13 @@ WARNING_INTERVAL_S = 60.0
 
 
 class KvdiskError(Exception):
-    """Base of every exception that kvdisk raises on purpose."""
+    """Base of every exception that kvdisk raises on purpose.
+
+    ``is_of_process``: whether this process or the machine lacks files or memory: not the store's
+    fault.
+    """
+
+    is_of_process = False
 
 
 class ConfigError(KvdiskError):
@@ -40,11 +46,7 @@ class DeviceError(KvdiskError):
     def __init__(self, errno_: int, what: str) -> None:
         super().__init__(f"{what}: errno {errno_}")
         self.errno = errno_
-
-    @property
-    def is_of_process(self) -> bool:
-        """Whether this process or the machine lacks files or memory: not the store's fault."""
-        return self.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+        self.is_of_process = errno_ in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class QuietLog:

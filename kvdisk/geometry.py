@@ -24,6 +24,7 @@ USES_RECORD_BYTES = 16
 FINGERPRINT_BYTES = 32
 LEAST_FILLED = 0.8
 """Of a slot that a recurrent state has in common with KV."""
+EPOCH_LIMIT = 2**63
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one
 engine."""
@@ -37,7 +38,7 @@ def uses_bytes_for(slot_count: int) -> int:
 
 class Namespace(NamedTuple):
     """All blocks whose bytes mean the same: a fingerprint (32 bytes) and an epoch (0 <= epoch <
-    2**63)."""
+    EPOCH_LIMIT)."""
 
     fingerprint: bytes
     epoch: int

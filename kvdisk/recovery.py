@@ -57,7 +57,8 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     index = _open(home, index_bytes, commit_s)
     with ExitStack() as held:
         held.callback(index.close)
-        dropped = _excess(home, list(index.segments()), class_bytes)
+        records = list(index.segments())
+        dropped = excess(records, class_bytes, _ranks(home)) if records else []
         too_long = (home.index_path / INDEX_FILE).stat().st_size > index_bytes
         if dropped or too_long:
             _cut(home, index, dropped)
@@ -90,7 +91,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
 
     found = scan_home(home.folders, shape, watch)
     remove_lost(home.folders, list(found.lost))
-    segments = [SegmentRecord(*segment) for segment in found.segments]
+    segments = [SegmentRecord(*segment[:4]) for segment in found.segments]
     blocks = _as_records(found.blocks, int(time.time()))
     _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():
@@ -178,12 +179,13 @@ def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockCol
         raise
 
 
-def _excess(home: Home, records: Sequence[SegmentRecord], class_bytes: Mapping[int, int]) -> list[SegmentRecord]:
-    """Return the segments that are beyond the cap of their size, the newest first."""
+def excess(records: Sequence[SegmentRecord], class_bytes: Mapping[int, int], rank_count: int) -> list[SegmentRecord]:
+    """Return the segments that are beyond the cap of their size, on all ranks; of each size the
+    newest first."""
     dropped = []
     for slot_bytes in {record.slot_bytes for record in records}:
         mine = sorted(record for record in records if record.slot_bytes == slot_bytes)
-        charges = [segment_charge_bytes(slot_bytes, record.slot_count) * _ranks(home) for record in mine]
+        charges = [segment_charge_bytes(slot_bytes, record.slot_count) * rank_count for record in mine]
         while mine and sum(charges[: len(mine)]) > class_bytes.get(slot_bytes, 0):
             dropped.append(mine.pop())
     return dropped

@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +26,7 @@ from kvdisk.cli.model_kv import default_block_tokens, read_model
 from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, probe
+from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, on_trial, probe
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import Geometry
 
@@ -41,8 +40,6 @@ RUN_BYTES = 8 << 20
 ROUNDS = 3
 BLOCK_BYTES = 2 << 20
 """Of a block of no known model."""
-_given_up: list[object] = []
-"""A device that has not ended what it holds, and its memory: the drive may still come to it."""
 
 
 @dataclass(frozen=True)
@@ -164,22 +161,16 @@ def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, floa
     second of reads, of runs read, and of writes. Raises DeviceError, Silence, OSError."""
     memory = memoryview(mmap.mmap(-1, FILE_BYTES))
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
-    with nameless_file(directory, FILE_BYTES) as (fd, _), ExitStack() as stack:
-        device = stack.enter_context(closing(PosixDevice()))
-        device.attach_memory(memory)
-        device.attach_file(fd)
+    device = PosixDevice()
+    with nameless_file(directory, FILE_BYTES) as (fd, _), on_trial(device, fd, memory):
 
         def speed(op: Op, each_bytes: int) -> float:
             return statistics.median(
                 move_all(device, op, shuffled(fd, memory, each_bytes, RUN_BYTES)) for _ in range(ROUNDS)
             )
 
-        try:
-            write = speed(Op.WRITE, block_bytes)
-            return speed(Op.READ, block_bytes), speed(Op.READ, RUN_BYTES), write
-        except Silence:
-            _given_up.append((stack.pop_all(), memory))
-            raise
+        write = speed(Op.WRITE, block_bytes)
+        return speed(Op.READ, block_bytes), speed(Op.READ, RUN_BYTES), write
 
 
 def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:

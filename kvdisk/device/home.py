@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdisk.device import paths
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError
@@ -83,10 +82,10 @@ class JoinedHome(_HeldHome):
 class Home(_HeldHome):
     """The owner's hold on a home, until ``close``. One thread calls all, and waits for the disk.
 
-    ``fresh``: made new, so that it is empty. ``budget_bytes``: of index and segments together; a
-    home taken over can be above it, and its owner cuts it first. ``now_s``: gives whole seconds
-    since the Unix epoch. Before the owner opens the index to write, it asks ``index_is_sound``, has
-    it rebuilt where that is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
+    ``fresh``: made new, so that it is empty. ``cap_bytes``: a home taken over can be above it, and
+    its owner cuts it first. ``now_s``: gives whole seconds since the Unix epoch. Before the owner
+    opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
+    (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class Home(_HeldHome):
     ) -> None:
         super().__init__(path, record, folders, lock_fd)
         self.cap_bytes = record.cap_bytes
-        self.budget_bytes = max(0, self.cap_bytes - HOME_OVERHEAD_BYTES)
         self.fresh = fresh
         self.record = record
         """What HOME says."""

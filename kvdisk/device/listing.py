@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,39 +95,38 @@ def _is_owned(store: Store, home_id: str) -> bool:
 def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:
     """Return how many engine stores are of a model and not of this fingerprint: what they hold is
     of no use here, though it may be of the same prompts. Takes no lock. Raises DeviceError."""
-    count = 0
-    with paths.device_errors(f"looking into the store {store.path}"):
-        for home_id in home_ids(store.path):
-            with suppress(OSError, CorruptRecord):
-                record = read_record(store.home_path(home_id))
-                count += record.fingerprint != fingerprint and record.description.get("model") == model
-    return count
+    return sum(
+        record.fingerprint != fingerprint and record.description.get("model") == model
+        for _, record in _readable_records(store)
+    )
 
 
-def readable_indexes(
-    store: Store, fingerprint: bytes, description: dict[str, Any], except_id: str
-) -> list[tuple[str, Path]]:
-    """List the engine stores that an engine of this fingerprint and geometry may read: id and
-    directory of the index.
+def readable_indexes(store: Store, fingerprint: bytes, description: dict[str, Any], except_id: str) -> dict[str, Path]:
+    """Return, by id, the directory of the index of each engine store that an engine of this
+    fingerprint and geometry may read.
 
     Takes no lock: any of them may vanish, and one that cannot be read hides no other. Raises
-    DeviceError.
+    DeviceError, OSError.
     """
     wanted = json.loads(json.dumps(description))
-    found = []
-    with paths.device_errors(f"looking into the store {store.path}"):
-        for home_id in home_ids(store.path):
-            path, record = store.home_path(home_id), None
-            with suppress(OSError, CorruptRecord):
-                record = read_record(path)
-            # An index that was not closed in order is whole only while the machine that wrote it
-            # runs.
-            if (
-                home_id != except_id
-                and record is not None
-                and record.suits(fingerprint, wanted)
-                and (record.index_sum or record.boot_id == store.boot_id)
-                and paths.is_directory(path / INDEX)
-            ):
-                found.append((home_id, path / INDEX))
+    found = {}
+    for home_id, record in _readable_records(store):
+        index_path = store.home_path(home_id) / INDEX
+        # An index that was not closed in order is whole only while the machine that wrote it runs.
+        if (
+            home_id != except_id
+            and record.suits(fingerprint, wanted)
+            and (record.index_sum or record.boot_id == store.boot_id)
+            and paths.is_directory(index_path)
+        ):
+            found[home_id] = index_path
     return found
+
+
+def _readable_records(store: Store) -> Iterator[tuple[str, HomeRecord]]:
+    """Yield the engine stores whose HOME can be read, by id, with what it says."""
+    with paths.device_errors(f"looking into the store {store.path}"):
+        found = home_ids(store.path)
+    for home_id in found:
+        with suppress(OSError, CorruptRecord):
+            yield home_id, read_record(store.home_path(home_id))

@@ -25,6 +25,7 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the system says where a drive is full."""
 LOCK_POLL_S = 0.02
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10

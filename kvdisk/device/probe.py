@@ -8,7 +8,6 @@ next. It is there for a moment: the cap does not count it.
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
@@ -20,8 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdisk.device.base import Device, Op, Transfer
+from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.drives import list_directories, prepare_directory, write_in_place
+from kvdisk.device.paths import NO_ROOM
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.segment import make_direct
 from kvdisk.errors import KvdiskError
@@ -98,7 +98,7 @@ def probe(
     except Silence:
         why = f"the drive has not answered for {GIVE_UP_S:.0f} s"
     except (OSError, KvdiskError) as error:
-        full = getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT}
+        full = getattr(error, "errno", None) in NO_ROOM
         why = "the drive is full" if full else f"nothing could be tried there: {error}".rstrip(".")
     return ProbeReport(directory, name, True, direct, why)
 
@@ -128,22 +128,30 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
             os.close(fd)
 
 
-def _try(device: Device, fd: int) -> tuple[str, str]:
-    """Return what a device is called with the file, and what is wrong with what it moves. Raises
-    Silence."""
-    memory = memoryview(mmap.mmap(-1, _TRIAL_BYTES))
+@contextmanager
+def on_trial(device: Device, fd: int, *memories: Buffer, owners: object = None) -> Iterator[None]:
+    """Make memory and a file known to a device, and close it at the end; where ``Silence`` ends the
+    block it is kept for ever, with its memory and the ``owners`` of that."""
     try:
-        device.attach_memory(memory)
+        for memory in memories:
+            device.attach_memory(memory)
         device.attach_file(fd)
-        found = device.name, _check(device, fd, memory)
+        yield
     except Silence:
-        _given_up.append((device, memory))
+        _given_up.append((device, memories, owners))
         raise
     except BaseException:
         device.close()
         raise
     device.close()
-    return found
+
+
+def _try(device: Device, fd: int) -> tuple[str, str]:
+    """Return what a device is called with the file, and what is wrong with what it moves. Raises
+    Silence."""
+    memory = memoryview(mmap.mmap(-1, _TRIAL_BYTES))
+    with on_trial(device, fd, memory):
+        return device.name, _check(device, fd, memory)
 
 
 def _check(device: Device, fd: int, memory: memoryview) -> str:

@@ -26,13 +26,12 @@ from kvdisk.device import paths
 from kvdisk.device.header import CHECKSUM_KINDS, HEADER_SUM_OFFSET, IDENTITY_FIELDS, MAGIC, REST_FIELDS
 from kvdisk.device.segment import SEGMENTS, DriveFolder, SegmentFile, SegmentHeader, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.geometry import ALIGNMENT, FORMAT_VERSION, HEADER_BYTES, slot_offset
-from kvdisk.messages import FOREIGN_SEGMENTS
+from kvdisk.geometry import ALIGNMENT, EPOCH_LIMIT, FORMAT_VERSION, HEADER_BYTES, slot_offset
+from kvdisk.messages import FOREIGN_SEGMENTS, SegmentSpec
 
 THREADS = 16
 _PIECE_BYTES = 1 << 20
 _MOST_RANKS = 1 << 16
-_EPOCH_LIMIT = 2**63
 _FIELDS = (*IDENTITY_FIELDS, *REST_FIELDS, ("sum", "Q", HEADER_SUM_OFFSET))
 _HEADER = np.dtype(
     {
@@ -87,22 +86,13 @@ class HomeShape(NamedTuple):
         return cls(fingerprint, ranks, groups)
 
 
-class FoundSegment(NamedTuple):
-    """A segment whose files are sound on every rank."""
-
-    segment: int
-    slot_bytes: int
-    slot_count: int
-    drive: int
-
-
 @dataclass(slots=True)
 class Findings:
-    """``segments``: ascending. ``blocks``: of each epoch and key the newest generation;
-    ``older_copies``: how many more there were. ``lost``: useless segments, by drive and number, and
-    why."""
+    """``segments``: those whose files are sound on every rank, ascending. ``blocks``: of each epoch
+    and key the newest generation; ``older_copies``: how many more there were. ``lost``: useless
+    segments, by drive and number, and why."""
 
-    segments: list[FoundSegment]
+    segments: list[SegmentSpec]
     blocks: Blocks
     older_copies: int
     lost: dict[tuple[int, int], str]
@@ -118,19 +108,19 @@ def scan_home(
     lacks open files or memory.
     """
     places, lost = _find_segments(folders)
-    segments: list[FoundSegment] = []
+    segments: list[SegmentSpec] = []
     parts: list[Blocks] = []
     failed: dict[int, DeviceError] = {}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="kvdisk-rebuild") as threads:
 
-        def read(place: tuple[int, int]) -> tuple[FoundSegment, Blocks] | KvdiskError:
+        def read(place: tuple[int, int]) -> tuple[SegmentSpec, Blocks] | KvdiskError:
             segment, drive = place
             folder = folders[drive]
             assert folder is not None
             try:
                 return _read_segment(folder, segment, drive, shape)
             except KvdiskError as error:
-                if isinstance(error, DeviceError) and error.is_of_process:
+                if error.is_of_process:
                     raise
                 return error
 
@@ -182,7 +172,7 @@ def remove_lost(folders: Sequence[DriveFolder | None], lost: Sequence[tuple[int,
             paths.remove_anything(folder.path.parent, folder.path.name, SEGMENTS, str(segment))
 
 
-def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShape) -> tuple[FoundSegment, Blocks]:
+def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShape) -> tuple[SegmentSpec, Blocks]:
     """Read one segment on all ranks. Raises CorruptRecord, GeometryMismatch, DeviceError: it is of
     no use."""
     with ExitStack() as stack:
@@ -192,12 +182,12 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
             stack.callback(file.close)
             files.append(file)
             slot_bytes, slot_count = files[0].slot_bytes, files[0].slot_count
-            if file.header != SegmentHeader(segment, rank, shape.rank_count, slot_bytes, slot_count, shape.fingerprint):
+            if file.header != SegmentHeader(rank, shape.rank_count, segment, slot_bytes, slot_count, shape.fingerprint):
                 raise CorruptRecord(f"segment {segment}: the header of rank {rank} says something else")
         if slot_bytes not in {group.slot_bytes for group in shape.groups}:
             raise CorruptRecord(f"segment {segment}: no block is of {slot_bytes} bytes")
         told = [_headers(file, shape) for file in files]
-    return FoundSegment(segment, slot_bytes, slot_count, drive), reduce(agreed, told)
+    return SegmentSpec(segment, slot_bytes, slot_count, drive, create=False), reduce(agreed, told)
 
 
 def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
@@ -255,7 +245,7 @@ def decode_headers(view: memoryview, count: int, shape: HomeShape, file: Segment
         & np.isin(raw["kind"], CHECKSUM_KINDS)
         & (raw["rank_count"] == shape.rank_count)
         & (raw["fingerprint"] == np.frombuffer(shape.fingerprint, np.uint8)).all(1)
-        & (raw["epoch"] < _EPOCH_LIMIT)
+        & (raw["epoch"] < EPOCH_LIMIT)
         & (key_bytes >= GROUP_BYTES)
         & (key_bytes <= MAX_KEY_BYTES)
         & ((parent_bytes == 0) | ((parent_bytes >= GROUP_BYTES) & (parent_bytes <= MAX_KEY_BYTES)))

@@ -45,11 +45,11 @@ class DriveFolder(NamedTuple):
 
 
 class SegmentHeader(NamedTuple):
-    """What a segment file says about itself."""
+    """What a segment file says about itself, in its order."""
 
-    segment: int
     rank: int
     rank_count: int
+    segment: int
     slot_bytes: int
     slot_count: int
     fingerprint: bytes
@@ -94,7 +94,7 @@ def create_segment(
     The file has its name only when it is complete. Raises DeviceError, with nothing left behind:
     ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where it has a file already, ...
     """
-    header = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
+    header = SegmentHeader(rank, rank_count, spec.segment, spec.slot_bytes, spec.slot_count, fingerprint)
     final, fd = segment_path(folder, spec.segment, rank), -1
     temporary = _temporary(final)
     with paths.device_errors(f"making segment {spec.segment} for rank {rank}"):
@@ -137,7 +137,7 @@ def open_segment(
     there is none), CorruptRecord where its header does not decode or it is too short,
     GeometryMismatch where it was made for something else."""
     file = scan_file(folder, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
-    expected = SegmentHeader(spec.segment, rank, rank_count, spec.slot_bytes, spec.slot_count, fingerprint)
+    expected = SegmentHeader(rank, rank_count, spec.segment, spec.slot_bytes, spec.slot_count, fingerprint)
     for name, found, wanted in zip(SegmentHeader._fields, file.header, expected, strict=True):
         if found != wanted:
             file.close()
@@ -298,24 +298,14 @@ def _write_header(fd: int, encoded: bytes) -> None:
 
 def _encode(header: SegmentHeader) -> bytes:
     assert len(header.fingerprint) == FINGERPRINT_BYTES
-    fields = _FIELDS.pack(
-        _MAGIC,
-        FORMAT_VERSION,
-        header.rank,
-        header.rank_count,
-        header.segment,
-        header.slot_bytes,
-        header.slot_count,
-        header.fingerprint,
-    )
-    padded = fields.ljust(_SUM_OFFSET, b"\0")
+    padded = _FIELDS.pack(_MAGIC, FORMAT_VERSION, *header).ljust(_SUM_OFFSET, b"\0")
     return padded + _SUM.pack(xxh3_64_intdigest(padded))
 
 
 def _decode(encoded: bytes) -> SegmentHeader:
-    magic, version, rank, rank_count, segment, slot_bytes, slot_count, fingerprint = _FIELDS.unpack_from(encoded)
+    magic, version, *fields = _FIELDS.unpack_from(encoded)
     if magic != _MAGIC or xxh3_64_intdigest(encoded[:_SUM_OFFSET]) != _SUM.unpack_from(encoded, _SUM_OFFSET)[0]:
         raise CorruptRecord("segment header: no magic, or its checksum does not match")
     if version != FORMAT_VERSION:
         raise GeometryMismatch(f"segment header: format version {version}, this kvdisk reads {FORMAT_VERSION}")
-    return SegmentHeader(segment, rank, rank_count, slot_bytes, slot_count, fingerprint)
+    return SegmentHeader(*fields)

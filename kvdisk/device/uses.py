@@ -114,9 +114,7 @@ class Uses:
     def begin(self, rows: Sequence[int], generations: Sequence[int]) -> None:
         """Copies became READY."""
         places = self._places_of(rows)
-        self.table["generation"][places] = 0  # whoever reads meanwhile shall not see another block's uses
-        self.table["uses"][places] = 0
-        self.table["last_use_s"][places] = 0
+        self.table[places] = 0  # whoever reads meanwhile shall not see another block's uses
         self.table["generation"][places] = generations
         self.changes += 1
 

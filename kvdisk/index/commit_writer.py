@@ -8,11 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvdisk.errors import KvdiskError, QuietLog
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.records import Table
+from kvdisk.index.records import Operation
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +22,6 @@ SMALL_TRANSACTION = 16
 """Operations of one transaction after a failure, so that a small reserve of space is enough."""
 FIRST_BACK_OFF_S = 0.1
 LAST_BACK_OFF_S = 5.0
-
-
-class Operation(NamedTuple):
-    """One record to put, or to delete where ``value`` is None."""
-
-    table: Table
-    key: bytes
-    value: bytes | None
-
-    @property
-    def droppable(self) -> bool:
-        """Whether a failed commit may drop it: puts of blocks only."""
-        return self.value is not None and self.table is Table.BLOCKS
 
 
 class Tables(Protocol):

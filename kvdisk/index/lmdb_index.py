@@ -9,11 +9,11 @@ from pathlib import Path
 
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.index.base import BlockColumns, Progress, SegmentRecord
-from kvdisk.index.commit_writer import CommitWriter, Operation
+from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for, was_left_open
 from kvdisk.index.reader_process import try_out
-from kvdisk.index.record_index import Item, RecordIndex, Scan
-from kvdisk.index.records import Table, encode_block, encode_segment
+from kvdisk.index.record_index import RecordIndex, Scan
+from kvdisk.index.records import Operation, Table, encode_block, encode_segment
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for", "write_index"]
 
@@ -94,6 +94,6 @@ class LmdbIndex(RecordIndex):
     def _takes_puts(self) -> bool:
         return self._writer.takes_puts and self._writer.waiting < self._max_queued
 
-    def _queue(self, table: Table, items: Sequence[Item]) -> None:
+    def _queue(self, operations: Sequence[Operation]) -> None:
         assert not self._closed
-        self._writer.submit([Operation(table, key, value) for key, value in items])
+        self._writer.submit(operations)

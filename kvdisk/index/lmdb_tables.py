@@ -27,8 +27,8 @@ from pathlib import Path
 import lmdb
 
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
-from kvdisk.index.commit_writer import MAX_TRANSACTION, Operation
-from kvdisk.index.records import Table
+from kvdisk.index.commit_writer import MAX_TRANSACTION
+from kvdisk.index.records import Operation, Table
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.record_index import Item, RecordIndex, Scan
-from kvdisk.index.records import Table
+from kvdisk.index.record_index import RecordIndex, Scan
+from kvdisk.index.records import Operation, Table
 
 
 class MemoryIndex(RecordIndex):
@@ -25,7 +25,7 @@ class MemoryIndex(RecordIndex):
         self.refuse_puts = False
         self._max_queued = max_queued
         self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
-        self._calls: deque[tuple[Table, Sequence[Item]]] = deque()
+        self._calls: deque[Sequence[Operation]] = deque()
         self._queued_count = 0
         self._dropped_puts = 0
         self._closed = False
@@ -58,10 +58,11 @@ class MemoryIndex(RecordIndex):
         replace), the other operations are committed, and ``refuse_puts`` is set.
         """
         for _ in range(len(self._calls) if call_count is None else min(call_count, len(self._calls))):
-            table, items = self._calls.popleft()
-            self._queued_count -= len(items)
-            for key, value in items:
-                dropped = fail and value is not None and table is Table.BLOCKS
+            operations = self._calls.popleft()
+            self._queued_count -= len(operations)
+            for operation in operations:
+                table, key, value = operation
+                dropped = fail and operation.droppable
                 self._dropped_puts += dropped
                 if value is None or dropped:
                     self._tables[table].pop(key, None)
@@ -83,7 +84,7 @@ class MemoryIndex(RecordIndex):
     def _takes_puts(self) -> bool:
         return not self.refuse_puts and self._queued_count < self._max_queued
 
-    def _queue(self, table: Table, items: Sequence[Item]) -> None:
+    def _queue(self, operations: Sequence[Operation]) -> None:
         assert not self._closed
-        self._calls.append((table, items))
-        self._queued_count += len(items)
+        self._calls.append(operations)
+        self._queued_count += len(operations)

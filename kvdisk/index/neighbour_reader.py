@@ -11,9 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import KvdiskError
@@ -30,26 +29,20 @@ MOST_QUESTIONS = 256
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class Neighbour(NamedTuple):
-    """Another engine's home, or one that nobody owns: its id, and the directory of its index."""
-
-    home_id: str
-    index_path: Path
-
-
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask now; called on the reader's thread, every LOOK_INTERVAL_S. It
-    may raise a KvdiskError or an OSError.
+    ``find_homes``: the homes to ask now, of other engines or of nobody: the directory of the index,
+    by id. It is called on the reader's thread, every LOOK_INTERVAL_S, and may raise a KvdiskError
+    or an OSError.
     """
 
-    def __init__(self, find_homes: Callable[[], Sequence[Neighbour]]) -> None:
+    def __init__(self, find_homes: Callable[[], Mapping[str, Path]]) -> None:
         self._find_homes = find_homes
         self._reader = ReaderProcess()
         self._left_alone: dict[str, float] = {}
         self._look_at_s = 0.0
-        self._homes: tuple[Neighbour, ...] = ()
+        self._homes: Mapping[str, Path] = {}
         self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
         """Ticket, epoch and keys."""
         self._answers: deque[Answer] = deque()
@@ -95,7 +88,7 @@ class NeighbourReader:
                 while self._questions and not self._stopping:
                     self._answer(*self._questions.popleft())
         finally:
-            self._homes = ()
+            self._homes = {}
             self._reader.stop()
 
     def _refresh(self) -> None:
@@ -108,27 +101,27 @@ class NeighbourReader:
             homes = self._find_homes()
         except (KvdiskError, OSError) as error:
             logger.debug("looking for other engine stores: %s", error)
-            homes = ()
+            homes = {}
         self._left_alone = {home_id: until_s for home_id, until_s in self._left_alone.items() if until_s > now}
-        self._homes = tuple(home for home in homes if home.home_id not in self._left_alone)
-        if not set(before) <= set(self._homes):
+        self._homes = {home_id: path for home_id, path in homes.items() if home_id not in self._left_alone}
+        if not before.keys() <= self._homes.keys():
             # An index that it has open keeps its space on the drive when its home goes.
             self._reader.stop()
 
     def _answer(self, ticket: int, epoch: int, keys: tuple[BlockKey, ...]) -> None:
         copies: dict[BlockKey, list[ForeignCopy]] = {}
-        for home in self._homes:
+        for home_id, index_path in self._homes.items():
             try:
-                found = self._reader.find(home.home_id, home.index_path, epoch, keys, ANSWER_TIMEOUT_S)
+                found = self._reader.find(home_id, index_path, epoch, keys, ANSWER_TIMEOUT_S)
             except KvdiskError as error:
-                self._leave_alone(home, error)
+                self._leave_alone(home_id, index_path, error)
                 continue
             for key, copy in found.items():
                 copies.setdefault(key, []).append(copy)
         self._answers.append(Answer(ticket, {key: tuple(found) for key, found in copies.items()}))
 
-    def _leave_alone(self, home: Neighbour, error: KvdiskError) -> None:
-        if home.index_path.exists():
-            logger.warning("kvdisk does not read engine store %s for %.0f s: %s", home.home_id, LEFT_ALONE_S, error)
-        self._left_alone[home.home_id] = time.monotonic() + LEFT_ALONE_S
-        self._homes = tuple(other for other in self._homes if other.home_id != home.home_id)
+    def _leave_alone(self, home_id: str, index_path: Path, error: KvdiskError) -> None:
+        if index_path.exists():
+            logger.warning("kvdisk does not read engine store %s for %.0f s: %s", home_id, LEFT_ALONE_S, error)
+        self._left_alone[home_id] = time.monotonic() + LEFT_ALONE_S
+        self._homes = {other: path for other, path in self._homes.items() if other != home_id}

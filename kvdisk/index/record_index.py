@@ -10,6 +10,7 @@ from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.records import (
+    Operation,
     Table,
     decode_blocks,
     decode_segment,
@@ -19,8 +20,6 @@ from kvdisk.index.records import (
     encode_segment_key,
 )
 
-Item = tuple[bytes, bytes | None]
-"""Key and value bytes of a record to put; to delete, where the value is None."""
 Scan = Iterable[tuple[list[bytes], list[bytes]]]
 """Keys and values of a table, ascending, part by part."""
 
@@ -54,7 +53,7 @@ class RecordIndex(ABC):
         """Whether records of blocks are taken now."""
 
     @abstractmethod
-    def _queue(self, table: Table, items: Sequence[Item]) -> None:
+    def _queue(self, operations: Sequence[Operation]) -> None:
         """Queue one call."""
 
     def segments(self) -> Iterator[SegmentRecord]:
@@ -72,12 +71,11 @@ class RecordIndex(ABC):
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """See ``Index.put``."""
-        items = [encode_block(record) for record in records]
-        return self._submit(Table.BLOCKS, items) if self._takes_puts() or not items else None
+        return self._submit(Table.BLOCKS, map(encode_block, records)) if self._takes_puts() or not records else None
 
     def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
         """See ``Index.delete``."""
-        return self._submit(Table.BLOCKS, [(encode_block_key(epoch, key), None) for epoch, key in keys])
+        return self._submit(Table.BLOCKS, ((encode_block_key(epoch, key), None) for epoch, key in keys))
 
     def put_segment(self, record: SegmentRecord) -> int:
         """See ``Index.put_segment``."""
@@ -87,8 +85,9 @@ class RecordIndex(ABC):
         """See ``Index.delete_segment``."""
         return self._submit(Table.SEGMENTS, [(encode_segment_key(segment), None)])
 
-    def _submit(self, table: Table, items: Sequence[Item]) -> int:
-        self._last_ticket += len(items)
-        if items:
-            self._queue(table, items)
+    def _submit(self, table: Table, items: Iterable[tuple[bytes, bytes | None]]) -> int:
+        operations = [Operation(table, key, value) for key, value in items]
+        self._last_ticket += len(operations)
+        if operations:
+            self._queue(operations)
         return self._last_ticket

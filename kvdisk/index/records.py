@@ -17,18 +17,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.errors import CorruptRecord
+from kvdisk.geometry import EPOCH_LIMIT
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 
 RECORD_VERSION = 1
 
 _EPOCH_BYTES = 8
-_EPOCH_LIMIT = 2**63
 _BLOCK = struct.Struct(">BIIQIB")
 _FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
 _BLOCKS = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
@@ -44,9 +44,22 @@ class Table(IntEnum):
     SEGMENTS = 1
 
 
+class Operation(NamedTuple):
+    """One record to put, or to delete where ``value`` is None."""
+
+    table: Table
+    key: bytes
+    value: bytes | None
+
+    @property
+    def droppable(self) -> bool:
+        """Whether a failed commit may drop it: puts of blocks only."""
+        return self.value is not None and self.table is Table.BLOCKS
+
+
 def encode_block_key(epoch: int, key: BlockKey) -> bytes:
     """Return the key bytes of a block's record."""
-    assert 0 <= epoch < _EPOCH_LIMIT, epoch
+    assert 0 <= epoch < EPOCH_LIMIT, epoch
     assert GROUP_BYTES <= len(key) <= MAX_KEY_BYTES, len(key)
     return epoch.to_bytes(_EPOCH_BYTES, "big") + key
 
@@ -75,7 +88,7 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
     parent_bytes = fixed["parent_bytes"].astype(np.int64)
     sound = (
         (fixed["version"] == RECORD_VERSION)
-        & (epochs < _EPOCH_LIMIT)
+        & (epochs < EPOCH_LIMIT)
         & (key_bytes >= _EPOCH_BYTES + GROUP_BYTES)
         & (key_bytes <= _EPOCH_BYTES + MAX_KEY_BYTES)
         & (value_bytes == _BLOCK.size + parent_bytes)

@@ -154,8 +154,6 @@ class NvmeSpace(TierSpace):
         for spec in self.segments.specs.values():
             self._enter(spec, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
-        for spec in self.segments.surplus():
-            self._drop_segment(spec)
 
     # -- how it stands ---------------------------------------------------------------------------
 

@@ -281,17 +281,6 @@ class Segments:
         self.open(spec)
         return True
 
-    def surplus(self) -> list[SegmentSpec]:
-        """Return what to drop, the newest first, where the cap has become smaller."""
-        surplus = []
-        for size_class, cap in enumerate(self._layout.class_bytes):
-            mine = [spec for spec in self.specs.values() if self.class_of(spec) == size_class]
-            held = sum(self._bytes_of(spec) for spec in mine)
-            while mine and held > cap:
-                surplus.append(mine.pop())
-                held -= self._bytes_of(surplus[-1])
-        return surplus
-
     def on_drives(self, drives: Collection[int]) -> frozenset[int]:
         """Return the segments that lie on some drives."""
         return (

@@ -55,8 +55,9 @@ class SlotMemory(ABC):
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
 
-    def run_view(self, size_class: int, index: int, count: int) -> Buffer:
-        """Return ``count`` neighbouring slots from ``index`` on, as one view."""
+    def view(self, size_class: int, index: int, count: int = 1) -> Buffer:
+        """Return ``count`` neighbouring slots from ``index`` on, as one view: writable bytes, 4
+        KiB-aligned."""
         assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
         slot_bytes = self.slot_sizes[size_class]
         start = self._offsets[size_class] + index * slot_bytes
@@ -90,10 +91,6 @@ class Arena(SlotMemory):
         """See ``SlotMemory``."""
         assert self._memory is not None, "the arena is closed"
         return self._memory
-
-    def view(self, size_class: int, index: int) -> memoryview:
-        """Return one slot: ``slot_sizes[size_class]`` writable bytes, 4 KiB-aligned."""
-        return self.run_view(size_class, index, 1)
 
     def tensor(self, size_class: int) -> torch.Tensor:
         """See ``SlotMemory``."""

@@ -9,16 +9,15 @@ touch memory and drive.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
+from kvdisk.device.paths import NO_ROOM
 from kvdisk.errors import QuietLog
 from kvdisk.geometry import contiguous_runs, slot_offset
 from kvdisk.messages import Reason
 from kvdisk.stats import Stats
 from kvdisk.worker.routes import Leg, OpenFile, Part
-
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class DeviceIo:
@@ -33,7 +32,7 @@ class DeviceIo:
         self._log = log
         self._parts: dict[int, Part] = {}
         """Under way, late or not, by ticket."""
-        self._read_again: set[int] = set()
+        self._read_again: set[Part] = set()
         """Those of them whose slots are read a second time, each alone."""
 
     def uses(self, segment: int) -> bool:
@@ -55,13 +54,43 @@ class DeviceIo:
         ``files``: the open ones, by segment. With at least one move left, ``ended`` will yield the
         part; until then the device owns its slots.
         """
-        transfers, part.batch, unopened = transfers_of(part, files)
+        unopened = self._submit(part, part.positions, files, longest=len(part.positions))
         if unopened:
             self._log.warn("segment", f"{len(unopened)} blocks are in a segment that is not open")
+        return dict.fromkeys(unopened, Reason.IO_ERROR)
+
+    def _submit(self, part: Part, positions: list[int], files: Mapping[int, OpenFile], longest: int) -> list[int]:
+        """Submit moves of a part: a run of up to ``longest`` neighbouring slots of a segment is one
+        transfer. Return the positions of moves whose segment is not open."""
+        moves, slot_of = part.work.job.moves, dict(zip(part.positions, part.slots, strict=True))
+        slots = [slot_of[position] for position in positions]
+        places = [part.route.far_slot(moves[position]) for position in positions]
+        transfers: list[Transfer] = []
+        unopened: list[int] = []
+        part.batch = []
+        start, total = 0, len(positions)
+        while start < total:
+            segment, first = places[start]
+            end = start + 1
+            while end < min(total, start + longest) and places[end] == (segment, first + end - start):
+                end += 1
+            file = files.get(segment)
+            if file is None:
+                unopened += positions[start:end]
+            else:
+                assert file.slot_bytes == part.slot_bytes, "slots of another size"
+                assert first + end - start <= file.slot_count, "a slot behind the segment's last"
+                buffers = tuple(
+                    part.memory.view(part.size_class, slots[start + at], count)
+                    for at, count in contiguous_runs(slots[start:end], end - start)
+                )
+                transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))
+                part.batch.append(positions[start:end])
+            start = end
         if transfers:
             op = Op.READ if part.leg is Leg.READ else Op.WRITE
             self._parts[self._device.submit(op, transfers)] = part
-        return dict.fromkeys(unopened, Reason.IO_ERROR)
+        return unopened
 
     def poll(self, wait_s: float) -> list[Outcome]:
         """Return the batches that have ended; wait up to ``wait_s`` for the first."""
@@ -80,24 +109,14 @@ class DeviceIo:
             failed: dict[int, Reason] = {}
             for at, number in {} if part.late else outcome.errors.items():
                 failed |= dict.fromkeys(part.batch[at], self._reason_of(part, at, number))
-            if failed and part.leg is Leg.READ and outcome.ticket not in self._read_again:
-                self._read_alone(part, failed, files)
+            if failed and part.leg is Leg.READ and part not in self._read_again:
+                self._read_again.add(part)
+                unopened = self._submit(part, list(failed), files, longest=1)
+                assert not unopened, "a segment was closed while a batch named it"
                 continue
-            self._read_again.discard(outcome.ticket)
+            self._read_again.discard(part)
             part.batch = []
             yield part, failed
-
-    def _read_alone(self, part: Part, positions: Iterable[int], files: Mapping[int, OpenFile]) -> None:
-        slots = dict(zip(part.positions, part.slots, strict=True))
-        part.batch = [[position] for position in positions]
-        transfers = []
-        for (position,) in part.batch:
-            segment, index = part.route.far_slot(part.work.job.moves[position])
-            buffer = part.memory.run_view(part.size_class, slots[position], 1)
-            transfers.append(Transfer(files[segment].fd, slot_offset(part.slot_bytes, index), (buffer,)))
-        ticket = self._device.submit(Op.READ, transfers)
-        self._parts[ticket] = part
-        self._read_again.add(ticket)
 
     def _reason_of(self, part: Part, at: int, number: int) -> Reason:
         """Count and log a failed transfer."""
@@ -105,37 +124,4 @@ class DeviceIo:
         name = errno.errorcode.get(number, str(number))
         self._stats.add(f"io_errors.{what}")
         self._log.warn(f"{what} {name}", f"a {what} of {len(part.batch[at])} blocks failed: {name}")
-        return Reason.NO_SPACE if number in NO_SPACE else Reason.IO_ERROR
-
-
-def transfers_of(part: Part, files: Mapping[int, OpenFile]) -> tuple[list[Transfer], list[list[int]], list[int]]:
-    """Merge neighbouring slots of a part into one transfer for each run within a segment.
-
-    Returns the transfers, for each of them the positions of its moves, and the positions of moves
-    whose segment is not open.
-    """
-    moves, positions, slots = part.work.job.moves, part.positions, part.slots
-    places = [part.route.far_slot(moves[position]) for position in positions]
-    transfers: list[Transfer] = []
-    members: list[list[int]] = []
-    unopened: list[int] = []
-    start, total = 0, len(positions)
-    while start < total:
-        segment, first = places[start]
-        end = start + 1
-        while end < total and places[end] == (segment, first + end - start):
-            end += 1
-        file = files.get(segment)
-        if file is None:
-            unopened += positions[start:end]
-        else:
-            assert file.slot_bytes == part.slot_bytes, "slots of another size"
-            assert first + end - start <= file.slot_count, "a slot behind the segment's last"
-            buffers = tuple(
-                part.memory.run_view(part.size_class, slots[start + at], count)
-                for at, count in contiguous_runs(slots[start:end], end - start)
-            )
-            transfers.append(Transfer(file.fd, slot_offset(file.slot_bytes, first), buffers))
-            members.append(positions[start:end])
-        start = end
-    return transfers, members, unopened
+        return Reason.NO_SPACE if number in NO_ROOM else Reason.IO_ERROR

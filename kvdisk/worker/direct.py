@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.blocks import Tier
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
-from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, Silence, await_batches, nameless_file
+from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, Silence, await_batches, nameless_file, on_trial
 from kvdisk.messages import Move
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.routes import Route
@@ -33,9 +33,6 @@ _MOST_ROUNDS = 5
 MOST_FAILED_READS = 16
 """With so many parts of reads in which the drive failed, nothing goes this way until the next
 start: each costs a second read."""
-
-_given_up: list[object] = []
-"""Silent devices, and their memory: the drive may still come to what they hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +126,6 @@ def choose_direct(
         with nameless_file(directory, file_bytes) as (fd, _):
             _Trial(fd, make_device(), arena, staging, found).run(file_bytes)
     except Silence:
-        _given_up.append((arena, staging))
         return DirectChoice(None, f"{_NOTHING}: the drive has not answered for {GIVE_UP_S:.0f} s")
     except Exception as error:  # torch's of a full GPU, kvikio's, the file system's
         found.problems.append(" ".join(str(error).split()) or type(error).__name__)
@@ -191,22 +187,12 @@ class _Trial:
 
     def run(self, file_bytes: int) -> None:
         """Add to the findings, in about ``BUDGET_S`` for each size. Raises Silence."""
-        try:
-            for memory in (self._arena.memory, self._staging.memory):
-                self._device.attach_memory(memory)
-            self._device.attach_file(self._fd)
-            for size_class, slot_bytes in enumerate(self._arena.slot_sizes):
-                counts = self._arena.slot_counts[size_class], self._staging.slot_counts[size_class]
-                count = min(*counts, file_bytes // slot_bytes)
+        arena, staging = self._arena, self._staging
+        with on_trial(self._device, self._fd, arena.memory, staging.memory, owners=(arena, staging)):
+            for size_class, slot_bytes in enumerate(arena.slot_sizes):
+                count = min(arena.slot_counts[size_class], staging.slot_counts[size_class], file_bytes // slot_bytes)
                 if count >= 2:
                     self._try(size_class, count)
-        except Silence:
-            _given_up.append(self._device)
-            raise
-        except BaseException:
-            self._device.close()
-            raise
-        self._device.close()
 
     def _try(self, size_class: int, count: int) -> None:
         """Try one size, with ``count`` slots in each memory and in the file."""
@@ -229,7 +215,7 @@ class _Trial:
 
     def _check(self, size_class: int) -> str:
         """Return what is wrong with bytes that go one way and come the other, "" for nothing."""
-        pair = self._arena.run_view(size_class, 0, 2)
+        pair = self._arena.view(size_class, 0, 2)
         host, gpu = self._arena.tensor(size_class)[:2], self._staging.tensor(size_class)[:2]
         for straight, said in ((Op.WRITE, "written"), (Op.READ, "read")):
             data = self._random.randbytes(pair.nbytes)
@@ -269,4 +255,4 @@ class _Trial:
 
     def _slots(self, direct: bool, size_class: int, start: int, count: int) -> Buffer:
         memory = self._staging if direct else self._arena
-        return memory.run_view(size_class, start, count)
+        return memory.view(size_class, start, count)

@@ -23,10 +23,10 @@ from kvdisk.device import segment as segments
 from kvdisk.device.base import Device
 from kvdisk.device.drives import Directories
 from kvdisk.device.home import JoinedHome
+from kvdisk.device.paths import NO_ROOM
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog
 from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
-from kvdisk.worker.device_io import NO_SPACE
 from kvdisk.worker.routes import OpenFile
 
 _MOST_FILES = 65536
@@ -271,6 +271,6 @@ class FileJobs:
 
 
 def _reason_of(error: KvdiskError) -> Reason:
-    if isinstance(error, DeviceError) and error.errno in NO_SPACE:
+    if isinstance(error, DeviceError) and error.errno in NO_ROOM:
         return Reason.NO_SPACE
     return Reason.HEADER if isinstance(error, GeometryMismatch | CorruptRecord) else Reason.IO_ERROR

@@ -48,7 +48,7 @@ class SlotHeaders:
                 header, digest = direct.staging.header(size_class, slot), direct.staging.digest(size_class, slot)
                 fill_header(header, identity, move.parent, digest, MULTILINEAR)
             else:
-                seal_slot(part.memory.run_view(size_class, slot, 1), identity, move.parent, kind)
+                seal_slot(part.memory.view(size_class, slot), identity, move.parent, kind)
 
     def check(self, part: Part) -> tuple[dict[int, Reason], list[int]]:
         """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones.
@@ -69,7 +69,7 @@ class SlotHeaders:
                 elif named[1] != staging.digest(part.size_class, slot):
                     bad[position] = Reason.CHECKSUM
             else:
-                reason = check_slot(part.memory.run_view(part.size_class, slot, 1), identity)
+                reason = check_slot(part.memory.view(part.size_class, slot), identity)
                 if reason is not None:
                     bad[position] = reason
         return bad, unknown

@@ -26,7 +26,7 @@ Restart = Callable[..., Bench]
 def restarted(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Restart:
     """Makes a bench in whose store the full blocks of these prompts lie, and in whose memory none;
     there are no other engines."""
-    monkeypatch.setattr(assembly, "_meet_neighbours", lambda *_: FakeNeighbours([]))
+    monkeypatch.setattr(assembly, "NeighbourReader", lambda _: FakeNeighbours([]))
 
     def restart(*prompts: list[int], extra: dict[str, Any] | None = None, **more: Any) -> Bench:
         bench = engines.make(nvme=True, **more)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.recovery import excess
 from support.fake_engine import FakeEngine, Phase
 from support.fake_neighbours import FakeNeighbours
 from support.fake_requests import FakeRequest
-from support.manager_parts import ManagerParts, Sizes
+from support.manager_parts import ManagerParts, Sizes, layout_of
 from support.manager_watch import ManagerWatch
 
 LONGEST_QUARANTINE_S = 3601.0
@@ -48,8 +49,20 @@ class Life:
         self.engine = FakeEngine(sizes.geometry, sizes.block_count, self.ranks, sizes.most_running)
         self.engine.now, self.engine.zeroes, self.engine.drift = self.now, sizes.zeroes, self.drift
         limited = sizes if segments is None else replace(sizes, segments=segments)
+        if sizes.has_nvme:
+            self._cut(limited)
         self.parts = ManagerParts.make(limited, self.engine, self.index, self.lives * 10_000, self.neighbours)
         self.watch = ManagerWatch(sizes, self.parts, self.engine, self.ranks, self.index, self.note)
+
+    def _cut(self, sizes: Sizes) -> None:
+        """Cut what the index has to the cap, as ``recovery.open_index`` does."""
+        class_bytes = dict(zip(sizes.geometry.slot_sizes, layout_of(sizes).class_bytes, strict=True))
+        dropped = excess(list(self.index.segments()), class_bytes, sizes.geometry.part_count)
+        gone = {record.segment for record in dropped}
+        self.index.delete([(each.epoch, each.key) for each in self.index.blocks() if each.slot.segment in gone])
+        for segment in gone:
+            self.index.delete_segment(segment)
+        self.index.commit()
 
     def start_ranks(self) -> Sequence[Any]:
         """Return the ranks of a new process, which find what is on their drives."""

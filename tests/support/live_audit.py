@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.blocks import GROUP_BYTES, group_of
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.header import read_header
 from kvdisk.device.paths import allocated_bytes
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_bytes, slot_offset
@@ -51,7 +52,7 @@ def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = T
     if files_hold:
         audit_files(home.segments_path, segments, engine.model.geometry.part_count)
     audit_records(home.segments_path, segments, records, engine.model, records_hold=records_hold)
-    assert allocated_bytes(home.path) <= home.budget_bytes, (allocated_bytes(home.path), home.budget_bytes)
+    assert allocated_bytes(home.path) <= home.cap_bytes - HOME_OVERHEAD_BYTES
     return len(records)
 
 

@@ -192,7 +192,7 @@ class ManagerParts:
             cpu = WatchedCpuSpace(parts, sizes.cpu_slots, admission)
         nvme = None
         if sizes.has_nvme:
-            layout = _layout(sizes)
+            layout = layout_of(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
             budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
             admission = make_admission(sizes.config.nvme_admission, parts.history)
@@ -203,7 +203,7 @@ class ManagerParts:
         return cls(manager, parts.catalog, parts.transfers, cpu, nvme)
 
 
-def _layout(sizes: Sizes) -> NvmeLayout:
+def layout_of(sizes: Sizes) -> NvmeLayout:
     """Return room for exactly ``sizes.segments`` segments of each size class."""
     geometry = sizes.geometry
     file_bytes = [

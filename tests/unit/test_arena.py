@@ -35,13 +35,13 @@ def test_slots_are_aligned_neighbours_and_views_runs_and_tensors_share_their_byt
     whole = address(arena.memory)
     assert whole <= places[0][0] and places[-1][1] <= whole + arena.memory.nbytes
 
-    arena.run_view(1, 1, 2)[:] = b"a" * (2 * SIZES[1])
+    arena.view(1, 1, 2)[:] = b"a" * (2 * SIZES[1])
     arena.view(1, 2)[:3] = b"xyz"
     tensor = arena.tensor(1)
     assert (tensor.shape, tensor.dtype) == ((3, SIZES[1]), torch.uint8)
     assert bytes(tensor[2, :4].numpy()) == b"xyza"
     tensor[1, 7] = ord("q")
-    assert arena.run_view(1, 1, 2)[7] == ord("q")
+    assert arena.view(1, 1, 2)[7] == ord("q")
     assert not tensor[0].any() and not arena.tensor(0).any()
     arena.close()
 

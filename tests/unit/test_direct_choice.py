@@ -135,13 +135,14 @@ def test_what_is_demanded_goes_however_slow_and_leaves_nothing_open(choose, tmp_
 
 def test_a_drive_that_hangs_keeps_its_memory_and_file(choose, monkeypatch):
     kept = []
-    monkeypatch.setattr(directs, "_given_up", kept)
+    monkeypatch.setattr(probe, "_given_up", kept)
     before, device = len(os.listdir("/proc/self/fd")), InRam(hold=True)
     monkeypatch.setattr(probe, "GIVE_UP_S", 0.0)
     chosen = choose(device, always=True)
     assert chosen.direct is None and "has not answered" in chosen.line
     assert not device.closed and len(os.listdir("/proc/self/fd")) == before + 1
-    assert kept[0] is device and all(memory.memory.nbytes for memory in kept[1])
+    ((of, _, owners),) = kept
+    assert of is device and all(memory.memory.nbytes for memory in owners)
 
 
 # -- as the assembly asks for it -----------------------------------------------------------------

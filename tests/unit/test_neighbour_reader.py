@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.index import neighbour_reader
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
-from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader
+from kvdisk.index.neighbour_reader import NeighbourReader
 
 WAIT_S = 600.0
 SEGMENT = SegmentRecord(3, 8192, 100, 0)
@@ -54,7 +55,7 @@ def home(path, names=()):
 
 @contextmanager
 def reader(homes):
-    found = NeighbourReader(lambda: list(homes))
+    found = NeighbourReader(lambda: dict(homes))
     try:
         yield found
     finally:
@@ -75,7 +76,7 @@ def answer(found: NeighbourReader, names, *, epoch: int = 0, within_s: float = W
 
 def test_what_another_home_has_committed_is_found_in_its_newest_file(tmp_path) -> None:
     names = keys(40)
-    with reader([Neighbour("one", tmp_path / "one")]) as found:
+    with reader({"one": tmp_path / "one"}) as found:
         with home(tmp_path / "one", names[:30]) as owner:
             assert found.any
             copies = answer(found, names)
@@ -96,11 +97,11 @@ def test_what_another_home_has_committed_is_found_in_its_newest_file(tmp_path) -
 
 
 def test_homes_come_and_go_and_a_child_that_was_killed_is_started_anew(tmp_path) -> None:
-    homes: list[Neighbour] = []
+    homes: dict[str, Path] = {}
     with reader(homes) as found, home(tmp_path / "a", keys(2)), home(tmp_path / "b", keys(4, 1)):
         assert not found.any
         assert answer(found, keys(2)) == {}
-        homes.extend([Neighbour("a", tmp_path / "a"), Neighbour("b", tmp_path / "b")])
+        homes.update(a=tmp_path / "a", b=tmp_path / "b")
 
         def holders() -> dict[BlockKey, list[str]]:
             return {key: [copy.home_id for copy in copies] for key, copies in answer(found, keys(3)).items()}
@@ -111,7 +112,7 @@ def test_homes_come_and_go_and_a_child_that_was_killed_is_started_anew(tmp_path)
         os.kill(found._reader._process.pid, signal.SIGKILL)
         # The first home is blamed for it; the second is read by a new child.
         assert holders() == {two: ["b"], three: ["b"]}
-        del homes[1]
+        del homes["b"]
         while left := holders():
             assert left == {two: ["b"], three: ["b"]}
         assert found._reader._process is None, "it keeps nothing of a home that is gone open"
@@ -122,7 +123,7 @@ def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, caplog)
         pass
     data = tmp_path / "bad" / "data.mdb"
     data.write_bytes(data.read_bytes()[:8192] + os.urandom(data.stat().st_size - 8192))
-    with reader([Neighbour("bad", tmp_path / "bad"), Neighbour("good", tmp_path / "good")]) as found:
+    with reader({"bad": tmp_path / "bad", "good": tmp_path / "good"}) as found:
         assert set(answer(found, keys(3))) == set(keys(3))
         for _ in range(3):
             assert set(answer(found, keys(3))) == set(keys(3))
@@ -133,8 +134,8 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
     code = (
         "import sys, os, time\n"
         "from pathlib import Path\n"
-        "from kvdisk.index.neighbour_reader import Neighbour, NeighbourReader\n"
-        "found = NeighbourReader(lambda: [Neighbour('one', Path(sys.argv[1]))])\n"
+        "from kvdisk.index.neighbour_reader import NeighbourReader\n"
+        "found = NeighbourReader(lambda: {'one': Path(sys.argv[1])})\n"
         "found.ask(1, 0, [b'x' * 34])\n"
         "while not found.poll(): time.sleep(0.01)\n"
         "print(found._reader._process.pid, flush=True)\n"
