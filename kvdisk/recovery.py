@@ -31,7 +31,6 @@ logger = logging.getLogger("kvdisk")
 
 PROGRESS_S = 5.0
 _FLUSH_S = 300.0
-_BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +197,7 @@ def _cut(
     segments' files. Raises as ``cut_home``."""
     gone = {record.segment for record in dropped}
     keys = [*others, *((record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone)]
-    for first in range(0, len(keys), _BATCH):
-        index.delete(keys[first : first + _BATCH])
+    index.delete(keys)
     for segment in gone:
         index.delete_segment(segment)
     committed = index.flush(_FLUSH_S)

@@ -148,8 +148,28 @@ def open_segment(
 def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
     """Open a segment file, to read by default, whatever it was made for. Raises as
     ``open_segment``."""
+    path = segment_path(folder, segment, rank)
     with paths.device_errors(f"opening segment {segment} of rank {rank}"):
-        return _open_existing(segment_path(folder, segment, rank), flags)
+        paths.check_way(*path.parents[:3])
+        fd = paths.open_regular(path, flags)
+        if fd < 0:
+            raise CorruptRecord(f"{path} is not a file")
+        block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
+
+        def read_first() -> None:
+            if os.preadv(fd, [block], 0) != SEGMENT_HEADER_BYTES:
+                raise CorruptRecord(f"{path} ends within its header")
+
+        try:
+            make_direct(fd, read_first)
+            header = _decode(block[:])
+            length_bytes = os.fstat(fd).st_size
+            if length_bytes < segment_file_bytes(header.slot_bytes, header.slot_count):
+                raise CorruptRecord(f"{path} has {length_bytes} bytes, too few for its {header.slot_count} slots")
+        except BaseException:
+            os.close(fd)
+            raise
+    return SegmentFile(fd, header)
 
 
 def read_segment_header(folder: DriveFolder, segment: int, rank: int) -> SegmentHeader:
@@ -264,29 +284,6 @@ def make_direct(fd: int, first: Callable[[], object]) -> bool:
         first()
         return False
     return True
-
-
-def _open_existing(path: Path, flags: int) -> SegmentFile:
-    paths.check_way(*path.parents[:3])
-    fd = paths.open_regular(path, flags)
-    if fd < 0:
-        raise CorruptRecord(f"{path} is not a file")
-    block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
-
-    def read_first() -> None:
-        if os.preadv(fd, [block], 0) != SEGMENT_HEADER_BYTES:
-            raise CorruptRecord(f"{path} ends within its header")
-
-    try:
-        make_direct(fd, read_first)
-        header = _decode(block[:])
-        length_bytes = os.fstat(fd).st_size
-        if length_bytes < segment_file_bytes(header.slot_bytes, header.slot_count):
-            raise CorruptRecord(f"{path} has {length_bytes} bytes, too few for its {header.slot_count} slots")
-    except BaseException:
-        os.close(fd)
-        raise
-    return SegmentFile(fd, header)
 
 
 def _write_header(fd: int, encoded: bytes) -> None:

@@ -175,7 +175,7 @@ class Reader(HasParts):
 
     def __init__(self, parts: Parts, tiers: Tiers, neighbours: NeighbourCopies) -> None:
         super().__init__(parts)
-        self._landing = tiers.landing
+        self._landing = tiers.landing_tier
         self._neighbours = neighbours
 
     def pin_sources(self, reads: Sequence[Read]) -> None:
@@ -368,7 +368,7 @@ class LoadPlanner(HasParts):
 
         The rest goes through staging.
         """
-        landing = self._tiers.landing
+        landing = self._tiers.landing_tier
         if landing is None:
             return
         vacant = [

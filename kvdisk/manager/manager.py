@@ -365,6 +365,6 @@ class Gauges:
         found["queued_jobs.files"] = sum(count(kind) for kind in JobKind if kind not in moves)
         for space in self._tiers:
             found |= space.gauges()
-        if self._tiers.landing is not None:
+        if self._tiers.landing_tier is not None:
             found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
         return found

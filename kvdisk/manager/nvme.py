@@ -46,7 +46,8 @@ class WriteBudget:
 
     It starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
     written until it holds enough for a run of blocks. Failed writes are not given back: the drive
-    may have written them. ``is_open``: whether blocks might be written as of the last ``refresh``.
+    may have written them. ``may_spend``: whether blocks might be written as of the last
+    ``refresh``.
     """
 
     _RUN_BLOCKS = 64
@@ -62,7 +63,7 @@ class WriteBudget:
         self._largest = largest_bytes
         self._bytes = 0.0
         self._refreshed_s: float | None = None
-        self.is_open = False
+        self.may_spend = False
         self._resumed = False
 
     def refresh(self, now: float) -> bool:
@@ -71,13 +72,13 @@ class WriteBudget:
             filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
             self._bytes = min(float(self.burst_bytes), filled)
         self._refreshed_s = now
-        if not self.is_open and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):
-            self.is_open = self._resumed = True
-        return self.is_open
+        if not self.may_spend and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):
+            self.may_spend = self._resumed = True
+        return self.may_spend
 
     def affords(self, block_bytes: int) -> int:
         """Return how many blocks of so many bytes might be written at the last ``refresh``."""
-        return int(self._bytes // block_bytes) if self.is_open else 0
+        return int(self._bytes // block_bytes) if self.may_spend else 0
 
     @property
     def left_bytes(self) -> int:
@@ -88,8 +89,8 @@ class WriteBudget:
         """Take out what is planned to be written; return whether that has used it up."""
         self._bytes -= count * block_bytes
         assert self._bytes >= 0, "more is written than the budget allows"
-        ran_dry = self.is_open and self._bytes < self._largest
-        self.is_open = self.is_open and not ran_dry
+        ran_dry = self.may_spend and self._bytes < self._largest
+        self.may_spend = self.may_spend and not ran_dry
         return ran_dry
 
     def take_resumed(self) -> bool:
@@ -160,7 +161,7 @@ class NvmeSpace(TierSpace):
     @property
     def status(self) -> TierStatus:
         """How the tier stands now."""
-        is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.is_open
+        is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails

@@ -49,7 +49,7 @@ class Promotions(HasParts):
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
-        self._landing = tiers.landing if parts.config.prefetch and len(tiers) > 1 else None
+        self._landing = tiers.landing_tier if parts.config.prefetch and len(tiers) > 1 else None
         self._demand = demand
         self._neighbours = neighbours
         self._gpu_loads = gpu_loads

@@ -343,6 +343,6 @@ class Tiers:
         return pairwise(self)
 
     @property
-    def landing(self) -> TierSpace | None:
+    def landing_tier(self) -> TierSpace | None:
         """Where a copy of what is read from a slower tier can be left, if anywhere."""
         return self.first if self.first.in_memory else None

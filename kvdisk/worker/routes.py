@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import Slot, Tier, group_of
-from kvdisk.device.base import Buffer, Device
+from kvdisk.device.base import Device
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, Move, Reason
 from kvdisk.worker.arena import Arena, SlotMemory
@@ -42,15 +42,17 @@ class Resources:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.geometry.rank_count
-        slot_sizes = self.geometry.slot_sizes
-        assert all(memory is None or memory.slot_sizes == slot_sizes for memory in (self.arena, self.staging))
-        assert self.direct is None or self.direct.staging.slot_sizes == slot_sizes
+        assert all(slots.slot_sizes == self.geometry.slot_sizes for slots in self.memories.values())
 
     @property
-    def memories(self) -> list[Buffer]:
-        """All memory that the device moves."""
-        found = [arena.memory for arena in (self.staging, self.arena) if arena is not None]
-        return found if self.direct is None else [*found, self.direct.staging.memory]
+    def memories(self) -> dict[Memory, SlotMemory]:
+        """All slots that the device moves, where they lie."""
+        found: dict[Memory, SlotMemory] = {Memory.STAGING: self.staging}
+        if self.arena is not None:
+            found[Memory.CPU_TIER] = self.arena
+        if self.direct is not None:
+            found[Memory.GPU_STAGING] = self.direct.staging
+        return found
 
 
 class Leg(IntEnum):
@@ -78,23 +80,25 @@ class Memory(Enum):
 
 @unique
 class Route(Enum):
-    """The ways of a move: its legs, whose slots they use, and the tier behind the device, where
-    they read or write one.
+    """The ways of a move: the kind of its job, its legs, whose slots they use, and the tier behind
+    the device, where they read or write one.
 
     ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU.
+    ``tiers``: in which it has slots.
     """
 
-    LOAD_DIRECT = ((Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING, Tier.NVME)
-    LOAD_STAGED = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING, Tier.NVME)
-    LOAD_KEPT = ((Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, Tier.NVME)
-    LOAD_CPU = ((Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, None)
-    STORE_CPU = ((Leg.GATHER, Leg.SEAL), Memory.CPU_TIER, None)
-    STORE_DIRECT = ((Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), Memory.GPU_STAGING, Tier.NVME)
-    STORE_STAGED = ((Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING, Tier.NVME)
-    PROMOTE = ((Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.NVME)
-    DEMOTE = ((Leg.WRITE,), Memory.CPU_TIER, Tier.NVME)
+    LOAD_DIRECT = (JobKind.LOAD, (Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING, Tier.NVME)
+    LOAD_STAGED = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING, Tier.NVME)
+    LOAD_KEPT = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, Tier.NVME)
+    LOAD_CPU = (JobKind.LOAD, (Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, None)
+    STORE_CPU = (JobKind.STORE, (Leg.GATHER, Leg.SEAL), Memory.CPU_TIER, None)
+    STORE_DIRECT = (JobKind.STORE, (Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), Memory.GPU_STAGING, Tier.NVME)
+    STORE_STAGED = (JobKind.STORE, (Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING, Tier.NVME)
+    PROMOTE = (JobKind.PROMOTE, (Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.NVME)
+    DEMOTE = (JobKind.DEMOTE, (Leg.WRITE,), Memory.CPU_TIER, Tier.NVME)
 
-    def __init__(self, legs: tuple[Leg, ...], memory: Memory, far: Tier | None) -> None:
+    def __init__(self, kind: JobKind, legs: tuple[Leg, ...], memory: Memory, far: Tier | None) -> None:
+        self.kind = kind
         self.legs = legs
         self.memory = memory
         self.staged = memory is not Memory.CPU_TIER
@@ -104,6 +108,7 @@ class Route(Enum):
         self.reads = Leg.READ in legs
         self.writes = Leg.WRITE in legs
         self.far = far
+        self.tiers = frozenset(tier for tier in (None if self.staged else Tier.CPU, far) if tier is not None)
 
     def far_slot(self, move: Move) -> Slot:
         """Return the slot behind the device that a move reads or writes."""
@@ -112,16 +117,10 @@ class Route(Enum):
 
 
 _ROUTES: dict[tuple[JobKind, frozenset[Tier]], Route | None] = {
+    **{(route.kind, route.tiers): route for route in Route if not route.direct},
     (JobKind.LOAD, frozenset()): None,
-    (JobKind.LOAD, frozenset({Tier.CPU})): Route.LOAD_CPU,
-    (JobKind.LOAD, frozenset({Tier.NVME})): Route.LOAD_STAGED,
-    (JobKind.LOAD, frozenset({Tier.CPU, Tier.NVME})): Route.LOAD_KEPT,
-    (JobKind.STORE, frozenset({Tier.CPU})): Route.STORE_CPU,
-    (JobKind.STORE, frozenset({Tier.NVME})): Route.STORE_STAGED,
     (JobKind.PROMOTE, frozenset({Tier.CPU})): None,
-    (JobKind.PROMOTE, frozenset({Tier.CPU, Tier.NVME})): Route.PROMOTE,
     (JobKind.DEMOTE, frozenset({Tier.NVME})): None,
-    (JobKind.DEMOTE, frozenset({Tier.CPU, Tier.NVME})): Route.DEMOTE,
 }
 """By the tiers in which a move has slots. None: it has no source, and fails with ABSENT."""
 
@@ -231,11 +230,11 @@ class PartCutter:
         self._resources = resources
         # To the nearest, since the header makes slots a little longer than a power of two.
         self._slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
-        self._staging: dict[Memory, SlotMemory] = {Memory.STAGING: resources.staging}
-        if resources.direct is not None:
-            self._staging[Memory.GPU_STAGING] = resources.direct.staging
-        self._free = {
-            memory: [list(range(count)) for count in staging.slot_counts] for memory, staging in self._staging.items()
+        self._memories = resources.memories
+        self._free: dict[Memory, list[list[int]]] = {
+            memory: [list(range(count)) for count in slots.slot_counts]
+            for memory, slots in self._memories.items()
+            if memory is not Memory.CPU_TIER
         }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
@@ -274,13 +273,11 @@ class PartCutter:
         """Return parts of one route, group and drive, in the order of their slots."""
         moves, size_class = work.job.moves, self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
+        assert route.memory in self._memories, "a move names a CPU slot, and there is no CPU tier"
+        memory = self._memories[route.memory]
         if route.staged:
-            memory: SlotMemory = self._staging[route.memory]
             assert memory.slot_counts[size_class], "there is no staging for this size of slot"
             count = min(count, max(1, memory.slot_counts[size_class] // (8 if route.writes else 4)))
-        else:
-            assert self._resources.arena is not None, "a move names a CPU slot, and there is no CPU tier"
-            memory = self._resources.arena
         ordered = sorted(positions, key=lambda at: moves[at].slots[route.far or Tier.CPU])
         parts = []
         for start in range(0, len(ordered), count):

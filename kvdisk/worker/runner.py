@@ -104,8 +104,8 @@ class Runner:
 
     def attach(self) -> None:
         """Make the memory known to the device. Once, before the first turn."""
-        for memory in self._resources.memories:
-            self._resources.device.attach_memory(memory)
+        for slots in self._resources.memories.values():
+            self._resources.device.attach_memory(slots.memory)
 
     # -- intake --------------------------------------------------------------------------------
 

@@ -38,9 +38,7 @@ TURNS_OF_WORK = 10_000
 
 def staging_is_free(cutter: PartCutter) -> bool:
     """Whether no part has staging."""
-    return all(
-        tuple(map(len, cutter._free[memory])) == staging.slot_counts for memory, staging in cutter._staging.items()
-    )
+    return all(tuple(map(len, free)) == cutter._memories[memory].slot_counts for memory, free in cutter._free.items())
 
 
 class World(NamedTuple):
