@@ -40,9 +40,10 @@ from kvdisk.device.paths import sum_of_file
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
-from kvdisk.index.base import BlockColumns, BlockRecord, Index, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.lookup import Lookups
 from kvdisk.manager.nvme import NvmeSpace

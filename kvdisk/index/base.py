@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` protocol: where blocks are on NVMe, durably. An index is one home's and one
-process's.
-
-Writes are queued and committed in batches by the implementation; no call but ``flush`` and
-``close`` waits for a disk, a commit, or a lock that either can hold.
-"""
+"""What an index tells of blocks and segments, and how other engines' are asked."""
 
 from __future__ import annotations
 
@@ -130,43 +125,3 @@ class Progress(NamedTuple):
     committed: int
     state: IndexState
     dropped_puts: int
-
-
-class Index(Protocol):
-    """See the module. One scheduler thread calls everything.
-
-    Operations are committed in the order in which they were queued. What reads raises CorruptRecord
-    where a record does not decode.
-    """
-
-    def segments(self) -> Iterator[SegmentRecord]:
-        """Yield every committed segment, ascending."""
-
-    def blocks(self) -> Iterator[BlockRecord]:
-        """Yield every committed block of every epoch."""
-
-    def block_columns(self) -> BlockColumns:
-        """Return what ``blocks`` yields, all at once and much faster."""
-
-    def put(self, records: Sequence[BlockRecord]) -> int | None:
-        """Queue records (replacing those of the same epoch and key); return a ticket, or None when
-        the queue is full and nothing was queued."""
-
-    def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
-        """Queue the deletion of records by (epoch, key), absent ones included; return a ticket.
-        Never refused: the caller bounds deletions by the slots it has."""
-
-    def put_segment(self, record: SegmentRecord) -> int:
-        """Queue a segment record; return a ticket."""
-
-    def delete_segment(self, segment: int) -> int:
-        """Queue the deletion of a segment record; return a ticket."""
-
-    def poll(self) -> Progress:
-        """Return how far commits have come. Never waits."""
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all that is queued has been dealt with; False when the time ran out."""
-
-    def close(self) -> None:
-        """Commit what is queued (bounded wait), stop the writer and close. Idempotent."""

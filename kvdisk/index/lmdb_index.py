@@ -12,7 +12,7 @@ from kvdisk.index.base import BlockColumns, Progress, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for, was_left_open
 from kvdisk.index.reader_process import try_out
-from kvdisk.index.record_index import RecordIndex, Scan
+from kvdisk.index.record_index import Index, Scan
 from kvdisk.index.records import Operation, Table, encode_block, encode_segment
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for", "write_index"]
@@ -30,7 +30,7 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
         tables.close()
 
 
-class LmdbIndex(RecordIndex):
+class LmdbIndex(Index):
     """See ``Index``. One environment in directory ``path``, which is made where it is missing.
 
     ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES; see ``map_bytes_for``. A

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.record_index import RecordIndex, Scan
+from kvdisk.index.record_index import Index, Scan
 from kvdisk.index.records import Operation, Table
 
 
-class MemoryIndex(RecordIndex):
+class MemoryIndex(Index):
     """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``: a test can
     stop between any two.
 

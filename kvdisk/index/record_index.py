@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``Index`` of encoded records does the same way, wherever it keeps them."""
+"""``Index``: where blocks are on NVMe, durably. An index is one home's and one process's.
+
+It has encoded records, wherever it keeps them. Writes are queued and committed in batches; no call
+but ``flush`` and ``close`` waits for a disk, a commit, or a lock that either can hold.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvdisk.blocks import BlockKey
-from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
+from kvdisk.index.base import BlockColumns, BlockRecord, Progress, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.records import (
     Operation,
@@ -35,10 +39,12 @@ def read_columns(parts: Scan) -> BlockColumns:
     return join_columns([decode_blocks(*part) for part in parts])
 
 
-class RecordIndex(ABC):
-    """See ``Index``. A subclass keeps what is queued, and says what is committed.
+class Index(ABC):
+    """See the module. One scheduler thread calls everything.
 
-    A ticket is the number of operations queued so far.
+    Operations are committed in the order in which they were queued; a ticket is the number of those
+    queued so far. What reads raises CorruptRecord where a record does not decode. A subclass keeps
+    what is queued, and says what is committed.
     """
 
     def __init__(self) -> None:
@@ -56,33 +62,47 @@ class RecordIndex(ABC):
     def _queue(self, operations: Sequence[Operation]) -> None:
         """Queue one call."""
 
+    @abstractmethod
+    def poll(self) -> Progress:
+        """Return how far commits have come. Never waits."""
+
+    @abstractmethod
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that is queued has been dealt with; False when the time ran out."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Commit what is queued (bounded wait), stop the writer and close. Idempotent."""
+
     def segments(self) -> Iterator[SegmentRecord]:
-        """See ``Index.segments``."""
+        """Yield every committed segment, ascending."""
         return read_segments(self._scan(Table.SEGMENTS))
 
     def blocks(self) -> Iterator[BlockRecord]:
-        """See ``Index.blocks``."""
+        """Yield every committed block of every epoch."""
         for part in self._scan(Table.BLOCKS):
             yield from decode_blocks(*part).records()
 
     def block_columns(self) -> BlockColumns:
-        """See ``Index.block_columns``."""
+        """Return what ``blocks`` yields, all at once and much faster."""
         return read_columns(self._scan(Table.BLOCKS))
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
-        """See ``Index.put``."""
+        """Queue records (replacing those of the same epoch and key); return a ticket, or None when
+        the queue is full and nothing was queued."""
         return self._submit(Table.BLOCKS, map(encode_block, records)) if self._takes_puts() or not records else None
 
     def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
-        """See ``Index.delete``."""
+        """Queue the deletion of records by (epoch, key), absent ones included; return a ticket.
+        Never refused: the caller bounds deletions by the slots it has."""
         return self._submit(Table.BLOCKS, ((encode_block_key(epoch, key), None) for epoch, key in keys))
 
     def put_segment(self, record: SegmentRecord) -> int:
-        """See ``Index.put_segment``."""
+        """Queue a segment record; return a ticket."""
         return self._submit(Table.SEGMENTS, [encode_segment(record)])
 
     def delete_segment(self, segment: int) -> int:
-        """See ``Index.delete_segment``."""
+        """Queue the deletion of a segment record; return a ticket."""
         return self._submit(Table.SEGMENTS, [(encode_segment_key(segment), None)])
 
     def _submit(self, table: Table, items: Iterable[tuple[bytes, bytes | None]]) -> int:

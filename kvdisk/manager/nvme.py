@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
-from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
+from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
+from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.jobs import JobRecord

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
 from kvdisk.device.uses import Uses, UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
-from kvdisk.index.base import BlockColumns, Index, SegmentRecord
+from kvdisk.index.base import BlockColumns, SegmentRecord
+from kvdisk.index.record_index import Index
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 

@@ -13,7 +13,8 @@ from itertools import product
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.index.base import BlockRecord, Index, IndexState, SegmentRecord
+from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
+from kvdisk.index.record_index import Index
 
 FLUSH_S = 600.0
 

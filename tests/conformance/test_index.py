@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvdisk.index.base import Index
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.index.record_index import Index
 from kvdisk.testing.index_conformance import IndexConformance
 
 MAP_BYTES = 32 << 20
