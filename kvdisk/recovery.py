@@ -12,14 +12,13 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvdisk.blocks import BlockKey
 from kvdisk.device.home import INDEX_FILE, Home
 from kvdisk.device.paths import device_errors, is_directory, remove_anything
-from kvdisk.device.rebuild import Blocks, HomeShape, remove_lost, scan_home
+from kvdisk.device.rebuild import Blocks, Findings, HomeShape, remove_lost, scan_home
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
@@ -31,16 +30,6 @@ logger = logging.getLogger("kvdisk")
 
 PROGRESS_S = 5.0
 _FLUSH_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """What a rebuild found. ``lost_segments``: why files went, by drive and number."""
-
-    segments: int
-    blocks: int
-    older_copies: int
-    lost_segments: Mapping[tuple[int, int], str]
 
 
 def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], commit_s: float) -> LmdbIndex:
@@ -70,8 +59,9 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
 
 
-def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
-    """Make the index of a home anew from its slot headers; files of segments that are of no use go.
+def rebuild_index(home: Home, index_bytes: int) -> Findings:
+    """Make the index of a home anew from its slot headers, and return what they said; files of
+    segments that are of no use go.
 
     ``index_bytes``: what it may grow to; more where the blocks need more. Broken off at any point,
     it is to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files
@@ -103,7 +93,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Rebuilt:
         len(segments),
         len(found.lost),
     )
-    return Rebuilt(len(segments), len(blocks.keys), found.older_copies, found.lost)
+    return found
 
 
 def _as_records(found: Blocks, now_s: int) -> BlockColumns:

@@ -137,8 +137,8 @@ def _repair(store: Store, home_id: str) -> Repaired:
         return Repaired(home_id, "in use", "a live engine owns it")
     except KvdiskError as error:
         return Repaired(home_id, "failed", str(error))
-    lost = tuple(DroppedSegment(*place, why) for place, why in done.lost_segments.items())
-    return Repaired(home_id, "rebuilt", None, done.blocks, done.segments, done.older_copies, lost)
+    lost = tuple(DroppedSegment(*place, why) for place, why in done.lost.items())
+    return Repaired(home_id, "rebuilt", None, len(done.blocks), len(done.segments), done.older_copies, lost)
 
 
 def _print(report: Repaired) -> None:

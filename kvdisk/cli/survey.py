@@ -43,8 +43,7 @@ from kvdisk.cli.prefixes import PrefixTree, find_prefixes
 from kvdisk.device import paths
 from kvdisk.device.control import STORE_FILE
 from kvdisk.device.drives import Directories, list_directories
-from kvdisk.device.listing import scan_folders
-from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header
+from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header, scan_folders
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import SegmentSpec

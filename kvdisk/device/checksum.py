@@ -61,12 +61,6 @@ def multilinear_digest(payload: memoryview) -> bytes:
         tail = bytes(payload[full_rows * ROW_BYTES :]).ljust(ROW_BYTES, b"\0")
         row_sums[0, full_rows] = np.dot(np.frombuffer(tail, "<u8"), lanes[0])
         row_sums[1, full_rows] = np.dot(np.frombuffer(tail, ">u8").astype(np.uint64), lanes[1])
-    return fold_rows(row_sums)
-
-
-def fold_rows(row_sums: NDArray[np.uint64]) -> bytes:
-    """Return the checksum of a payload by its row sums, shape (LANES, rows)."""
-    rows = row_sums.shape[1]
     starts = multipliers(_START_TABLE, LANES)
-    folded = [np.dot(row_sums[lane], multipliers(_ROW_TABLE + lane, rows)) for lane in range(LANES)]
+    folded = [np.dot(each, multipliers(_ROW_TABLE + lane, len(each))) for lane, each in enumerate(row_sums)]
     return _SUMS.pack(*((int(start) + int(added)) % 2**64 for start, added in zip(starts, folded, strict=True)))

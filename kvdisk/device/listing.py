@@ -21,7 +21,7 @@ from kvdisk.device.control import (
     read_record,
 )
 from kvdisk.device.drives import Directories
-from kvdisk.device.segment import DriveFolder, SegmentFileSummary, scan_segments
+from kvdisk.device.segment import DriveFolder, scan_folders
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord
 
@@ -71,12 +71,6 @@ def list_homes(directories: Directories) -> list[HomeSummary]:
             segments = scan_folders(folders)
         homes.append(HomeSummary(home_id, path, record, alive, allocated_bytes, segments, folders))
     return homes
-
-
-def scan_folders(folders: tuple[DriveFolder | None, ...]) -> tuple[SegmentFileSummary, ...]:
-    """List the segment files of a home on all its drives, by segment and rank. Raises OSError."""
-    found = [scan_segments(folder.segments_path, drive) for drive, folder in enumerate(folders) if folder is not None]
-    return tuple(sorted(summary for of_drive in found for summary in of_drive))
 
 
 def _is_owned(store: Store, home_id: str) -> bool:

@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -201,12 +201,16 @@ def remove_unknown_segments(folder: DriveFolder, rank: int, known: Collection[in
                 _remove_files(folder, segment, (_temporary(path).name, path.name))
 
 
-def scan_segments(segments_path: Path, drive: int = 0) -> tuple[SegmentFileSummary, ...]:
-    """List the segment files below a ``segments`` directory, by segment and rank. Raises
-    OSError."""
+def scan_folders(folders: Sequence[DriveFolder | None]) -> tuple[SegmentFileSummary, ...]:
+    """List the segment files of a home on all its drives, by segment and rank. Raises OSError."""
     found = []
-    for segment in segment_numbers(segments_path):
-        directory = segments_path / str(segment)
+    places = [
+        (segment, drive, folder.segments_path / str(segment))
+        for drive, folder in enumerate(folders)
+        if folder is not None
+        for segment in segment_numbers(folder.segments_path)
+    ]
+    for segment, drive, directory in places:
         if not paths.is_directory(directory):
             continue
         with suppress(FileNotFoundError), os.scandir(directory) as files:
