@@ -56,30 +56,27 @@ REFUSALS = ("reuse", "room", "budget")
 
 class Miss(StrEnum):
     """Why a request found less than all its whole blocks: what became of the first that was
-    missing, as far as can be told from what is kept anyway (decision 36)."""
+    missing, as far as can be told from what is kept anyway (decision 36). ``words``: for people."""
 
-    NEVER_SEEN = "never_seen"
-    EVICTED_CPU = "evicted_cpu"
-    EVICTED_NVME = "evicted_nvme"
-    EVICTED = "evicted"
-    REFUSED = "refused"
-    NOT_STORED = "not_stored"
-    WRITING = "writing"
-    SHORT = "short"
-    LOAD_FAILED = "load_failed"
+    words: str
+
+    NEVER_SEEN = "never_seen", "never seen or forgotten"
+    EVICTED_CPU = "evicted_cpu", "evicted from CPU"
+    EVICTED_NVME = "evicted_nvme", "evicted from NVMe"
+    EVICTED = "evicted", "evicted from CPU or NVMe"
+    REFUSED = "refused", "refused by admission"
+    NOT_STORED = "not_stored", "seen, but not stored"
+    WRITING = "writing", "still being written"
+    SHORT = "short", "too short to load"
+    LOAD_FAILED = "load_failed", "load failed"
+
+    def __new__(cls, label: str, words: str) -> Miss:
+        """Make a member of its two values."""
+        miss = str.__new__(cls, label)
+        miss._value_, miss.words = label, words
+        return miss
 
 
-MISS_WORDS: Mapping[Miss, str] = {
-    Miss.NEVER_SEEN: "never seen or forgotten",
-    Miss.EVICTED_CPU: "evicted from CPU",
-    Miss.EVICTED_NVME: "evicted from NVMe",
-    Miss.EVICTED: "evicted from CPU or NVMe",
-    Miss.REFUSED: "refused by admission",
-    Miss.NOT_STORED: "seen, but not stored",
-    Miss.WRITING: "still being written",
-    Miss.SHORT: "too short to load",
-    Miss.LOAD_FAILED: "load failed",
-}
 JOBS = ("store", "load", "demote", "promote")
 ROUTES = tuple(
     f"{start.label}_to_{end.label}"

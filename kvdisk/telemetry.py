@@ -21,7 +21,7 @@ from kvdisk.blocks import KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import Outcome
-from kvdisk.stats import FAILURES, MISS_WORDS, ROUTES, Samples, Stats, by_metric
+from kvdisk.stats import FAILURES, ROUTES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -31,7 +31,7 @@ once."""
 WRITE_S = 1.0
 LOG_S = 60.0
 _MOVED = {"GPU to memory": "gpu_to_*"}
-for _tier in KEPT_TIERS[1:]:
+for _tier in KEPT_TIERS[1:]:  # behind memory
     _MOVED |= {f"to {_tier.word}": f"*_to_{_tier.label}", f"from {_tier.word}": f"{_tier.label}_to_*"}
 _MOVED["memory to GPU"] = "*_to_gpu"
 """Which routes have bytes moved so."""
@@ -203,7 +203,7 @@ def log_request(level: int, outcome: Outcome) -> None:
         said.append(f"saved ~{_duration(outcome.saved_s)}")
     if outcome.miss is not None:
         ago = "" if outcome.asked_ago_s is None else f" (asked for ~{_duration(outcome.asked_ago_s)} ago)"
-        said.append(f"missing: {MISS_WORDS[outcome.miss]}{ago}")
+        said.append(f"missing: {outcome.miss.words}{ago}")
     logger.log(
         level,
         "req %s: %s %s = %s GPU + %s + %s computed%s",

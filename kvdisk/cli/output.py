@@ -29,7 +29,7 @@ from rich.text import Text
 from kvdisk import __version__
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import MISS_WORDS, Miss
+from kvdisk.stats import Miss
 
 StoreDirectories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
@@ -121,7 +121,7 @@ def in_shares(misses: Mapping[Miss, int], most: int | None = None) -> str:
     """Return reasons with their shares: ``evicted from NVMe 61 %, load failed 39 %``; at most so
     many, the first ones."""
     whole = sum(misses.values())
-    return ", ".join(f"{MISS_WORDS[miss]} {share(count / whole)}" for miss, count in list(misses.items())[:most])
+    return ", ".join(f"{miss.words} {share(count / whole)}" for miss, count in list(misses.items())[:most])
 
 
 def bar(fraction: float, width: int) -> str:

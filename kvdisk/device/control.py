@@ -8,6 +8,7 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,10 +91,16 @@ class HomePaths:
 
     def folder(self, drive: int) -> DriveFolder:
         """Return the home's part on a drive. Raises DeviceError (ENODEV) if it is not open here."""
-        folder = self.folders[drive] if drive < len(self.folders) else None
-        if folder is None:
-            raise DeviceError(errno.ENODEV, f"drive {drive} of engine store {self.path.name} could not be opened")
-        return folder
+        return opened(self.folders, drive, self.path.name)
+
+
+def opened(folders: Sequence[DriveFolder | None], drive: int, home_id: str) -> DriveFolder:
+    """Return a home's part on a drive, of all its parts. Raises DeviceError (ENODEV) if it is not
+    open here."""
+    folder = folders[drive] if drive < len(folders) else None
+    if folder is None:
+        raise DeviceError(errno.ENODEV, f"drive {drive} of engine store {home_id} could not be opened")
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

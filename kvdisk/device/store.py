@@ -38,6 +38,7 @@ from kvdisk.device.control import (
     StoreRecord,
     home_ids,
     is_home_id,
+    opened,
     read_record,
     read_store,
     write_record,
@@ -231,10 +232,7 @@ class Store:
             raise CorruptRecord(f"the id of an engine store has 32 hex digits, not {source.home_id!r}")
         with paths.device_errors(f"looking into engine store {source.home_id}"):
             folders = self.folders(source.home_id, read_record(self.home_path(source.home_id)))
-        folder = folders[drive] if drive < len(folders) else None
-        if folder is None:
-            raise DeviceError(errno.ENODEV, f"drive {drive} of engine store {source.home_id} could not be opened")
-        return folder
+        return opened(folders, drive, source.home_id)
 
     def home_path(self, home_id: str) -> Path:
         """Directory of the home with this id."""
