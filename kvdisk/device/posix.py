@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
@@ -36,25 +36,19 @@ Run: TypeAlias = Callable[[Op, Call], int]
 """Moves every byte of a call; returns 0 or the errno of the failure."""
 
 
-class _Task(NamedTuple):
-    """What a thread does before it reports."""
-
-    ticket: int
-    op: Op
-    calls: list[Call]
-
-
 class _ThreadQueue:
     """``DriveQueue`` of threads that wait in their calls."""
 
     way = "threads"
 
     def __init__(self, name: str, count: int, report: Callable[[Outcome], None], run: Run, longest_bytes: int) -> None:
+        self._report = report
+        self._run = run
         self._longest_bytes = longest_bytes
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[int, Op, list[Call]] | None] = queue.SimpleQueue()
+        """Ticket, and what a thread does before it reports."""
         self._threads = [
-            threading.Thread(target=_work, args=(self._tasks, run, report), name=f"{name}-{number}", daemon=True)
-            for number in range(count)
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
         ]
         for thread in self._threads:
             thread.start()
@@ -63,7 +57,7 @@ class _ThreadQueue:
         """See ``DriveQueue``."""
         share_bytes = round_up(-(-batch_bytes // len(self._threads)), ALIGNMENT)
         task_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
-        tasks = [_Task(ticket, op, calls) for calls in cut(known, task_bytes)]
+        tasks = [(ticket, op, calls) for calls in cut(known, task_bytes)]
         for task in tasks:
             self._tasks.put(task)
         return len(tasks)
@@ -74,6 +68,19 @@ class _ThreadQueue:
             self._tasks.put(None)
         for thread in self._threads:
             thread.join()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            ticket, op, calls = task
+            errors: dict[int, int] = {}
+            for call in calls:
+                number = self._run(op, call)
+                if number:
+                    errors.setdefault(call.position, number)
+            # Whoever hears of the end may release the memory: no view of it may be left in this
+            # frame.
+            del task, calls, call
+            self._report(Outcome(ticket, errors))
 
 
 class PosixDevice:
@@ -231,22 +238,6 @@ def _checked_bytes(op: Op, transfer: Transfer) -> int:
         assert op is Op.WRITE or not buffer.readonly
         total_bytes += buffer.nbytes
     return total_bytes
-
-
-def _work(tasks: queue.SimpleQueue[_Task | None], run: Run, report: Callable[[Outcome], None]) -> None:
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        errors: dict[int, int] = {}
-        for call in task.calls:
-            number = run(task.op, call)
-            if number:
-                errors.setdefault(call.position, number)
-        done = Outcome(task.ticket, errors)
-        # Whoever hears of the end may release the memory: no view of it may be left in this frame.
-        del task, call
-        report(done)
 
 
 def _run(op: Op, call: Call) -> int:
