@@ -199,19 +199,15 @@ class Report:
         """Add another rank's report of the same step to this one; a move failed if any rank failed
         it."""
         for job_id, result in other.results.items():
-            mine = self.results.get(job_id)
-            if mine is None:
-                self.results[job_id] = JobResult(result.ranks, dict(result.failed), set(result.late), result.late_ranks)
-            else:
-                mine.ranks += result.ranks
-                mine.late |= result.late
-                mine.late_ranks += result.late_ranks
-                for position, reason in result.failed.items():
-                    mine.failed.setdefault(position, reason)
-        for job_id, ranks in other.released.items():
-            self.released[job_id] = self.released.get(job_id, 0) + ranks
-        for job_id, ranks in other.copied.items():
-            self.copied[job_id] = self.copied.get(job_id, 0) + ranks
+            mine = self.results.setdefault(job_id, JobResult(ranks=0))
+            mine.ranks += result.ranks
+            mine.late |= result.late
+            mine.late_ranks += result.late_ranks
+            for position, reason in result.failed.items():
+                mine.failed.setdefault(position, reason)
+        for counts, others in ((self.released, other.released), (self.copied, other.copied)):
+            for job_id, ranks in others.items():
+                counts[job_id] = counts.get(job_id, 0) + ranks
         self.stats.merge(other.stats)
         self.off |= other.off
         return self
