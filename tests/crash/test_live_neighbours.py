@@ -57,7 +57,7 @@ def test_an_orphan_serves_until_it_is_taken_over(quick_path: Path) -> None:
     three = start(quick_path / "store", model)
     assert len(three.manager._catalog) > 20, "the third has taken over what the first left"
     home_id = three.parts.home.id
-    wait_for(lambda: [home.home_id for home in two.parts.neighbours._homes] == [home_id], "its new id to be seen")
+    wait_for(lambda: list(two.parts.neighbours._homes) == [home_id], "its new id to be seen")
     two.serve(PROMPTS[3:])
     assert two.manager.stats["promoted_blocks"] > promoted, "from its new owner's home"
     three.close()
