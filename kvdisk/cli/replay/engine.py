@@ -139,7 +139,7 @@ class Engine:
 
 
 def _source_of(move: Move) -> Tier:
-    return Tier.NVME if Tier.NVME in move.slots else Tier.CPU
+    return max(move.slots)  # a faster one keeps what is read on its way
 
 
 # -- its GPU -----------------------------------------------------------------------------------
