@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk import __version__
 from kvdisk.blocks import BlockKey
 from kvdisk.cli.indexes import ReadHome, find_namespace, read_homes
 from kvdisk.cli.output import (
@@ -72,6 +71,7 @@ from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import cut_home
 
+JSON_VERSION = 2
 OnlyStopped = Annotated[
     bool, typer.Option("--stopped", help="Leave engine stores that an engine owns alone, instead of refusing.")
 ]
@@ -191,10 +191,10 @@ def _delete(
             carry_out(store, plan)
             after = _held(list_homes(named)) if plan.engine_stores else None
     if as_json:
-        head = {"json_version": 2, "kvdisk_version": __version__, "path": store.path, "dry_run": dry_run}
         said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
         asked["everything"] = all(value is None for value in asked.values())
-        print_json(head | {"asked": asked, "before": before} | said | {"after": after})
+        head = {"path": store.path, "dry_run": dry_run, "asked": asked, "before": before}
+        print_json(head | said | {"after": after}, JSON_VERSION)
     else:
         _show_result(plan, before, after, report_console(), dry_run=dry_run)
     results = {home.result for home in plan.engine_stores}
@@ -450,7 +450,7 @@ def _show_plan(path: Path, before: Mapping[str, int], plan: Plan, console: Conso
                 home.id[:ID_LETTERS],
                 home.fingerprint.hex()[:ID_LETTERS] if home.fingerprint else Text("?", "red"),
                 short_model(home.model).rstrip("/").rpartition("/")[2],
-                ago(home.last_use_s, now_s) if home.last_use_s is not None else "?",
+                ago(home.last_use_s, now_s),
                 _parts_of(home, len(plan.keys.get(home.id, []))),
                 number(home.blocks),
                 size(home.bytes),

@@ -70,9 +70,10 @@ class Exit(IntEnum):
 
 def print_json(value: object, json_version: int | None = None) -> None:
     """Print a value as one JSON object: dataclasses by field, paths as text, enums by value, bytes
-    as hex. ``json_version``: put it and kvdisk's in front of a dataclass."""
+    as hex. ``json_version``: put it and kvdisk's in front."""
     if json_version is not None:
-        value = {"json_version": json_version, "kvdisk_version": __version__} | _plain(value)
+        fields_of = value if isinstance(value, dict) else _plain(value)
+        value = {"json_version": json_version, "kvdisk_version": __version__} | fields_of
     typer.echo(json.dumps(value, default=_plain, indent=2))
 
 

@@ -25,7 +25,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk import __version__
 from kvdisk.blocks import group_of
 from kvdisk.cli.indexes import ReadHome, Records, find_home, not_named, places_of, read_homes, why_no_record
 from kvdisk.cli.output import (
@@ -60,6 +59,7 @@ from kvdisk.index.base import SegmentRecord
 from kvdisk.index.reader_process import IndexContent, read_indexes
 from kvdisk.messages import SegmentSpec
 
+JSON_VERSION = 2
 SHOWN = 20
 THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
@@ -183,8 +183,8 @@ def verify(
         home_id = find_home(named, home)
         verdict = verify_store(named, home_id=home_id, percent=percent, seed=seed or 0, watch=watch)
     if as_json:
-        head = {"json_version": 2, "kvdisk_version": __version__, "ok": verdict.ok, "totals": verdict.totals}
-        print_json(head | vars(replace(verdict, seconds=round(verdict.seconds, 3))))
+        judged = {"ok": verdict.ok, "totals": verdict.totals}
+        print_json(judged | vars(replace(verdict, seconds=round(verdict.seconds, 3))), JSON_VERSION)
     else:
         _print(verdict, report_console(), None if everything else SHOWN)
     if verdict.stopped:

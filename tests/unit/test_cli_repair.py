@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from cli_stores import HYBRID, leave_home, run_here
+from cli_stores import HYBRID, json_of, leave_home, run_here
 from rebuild_stores import home_path, make_store, served
 
 from kvdisk.cli import repair as command
@@ -16,9 +16,7 @@ from kvdisk.device.listing import list_homes
 
 
 def repair(*arguments: object, code: int = 0) -> list[dict]:
-    done = run_here("repair", *arguments, "--yes", "--json")
-    assert (done.exit_code, done.stderr) == (code, "")
-    return json.loads(done.stdout)["engine_stores"]
+    return json_of("repair", *arguments, "--yes", code=code)["engine_stores"]
 
 
 def test_every_home_without_an_owner_gets_its_index_back(path, owner):
