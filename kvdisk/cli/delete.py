@@ -47,6 +47,7 @@ from kvdisk.cli.output import (
     make_lines,
     make_table,
     number,
+    opening,
     parse_age,
     plural,
     print_json,
@@ -54,12 +55,9 @@ from kvdisk.cli.output import (
     print_note,
     printable,
     refusal,
-    refusing,
     report_console,
-    right,
     short_model,
     size,
-    store_paths,
 )
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
@@ -157,8 +155,8 @@ def _delete(
     as_json: bool,
 ) -> None:
     """Plan, show, ask, delete and tell. Ends the command with its exit code."""
-    named, now_s = store_paths(directories), int(time.time())
-    with refusing(named):
+    now_s = int(time.time())
+    with opening(directories) as named:
         store = Store.open(named, create=False)
         homes = [
             HomeState(home.summary, home.index, why_unusable(home, store.boot_id) or "") for home in read_homes(named)
@@ -187,7 +185,7 @@ def _delete(
     if must_ask and not ask(f"Delete {size(plan.goes['bytes'])} from {printable(named[0])}?"):
         raise refusal("nothing was deleted.")
     if not dry_run:
-        with refusing(named):
+        with opening(named):
             carry_out(store, plan)
             after = _held(list_homes(named)) if plan.engine_stores else None
     if as_json:
@@ -443,8 +441,7 @@ def _show_plan(path: Path, before: Mapping[str, int], plan: Plan, console: Conso
     console.print(lines)
     if plan.engine_stores:
         columns = (left("Engine store", "cyan"), left("Namespace", "magenta"), folded("Model"))
-        numbers = (right("Last use"), folded("Delete"), right("Blocks"), right("Bytes"))
-        table = make_table("To delete", console.width, *columns, *numbers)
+        table = make_table("To delete", console.width, *columns, "Last use", folded("Delete"), "Blocks", "Bytes")
         for home in plan.engine_stores:
             table.add_row(
                 home.id[:ID_LETTERS],

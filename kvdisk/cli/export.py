@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.cli.indexes import NONE, ReadNamespace, Records, by_namespace, read_homes
-from kvdisk.cli.output import engine_store, new_file
+from kvdisk.cli.indexes import NONE, ReadNamespace, Records, by_namespace, index_problems, read_homes
+from kvdisk.cli.output import new_file
 from kvdisk.cli.prefixes import Forest, grow_forest
 from kvdisk.device.drives import Directories
 from kvdisk.errors import ConfigError
@@ -85,7 +85,7 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
         bytes=path.stat().st_size,
         rows=sum(len(home.records) for home in homes),
         engine_stores=sum(home.index.blocks is not None for home in homes),
-        problems=tuple(f"{engine_store(home.id)}: {home.problem}" for home in homes if home.problem),
+        problems=index_problems(homes),
     )
 
 

@@ -26,14 +26,13 @@ from kvdisk.cli.output import (
     AsJson,
     make_lines,
     number,
+    opening,
     plural,
     print_json,
     printable,
     refusal,
-    refusing,
     report_console,
     share,
-    store_paths,
 )
 from kvdisk.cli.output import size as in_words
 from kvdisk.config import Config, parse_bytes
@@ -202,8 +201,7 @@ def _writes(text: str | None) -> Writes | None:
         return None
     if not Path(text).is_dir() and "/" not in text:
         return Writes(parse_bytes("--write-rate", text), None, at_least=False)
-    paths = store_paths([Path(text)])
-    with refusing(paths):
+    with opening([Path(text)]) as paths:
         return measure_writes(paths)
 
 

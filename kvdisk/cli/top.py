@@ -46,16 +46,14 @@ from kvdisk.cli.output import (
     make_table,
     miss_counts,
     number,
+    opening,
     plural,
     print_json,
     printable,
-    refusing,
     report_console,
-    right,
     share,
     short_model,
     size,
-    store_paths,
 )
 from kvdisk.device import paths
 from kvdisk.device.drives import list_directories
@@ -208,11 +206,10 @@ def top(
 
     [cyan]2[/cyan]  none: not a store, no permission, a newer format, or wrong usage
     """
-    named = store_paths(directories)
     console = report_console()
-    reader = TopReader(named)
     try:
-        with refusing(named):
+        with opening(directories) as named:
+            reader = TopReader(named)
             frame = reader.read()
             if as_json or once or not console.is_terminal or console.is_dumb_terminal:
                 if frame.engines:  # how things are after one interval, over which rates are known
@@ -508,7 +505,7 @@ def _head(frame: Frame) -> RenderableType:
 
 
 def _drives(frame: Frame, width: int) -> RenderableType:
-    numbers = map(right, ("Read now", "Written now", "Read", "Written", "Engines"))
+    numbers = ("Read now", "Written now", "Read", "Written", "Engines")
     table = make_table("Drives", width, folded("Drive"), *numbers, left("State"))
     table.title = "Drives"  # the boxes above leave a line
     for drive in frame.drives:

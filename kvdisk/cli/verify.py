@@ -35,17 +35,16 @@ from kvdisk.cli.output import (
     byte_progress,
     engine_store,
     make_lines,
+    opening,
     plural,
     print_json,
     print_list,
     print_note,
     printable,
     refusal,
-    refusing,
     report_console,
     share,
     size,
-    store_paths,
 )
 from kvdisk.device.control import HomeRecord, read_record
 from kvdisk.device.home import index_is_sound
@@ -178,8 +177,7 @@ def verify(
     percent = _percent(sample)
     if percent is not None and seed is None:
         seed = secrets.randbelow(1 << 31)
-    named = store_paths(directories)
-    with refusing(named), byte_progress("verifying") as watch:
+    with opening(directories) as named, byte_progress("verifying") as watch:
         home_id = find_home(named, home)
         verdict = verify_store(named, home_id=home_id, percent=percent, seed=seed or 0, watch=watch)
     if as_json:

@@ -20,12 +20,11 @@ from kvdisk.cli.output import (
     Exit,
     StoreDirectories,
     new_file,
+    opening,
     plural,
     print_json,
     printable,
-    refusing,
     size,
-    store_paths,
 )
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
@@ -62,8 +61,7 @@ def report(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
-    paths = store_paths(directories)
-    with refusing(paths):
+    with opening(directories) as paths:
         _check_target(target, force=force)
         survey = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
         data = page(survey, _told(paths)).encode()
