@@ -56,7 +56,7 @@ def test_a_healthy_store_is_left_as_it_is_unless_somebody_says_yes(path, monkeyp
         done = run_here("repair", path, typed=f"{answer}\n")
         assert (done.exit_code, "recovered" in done.stdout, index.stat().st_ctime_ns == before) == (0, code, not code)
     shutil.rmtree(path / "homes" / other / "index")
-    found = {one["id"]: one["result"] for one in json.loads(run_here("repair", path, "--json").stdout)["engine_stores"]}
+    found = {one["id"]: one["result"] for one in json_of("repair", path)["engine_stores"]}
     assert found == {mine.name: "healthy", other: "rebuilt"}
 
 
