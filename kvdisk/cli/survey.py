@@ -58,7 +58,6 @@ REUSE_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64)
 REUSE_NAMES = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "> 64")
 _SHORT_RUN_BYTES = 2 << 20
 _ATTEMPTS = 3
-_OF_RECORD = ("clean", "cap_bytes", "created_s", "last_use_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +302,6 @@ def survey_home(read: ReadHome) -> Home:
     if record is None:
         problems.append(why_no_record(summary.path) or "its HOME file was being replaced")
     segments = tuple(_segments(read, files))
-    said: dict[str, Any] = {name: getattr(record, name, None) for name in _OF_RECORD}
     count = used_bytes = oldest_s = newest_s = None
     if blocks is None:
         problems.append(read.problem or "")
@@ -317,7 +315,9 @@ def survey_home(read: ReadHome) -> Home:
         path=summary.path,
         fingerprint=record.fingerprint.hex() if record else None,
         owner="alive" if summary.alive else "stopped",
+        clean=record.clean if record else None,
         ranks=read.ranks,
+        cap_bytes=record.cap_bytes if record else None,
         allocated_bytes=summary.allocated_bytes,
         used_bytes=used_bytes,
         blocks=count,
@@ -325,13 +325,14 @@ def survey_home(read: ReadHome) -> Home:
         fragmentation=fragmentation(segments),
         read_run_blocks=read_run_blocks(segments),
         read_run_bytes=read_run_bytes(segments),
+        created_s=record.created_s if record else None,
+        last_use_s=record.last_use_s if record else None,
         oldest_stored_s=oldest_s,
         newest_stored_s=newest_s,
         index_readable=blocks is not None,
         drives=tuple(drive.store_id for drive in record.drives) if record else (),
         problems=tuple(problems),
         segments=segments,
-        **said,
     )
 
 

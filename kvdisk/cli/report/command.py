@@ -28,6 +28,7 @@ from kvdisk.cli.output import (
 )
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
+from kvdisk.cli.top import LOCK_WAIT_S
 from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import list_owners
 from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
@@ -35,7 +36,6 @@ from kvdisk.errors import ConfigError, CorruptRecord
 
 PREFIXES, PREFIXES_IN_ALL = 1500, 2400
 """How many are drawn of a namespace, and of all."""
-LOCK_WAIT_S = 2.0
 
 
 def report(
