@@ -32,6 +32,7 @@ from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import NeighbourReader
+from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace, WriteBudget
@@ -148,10 +149,7 @@ def assemble_scheduler(
     StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
-    cpu_slots = geometry.cpu_slots(config.cpu_bytes)
-    if config.cpu_bytes and not all(cpu_slots):
-        largest = max(geometry.slot_sizes) * geometry.rank_count
-        raise ConfigError(f"cpu_bytes {config.cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
+    cpu_slots = cpu_slots_in(config.cpu_bytes, geometry)
     admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     model = str(description.get("model", ""))
@@ -192,6 +190,29 @@ def assemble_scheduler(
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
     return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, trace, backgrounds)
+
+
+def cpu_slots_in(cpu_bytes: int, geometry: Geometry) -> Sequence[int]:
+    """Return the slots of a CPU tier by size class. Raises ConfigError where it holds no block of
+    each; without bytes there is no tier."""
+    slots = geometry.cpu_slots(cpu_bytes)
+    if cpu_bytes and not all(slots):
+        largest = max(geometry.slot_sizes) * geometry.rank_count
+        raise ConfigError(f"cpu_bytes {cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
+    return slots
+
+
+def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, drive_count: int) -> NvmeLayout:
+    """Return how an NVMe tier is cut. Raises ConfigError where nothing fits."""
+    budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
+    return NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
+
+
+def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:
+    """Return an NVMe tier that has read nothing yet. Raises ConfigError."""
+    parts.history.reserve(layout.most_slots(parts.geometry))
+    admission = make_admission(parts.config.nvme_admission, parts.history, "nvme_admission")
+    return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(parts.config, parts.geometry))
 
 
 def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
@@ -274,14 +295,7 @@ def _take_home(
     """
     config, geometry = parts.config, parts.geometry
     assert config.nvme_bytes is not None
-    layout = NvmeLayout.make(
-        max(0, config.nvme_bytes - HOME_OVERHEAD_BYTES),
-        config.segment_bytes,
-        geometry,
-        map_bytes_for,
-        uses_charge_bytes,
-        len(config.store_dirs),
-    )
+    layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
         class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
@@ -289,9 +303,7 @@ def _take_home(
             home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
         )
         try:
-            parts.history.reserve(layout.most_slots(geometry))
-            admission = make_admission(config.nvme_admission, parts.history, "nvme_admission")
-            nvme = NvmeSpace(parts, layout, index, admission, home.drive_count, _make_budget(config, geometry))
+            nvme = make_nvme(parts, layout, index, home.drive_count)
             nvme.restore(home.id, fingerprint, read_uses(home.path))
             nvme.uses.now_s = int(time.time())
         except BaseException:

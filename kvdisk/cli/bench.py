@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvdisk.cli.model_kv import default_block_tokens, read_model
+from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
@@ -96,10 +96,7 @@ def bench(
     [cyan]2[/cyan]  nothing was measured: wrong usage, no room, no permission
     """
     try:
-        geometry = None
-        if model is not None:
-            known = read_model(model)
-            geometry = known.geometry(tp, default_block_tokens(known))
+        geometry = None if model is None else read_model(model).geometry(tp)
         found = measure(directory, geometry, prefill)
     except ConfigError as error:
         raise refusal(str(error)) from None

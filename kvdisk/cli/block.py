@@ -33,7 +33,6 @@ from kvdisk.cli.output import (
     plural,
     print_list,
     printable,
-    right,
 )
 from kvdisk.cli.prefixes import Forest, grow_forest
 from kvdisk.cli.verify import Part, read_part
@@ -282,8 +281,8 @@ def _copy_lines(copy: Mapping[str, Any], now_s: int) -> Table:
 
 
 def _ranks_table(copy: Mapping[str, Any], width: int) -> Table:
-    numbers = map(right, ("Rank", "Offset", "Payload"))
-    table = make_table("Slots", width, *numbers, left("Checksum"), left("Header and payload"), folded("File"))
+    words = (left("Checksum"), left("Header and payload"), folded("File"))
+    table = make_table("Slots", width, "Rank", "Offset", "Payload", *words)
     for rank in copy["ranks"]:
         header, count = rank.header, len(rank.problems)
         table.add_row(
@@ -300,7 +299,7 @@ def _ranks_table(copy: Mapping[str, Any], width: int) -> Table:
 def _chain_table(block: FoundBlock, width: int, most: int | None) -> Table:
     chain, tokens, is_whole = block.chain, block.block_tokens, block.position is not None
     title = f"Chain, {plural(len(chain), 'block')} from its head" if is_whole else "Chain"
-    table = make_table(title, width, right("Position"), right("Tokens up to"), folded("Block", "cyan"))
+    table = make_table(title, width, "Position", "Tokens up to", folded("Block", "cyan"))
     if not is_whole:
         table.add_row("", "", Text("… a block that is not here", "dim"))
     hidden = range(0) if most is None else range(most, len(chain) - most)

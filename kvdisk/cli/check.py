@@ -19,7 +19,7 @@ import typer
 from kvdisk import __version__
 from kvdisk.assembly import check_settings
 from kvdisk.cli.bench import measure
-from kvdisk.cli.model_kv import default_block_tokens, read_model
+from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import (
     AsJson,
     Exit,
@@ -117,8 +117,7 @@ def check(
         config = check_settings(read_settings(file))
         if config.device == "gds" and (why := gds_unavailable()):
             raise ConfigError(f"device 'gds' cannot be used: {why}.")
-        known = None if model is None else read_model(model, None, kv_dtype)
-        geometry = None if known is None else known.geometry(tp, default_block_tokens(known))
+        geometry = None if model is None else read_model(model, None, kv_dtype).geometry(tp)
         answer = look(config, geometry)
     except KvdiskError as error:
         raise refusal(str(error).rstrip(".") + ".") from None

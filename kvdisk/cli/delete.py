@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk import __version__
 from kvdisk.blocks import BlockKey
 from kvdisk.cli.indexes import ReadHome, find_namespace, read_homes
 from kvdisk.cli.output import (
@@ -48,6 +47,7 @@ from kvdisk.cli.output import (
     make_lines,
     make_table,
     number,
+    opening,
     parse_age,
     plural,
     print_json,
@@ -55,12 +55,9 @@ from kvdisk.cli.output import (
     print_note,
     printable,
     refusal,
-    refusing,
     report_console,
-    right,
     short_model,
     size,
-    store_paths,
 )
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
@@ -72,6 +69,7 @@ from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import cut_home
 
+JSON_VERSION = 2
 OnlyStopped = Annotated[
     bool, typer.Option("--stopped", help="Leave engine stores that an engine owns alone, instead of refusing.")
 ]
@@ -157,8 +155,8 @@ def _delete(
     as_json: bool,
 ) -> None:
     """Plan, show, ask, delete and tell. Ends the command with its exit code."""
-    named, now_s = store_paths(directories), int(time.time())
-    with refusing(named):
+    now_s = int(time.time())
+    with opening(directories) as named:
         store = Store.open(named, create=False)
         homes = [
             HomeState(home.summary, home.index, why_unusable(home, store.boot_id) or "") for home in read_homes(named)
@@ -187,14 +185,14 @@ def _delete(
     if must_ask and not ask(f"Delete {size(plan.goes['bytes'])} from {printable(named[0])}?"):
         raise refusal("nothing was deleted.")
     if not dry_run:
-        with refusing(named):
+        with opening(named):
             carry_out(store, plan)
             after = _held(list_homes(named)) if plan.engine_stores else None
     if as_json:
-        head = {"json_version": 2, "kvdisk_version": __version__, "path": store.path, "dry_run": dry_run}
         said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
         asked["everything"] = all(value is None for value in asked.values())
-        print_json(head | {"asked": asked, "before": before} | said | {"after": after})
+        head = {"path": store.path, "dry_run": dry_run, "asked": asked, "before": before}
+        print_json(head | said | {"after": after}, JSON_VERSION)
     else:
         _show_result(plan, before, after, report_console(), dry_run=dry_run)
     results = {home.result for home in plan.engine_stores}
@@ -443,14 +441,13 @@ def _show_plan(path: Path, before: Mapping[str, int], plan: Plan, console: Conso
     console.print(lines)
     if plan.engine_stores:
         columns = (left("Engine store", "cyan"), left("Namespace", "magenta"), folded("Model"))
-        numbers = (right("Last use"), folded("Delete"), right("Blocks"), right("Bytes"))
-        table = make_table("To delete", console.width, *columns, *numbers)
+        table = make_table("To delete", console.width, *columns, "Last use", folded("Delete"), "Blocks", "Bytes")
         for home in plan.engine_stores:
             table.add_row(
                 home.id[:ID_LETTERS],
                 home.fingerprint.hex()[:ID_LETTERS] if home.fingerprint else Text("?", "red"),
                 short_model(home.model).rstrip("/").rpartition("/")[2],
-                ago(home.last_use_s, now_s) if home.last_use_s is not None else "?",
+                ago(home.last_use_s, now_s),
                 _parts_of(home, len(plan.keys.get(home.id, []))),
                 number(home.blocks),
                 size(home.bytes),

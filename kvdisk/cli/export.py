@@ -20,28 +20,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.cli.indexes import NONE, ReadNamespace, Records, by_namespace, read_homes
-from kvdisk.cli.output import engine_store, new_file
+from kvdisk.cli.indexes import NONE, ReadNamespace, Records, by_namespace, index_problems, read_homes
+from kvdisk.cli.output import new_file
 from kvdisk.cli.prefixes import Forest, grow_forest
 from kvdisk.device.drives import Directories
 from kvdisk.errors import ConfigError
 
-COLUMNS = (
-    *(
-        "engine_store",
-        "namespace",
-        "epoch",
-        "key",
-        "group",
-        "segment",
-        "slot",
-        "drive",
-        "generation",
-        "parent",
-        "position",
-    ),
-    *("tokens", "bytes", "stored_s", "uses", "last_use_s"),
-)
+COLUMNS = {
+    "engine_store": "string",
+    "namespace": "string",
+    "epoch": "uint64",
+    "key": "string",
+    "group": "int64",
+    "segment": "int64",
+    "slot": "int64",
+    "drive": "int64",
+    "generation": "uint64",
+    "parent": "string",
+    "position": "int64",
+    "tokens": "int64",
+    "bytes": "int64",
+    "stored_s": "int64",
+    "uses": "int64",
+    "last_use_s": "int64",
+}
+"""With their types in Parquet."""
 SUFFIXES = (".csv", ".parquet")
 _ROWS_AT_ONCE = 65536
 
@@ -82,7 +85,7 @@ def export_blocks(directories: Directories, path: Path, *, force: bool) -> Expor
         bytes=path.stat().st_size,
         rows=sum(len(home.records) for home in homes),
         engine_stores=sum(home.index.blocks is not None for home in homes),
-        problems=tuple(f"{engine_store(home.id)}: {home.problem}" for home in homes if home.problem),
+        problems=index_problems(homes),
     )
 
 
@@ -140,16 +143,7 @@ def _write_csv(path: Path, tables: Iterable[Table]) -> None:
 
 def _write_parquet(path: Path, tables: Iterable[Table]) -> None:
     arrow = _import_pyarrow()
-    text, number, unsigned = arrow.string(), arrow.int64(), arrow.uint64()
-    types = {
-        "engine_store": text,
-        "namespace": text,
-        "key": text,
-        "parent": text,
-        "epoch": unsigned,
-        "generation": unsigned,
-    }
-    schema = arrow.schema([(name, types.get(name, number)) for name in COLUMNS])
+    schema = arrow.schema(COLUMNS.items())
     with arrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for table in tables:
             writer.write_table(arrow.table(table, schema=schema))

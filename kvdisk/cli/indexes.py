@@ -7,7 +7,7 @@ A process of its own reads the indexes: see ``kvdisk.index.reader_process``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot
-from kvdisk.cli.output import by_prefix
+from kvdisk.cli.output import engine_store
 from kvdisk.device import paths
 from kvdisk.device.control import HomeRecord, HomeSummary, home_ids, read_record
 from kvdisk.device.drives import Directories
@@ -188,12 +188,24 @@ def read_homes(directories: Directories, wanted: Callable[[HomeSummary], bool] =
 
 
 def find_home(directories: Sequence[Path], wanted: str | None) -> str | None:
-    """Return the id of the engine store that begins so; None of None. Raises ConfigError, and as
-    ``list_homes``."""
+    """Return the id of the engine store that begins so; None of None. Raises ConfigError where
+    there is none, or more than one, and as ``list_homes``."""
     store = Store.open(directories, create=False)
     with paths.device_errors(f"reading {store.path}"):
         ids = home_ids(store.path)
-    return None if wanted is None else by_prefix(wanted, ids, "engine store")
+    if wanted is None:
+        return None
+    found = [one for one in ids if wanted and one.startswith(wanted.lower())]
+    if not found:
+        raise ConfigError(f"there is no engine store {wanted}; kvdisk inspect --stores lists them")
+    if len(found) > 1:
+        raise ConfigError(f"{wanted} begins more than one engine store: {', '.join(one[:12] for one in found)}")
+    return found[0]
+
+
+def index_problems(homes: Iterable[ReadHome]) -> tuple[str, ...]:
+    """Say which indexes cannot be read, and why, a sentence each."""
+    return tuple(f"{engine_store(home.id)}: {home.problem}" for home in homes if home.problem)
 
 
 def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:

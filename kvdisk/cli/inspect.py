@@ -31,17 +31,15 @@ from kvdisk.cli.output import (
     make_lines,
     make_table,
     number,
+    opening,
     plural,
     print_json,
     print_list,
     printable,
-    refusing,
     report_console,
-    right,
     share,
     short_model,
     size,
-    store_paths,
 )
 from kvdisk.cli.prefixes import Prefix, each_prefix
 from kvdisk.cli.survey import (
@@ -112,11 +110,10 @@ def inspect(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
-    *paths, last = directories
-    wanted = _key_of(last) if paths else None
-    paths = store_paths(paths if wanted is not None else directories)
+    *named, last = directories
+    wanted = _key_of(last) if named else None
     console = report_console()
-    with refusing(paths):
+    with opening(directories if wanted is None else named) as paths:
         if target is not None:
             if wanted is not None:
                 raise ConfigError("--export writes all blocks, and takes no KEY")
@@ -243,7 +240,7 @@ def _summary(survey: Survey) -> Table:
 def namespaces_table(survey: Survey, width: int, most: int) -> Table:
     """Return the table of namespaces, at most so many."""
     columns = (left("Namespace", "magenta"), Column("Model", no_wrap=True, overflow="ellipsis"), left("KV dtype"))
-    table = make_table("", width, *columns, *map(right, ("TP", "Block", "Blocks", "Bytes")))
+    table = make_table("", width, *columns, "TP", "Block", "Blocks", "Bytes")
     for each in survey.namespaces[:most]:
         unread = each.unreadable_engine_stores == len(each.engine_stores)
         dtype = each.dtype if each.kv_dtype in {None, "auto"} else each.kv_dtype
@@ -263,9 +260,8 @@ def namespaces_table(survey: Survey, width: int, most: int) -> Table:
 
 def homes_table(survey: Survey, width: int) -> Table:
     """Return the table of engine stores. A cap counts while its engine lives."""
-    headers = ("Blocks", "Bytes", "Allocated", "Cap", "Last use")
     names = (left("Engine store", "cyan"), left("Namespace", "magenta"), left("Engine"))
-    table = make_table("Engine stores", width, *names, *map(right, headers))
+    table = make_table("Engine stores", width, *names, "Blocks", "Bytes", "Allocated", "Cap", "Last use")
     for home in survey.engine_stores:
         stopped = Text("crashed" if home.clean is False else "stopped", "yellow")
         table.add_row(
@@ -286,7 +282,7 @@ def segments_table(survey: Survey, width: int, most: int | None) -> Table:
 
     A read: how many blocks are read at a time, where chains are read in order.
     """
-    numbers = map(right, ("Segment", "Drive", "Slots", "Used", "Fragmented", "A read"))
+    numbers = ("Segment", "Drive", "Slots", "Used", "Fragmented", "A read")
     table = make_table("Segments", width, left("Engine store", "cyan"), *numbers, folded("Files"))
     for home in survey.engine_stores:
         for at, segment in enumerate(home.segments[:most]):
@@ -308,8 +304,8 @@ def segments_table(survey: Survey, width: int, most: int | None) -> Table:
 
 
 def _drives(survey: Survey, width: int) -> Table:
-    headers = ("Engine stores", "Segments", "Blocks", "Used", "Allocated")
-    table = make_table("Drives", width, folded("Directory"), *map(right, headers))
+    numbers = ("Engine stores", "Segments", "Blocks", "Used", "Allocated")
+    table = make_table("Drives", width, folded("Directory"), *numbers)
     for drive in survey.drives:
         name = f"not named ({printable(drive.store_id)[:ID_LETTERS]})" if drive.path is None else printable(drive.path)
         table.add_row(
@@ -354,7 +350,7 @@ def _histograms(survey: Survey, width: int) -> Columns:
 
 def _histogram(title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int]], width: int) -> Table:
     """Return a table of blocks by class, without the classes that have none."""
-    columns = [column for name in counts for column in (right(name), left(""))]
+    columns = [column for name in counts for column in (name, left(""))]
     table = make_table(title, width, left(header, "cyan"), *columns)
     for at, name in enumerate(names):
         cells: list[RenderableType] = []
@@ -384,8 +380,8 @@ def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> N
 
 def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, width: int) -> Table:
     """Return a table of prefixes, each with what leads to it."""
-    headers = ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use")
-    table = make_table(title, width, left("Shared prefix", "cyan"), *map(right, headers))
+    numbers = ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use")
+    table = make_table(title, width, left("Shared prefix", "cyan"), *numbers)
     for guides, prefix in listed:
         start, tokens, last = prefix.start_tokens, prefix.tokens, prefix.last_use_s
         uses = dict.fromkeys([number(prefix.first_uses), number(prefix.last_uses)])

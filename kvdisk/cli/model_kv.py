@@ -70,8 +70,10 @@ class ModelKv(NamedTuple):
     longest_tokens: int | None
     notes: tuple[str, ...]
 
-    def geometry(self, ranks: int, block_tokens: int) -> Geometry:
-        """Return the sizes of an engine's blocks as vLLM would make them. Raises ConfigError."""
+    def geometry(self, ranks: int, block_tokens: int | None = None) -> Geometry:
+        """Return the sizes of an engine's blocks as vLLM would make them. ``block_tokens``: None
+        where vLLM is told none. Raises ConfigError."""
+        block_tokens = block_tokens or (_MLA_BLOCK_TOKENS if self.mla else _BLOCK_TOKENS)
         if self.heads % ranks:
             raise ConfigError(f"--tp {ranks} does not divide the model's {self.heads} attention heads.")
         kv_heads = 1 if self.mla else max(1, self.kv_heads // ranks)
@@ -123,11 +125,6 @@ def _hub_place(path: Path) -> str:
         return ""
     name = "models--" + "--".join(path.parts if len(path.parts) == 2 else ("*", *path.parts))
     return f"; what vLLM has loaded lies in ~/.cache/huggingface/hub/{name}/snapshots/*"
-
-
-def default_block_tokens(model: ModelKv) -> int:
-    """Return the tokens of a block where vLLM is told none."""
-    return _MLA_BLOCK_TOKENS if model.mla else _BLOCK_TOKENS
 
 
 def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str = "auto") -> ModelKv:

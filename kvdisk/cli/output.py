@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
@@ -70,9 +70,10 @@ class Exit(IntEnum):
 
 def print_json(value: object, json_version: int | None = None) -> None:
     """Print a value as one JSON object: dataclasses by field, paths as text, enums by value, bytes
-    as hex. ``json_version``: put it and kvdisk's in front of a dataclass."""
+    as hex. ``json_version``: put it and kvdisk's in front."""
     if json_version is not None:
-        value = {"json_version": json_version, "kvdisk_version": __version__} | _plain(value)
+        fields_of = value if isinstance(value, dict) else _plain(value)
+        value = {"json_version": json_version, "kvdisk_version": __version__} | fields_of
     typer.echo(json.dumps(value, default=_plain, indent=2))
 
 
@@ -207,10 +208,11 @@ def make_lines() -> Table:
     return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
 
 
-def make_table(title: str, width: int, *columns: Column) -> Table:
-    """Return an empty table with a title, if any, closer where the terminal is narrow."""
+def make_table(title: str, width: int, *columns: Column | str) -> Table:
+    """Return an empty table with a title, if any, closer where the terminal is narrow. A header
+    alone is that of a column of numbers."""
     return Table(
-        *columns,
+        *(Column(one, justify="right", no_wrap=True) if isinstance(one, str) else one for one in columns),
         title=f"\n{title}" if title else None,
         title_justify="left",
         title_style="bold",
@@ -225,11 +227,6 @@ def make_table(title: str, width: int, *columns: Column) -> Table:
 def left(header: str, style: str = "") -> Column:
     """Return a column of text that is not cut."""
     return Column(header, style=style, no_wrap=True)
-
-
-def right(header: str) -> Column:
-    """Return a column of numbers."""
-    return Column(header, justify="right", no_wrap=True)
 
 
 def folded(header: str, style: str = "") -> Column:
@@ -273,30 +270,16 @@ def ask(question: str) -> bool:
     return typer.confirm(question, default=False, err=True)
 
 
-def by_prefix(wanted: str, ids: Iterable[str], what: str) -> str:
-    """Return the one id that begins so. Raises ConfigError where there is none, or more than
-    one."""
-    found = [one for one in ids if wanted and one.startswith(wanted.lower())]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise ConfigError(f"there is no {what} {wanted}; kvdisk inspect --stores lists them")
-    raise ConfigError(f"{wanted} begins more than one {what}: {', '.join(one[:12] for one in sorted(found))}")
-
-
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def store_paths(directories: Sequence[Path]) -> list[Path]:
-    """Return the directories without symbolic links on the way, as a store wants to be named."""
-    return [Path(os.path.realpath(directory)) for directory in directories]
-
-
 @contextmanager
-def refusing(paths: Sequence[Path]) -> Iterator[None]:
-    """End the command with the reason in one sentence where a KvdiskError comes out."""
+def opening(directories: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield the directories without symbolic links on the way, as a store wants to be named. End
+    the command with the reason in one sentence where a KvdiskError comes out."""
+    paths = [Path(os.path.realpath(directory)) for directory in directories]
     try:
-        yield
+        yield paths
     except CorruptRecord as error:  # its STORE file
         raise refusal(f"{error}; repair cannot help: delete the directory, which is a cache.") from None
     except KvdiskError as error:

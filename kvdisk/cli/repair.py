@@ -24,11 +24,10 @@ from kvdisk.cli.output import (
     ask,
     can_ask,
     engine_store,
+    opening,
     plural,
     print_json,
     printable,
-    refusing,
-    store_paths,
 )
 from kvdisk.cli.survey import survey_home
 from kvdisk.cli.verify import why_unusable
@@ -85,8 +84,7 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = Fals
     [cyan]3[/cyan]  a live engine owns one, which was left alone; the others were rebuilt
     """
     logging.getLogger("kvdisk").addHandler(logging.NullHandler())  # what it would say is in the report
-    paths = store_paths(directories)
-    with refusing(paths):
+    with opening(directories) as paths:
         wanted = find_home(paths, home)
         store = Store.open(paths, create=False)
         homes = read_homes(paths, lambda one: wanted in {None, one.id})

@@ -19,28 +19,25 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk import __version__
+from kvdisk.assembly import cpu_slots_in, nvme_layout_in
 from kvdisk.cli.indexes import read_homes
-from kvdisk.cli.model_kv import ModelKv, default_block_tokens, read_model
+from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
     AsJson,
     make_lines,
     number,
+    opening,
     plural,
     print_json,
     printable,
     refusal,
-    refusing,
     report_console,
     share,
-    store_paths,
 )
 from kvdisk.cli.output import size as in_words
 from kvdisk.config import Config, parse_bytes
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
-from kvdisk.index.lmdb_index import map_bytes_for
-from kvdisk.manager.segments import NvmeLayout
 
 DAY_S = 86400
 _CONTEXT_TOKENS = 32768
@@ -160,15 +157,14 @@ def size(
     """
     try:
         known = read_model(model, dtype, kv_dtype)
-        block_tokens = block_size or default_block_tokens(known)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
-        geometry, writes = known.geometry(tp, block_tokens), _writes(write_rate)
+        geometry, writes = known.geometry(tp, block_size), _writes(write_rate)
         answer = _answer(known, geometry, tokens)
         answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens) if cpu else None
         answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens) if nvme else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
         if block_size is None:
-            answer.notes.append(f"blocks of {block_tokens} tokens are assumed; see --block-size")
+            answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
         sentence = str(error).replace("nvme_bytes", "--nvme").replace("cpu_bytes", "--cpu")  # as they are called here
         raise refusal(sentence.rstrip(".") + ".") from None
@@ -205,8 +201,7 @@ def _writes(text: str | None) -> Writes | None:
         return None
     if not Path(text).is_dir() and "/" not in text:
         return Writes(parse_bytes("--write-rate", text), None, at_least=False)
-    paths = store_paths([Path(text)])
-    with refusing(paths):
+    with opening([Path(text)]) as paths:
         return measure_writes(paths)
 
 
@@ -220,18 +215,12 @@ def token_bytes(geometry: Geometry, parts: int) -> float:
 
 def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
     """Return what fits into the CPU tier, over all ranks. Raises ConfigError where nothing does."""
-    slots = geometry.cpu_slots(cpu_bytes)
-    if cpu_bytes and not all(slots):
-        largest = max(geometry.slot_sizes) * geometry.rank_count
-        raise ConfigError(f"cpu_bytes {cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
-    return _fit(geometry, slots, cpu_bytes, geometry.rank_count, context_tokens)
+    return _fit(geometry, cpu_slots_in(cpu_bytes, geometry), cpu_bytes, geometry.rank_count, context_tokens)
 
 
 def fit_nvme(geometry: Geometry, nvme_bytes: int, drive_count: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
     """Return what fits into the NVMe tier. Raises ConfigError where nothing does."""
-    budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
-    segment_bytes = Config().segment_bytes
-    layout = NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
+    layout = nvme_layout_in(nvme_bytes, Config().segment_bytes, geometry, drive_count)
     return _fit(geometry, layout.class_slots(geometry), nvme_bytes, geometry.part_count, context_tokens)
 
 

@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from kvdisk.blocks import Tier
 from kvdisk.cli.output import (
     ID_LETTERS,
     AsJson,
@@ -45,16 +46,14 @@ from kvdisk.cli.output import (
     make_table,
     miss_counts,
     number,
+    opening,
     plural,
     print_json,
     printable,
-    refusing,
     report_console,
-    right,
     share,
     short_model,
     size,
-    store_paths,
 )
 from kvdisk.device import paths
 from kvdisk.device.drives import list_directories
@@ -68,13 +67,15 @@ STALE_S = 3.0
 """After so long without new figures an engine is idle: it writes them when they change."""
 HISTORY = 12
 LOCK_WAIT_S = 2.0
-READS = ("nvme_to_cpu", "nvme_to_gpu")
-WRITES = ("cpu_to_nvme", "gpu_to_nvme")
+NVME = Tier.NVME.name.lower()
+READS = tuple(route for route in ROUTES if route.startswith(f"{NVME}_to_"))
+WRITES = tuple(route for route in ROUTES if route.endswith(f"_to_{NVME}"))
 STOPPED_SHOWN = 8
 PROBLEMS_SHOWN = 5
 MISSES_SHOWN = 2
 _BAR_LETTERS = 8
-_FLOWS = {"GPU → CPU": ("gpu_to_cpu",), "CPU → GPU": ("cpu_to_gpu",)}
+FLOWS = tuple(route for route in ROUTES if route not in READS + WRITES)
+"""Routes by what they do to NVMe: read it, write it, or leave it alone."""
 _WAITING = {
     "backlog_blocks": "blocks to write",
     "uncommitted_changes": "changes to commit",
@@ -99,7 +100,7 @@ class Engine:
     """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
 
     ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
-    by name, "cpu" or "nvme". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``waiting``:
+    by name, such as "cpu". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``waiting``:
     ``jobs`` by kind, and the gauges of docs/METRICS.md ``backlog_blocks``, ``uncommitted_changes``,
     ``limbo_blocks`` and ``write_budget_bytes`` (null: writes have no such bound). ``failures``: by
     kind, since its start, without those that are 0. ``reads``, ``writes``: bytes a second from and
@@ -205,11 +206,10 @@ def top(
 
     [cyan]2[/cyan]  none: not a store, no permission, a newer format, or wrong usage
     """
-    named = store_paths(directories)
     console = report_console()
-    reader = TopReader(named)
     try:
-        with refusing(named):
+        with opening(directories) as named:
+            reader = TopReader(named)
             frame = reader.read()
             if as_json or once or not console.is_terminal or console.is_dumb_terminal:
                 if frame.engines:  # how things are after one interval, over which rates are known
@@ -505,7 +505,7 @@ def _head(frame: Frame) -> RenderableType:
 
 
 def _drives(frame: Frame, width: int) -> RenderableType:
-    numbers = map(right, ("Read now", "Written now", "Read", "Written", "Engines"))
+    numbers = ("Read now", "Written now", "Read", "Written", "Engines")
     table = make_table("Drives", width, folded("Drive"), *numbers, left("State"))
     table.title = "Drives"  # the boxes above leave a line
     for drive in frame.drives:
@@ -549,13 +549,17 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"
     if engine.idle:
         about += f", idle for {duration(now_s - engine.figures_s)}"
-    flows = "   ".join(f"{name} {per_second(engine.flow(routes))}" for name, routes in _FLOWS.items())
+    flows = "   ".join(f"{_in_words(route)} {per_second(engine.flow([route]))}" for route in FLOWS)
     written, read = (spark(engine.writes), "yellow"), (spark(engine.reads), "magenta")
     to_nvme, from_nvme = (per_second(engine.flow(routes)) for routes in (WRITES, READS))
     drive = Text.assemble(f"→ NVMe {to_nvme} ", written, f"   NVMe → {from_nvme} ", read)
     lines = [*(_tier(name, tier) for name, tier in engine.tiers.items()), Text(flows), drive, _waiting(engine.waiting)]
     lines += [_failures(engine.failures)] if engine.failures else []
     return Panel(Group(*lines), title=title, title_align="left", subtitle=Text(about, "dim"), subtitle_align="right")
+
+
+def _in_words(route: str) -> str:
+    return " → ".join(TIER_WORDS[tier] for tier in route.split("_to_"))
 
 
 def _tier(name: str, tier: TierFigures) -> Text:

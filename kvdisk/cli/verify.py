@@ -25,7 +25,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk import __version__
 from kvdisk.blocks import group_of
 from kvdisk.cli.indexes import ReadHome, Records, find_home, not_named, places_of, read_homes, why_no_record
 from kvdisk.cli.output import (
@@ -36,17 +35,16 @@ from kvdisk.cli.output import (
     byte_progress,
     engine_store,
     make_lines,
+    opening,
     plural,
     print_json,
     print_list,
     print_note,
     printable,
     refusal,
-    refusing,
     report_console,
     share,
     size,
-    store_paths,
 )
 from kvdisk.device.control import HomeRecord, read_record
 from kvdisk.device.home import index_is_sound
@@ -60,6 +58,7 @@ from kvdisk.index.base import SegmentRecord
 from kvdisk.index.reader_process import IndexContent, read_indexes
 from kvdisk.messages import SegmentSpec
 
+JSON_VERSION = 2
 SHOWN = 20
 THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
@@ -178,13 +177,12 @@ def verify(
     percent = _percent(sample)
     if percent is not None and seed is None:
         seed = secrets.randbelow(1 << 31)
-    named = store_paths(directories)
-    with refusing(named), byte_progress("verifying") as watch:
+    with opening(directories) as named, byte_progress("verifying") as watch:
         home_id = find_home(named, home)
         verdict = verify_store(named, home_id=home_id, percent=percent, seed=seed or 0, watch=watch)
     if as_json:
-        head = {"json_version": 2, "kvdisk_version": __version__, "ok": verdict.ok, "totals": verdict.totals}
-        print_json(head | vars(replace(verdict, seconds=round(verdict.seconds, 3))))
+        judged = {"ok": verdict.ok, "totals": verdict.totals}
+        print_json(judged | vars(replace(verdict, seconds=round(verdict.seconds, 3))), JSON_VERSION)
     else:
         _print(verdict, report_console(), None if everything else SHOWN)
     if verdict.stopped:

@@ -23,7 +23,15 @@ from rich.console import Console
 from rich.text import Text
 
 from kvdisk.blocks import BlockKey, make_block_keys
-from kvdisk.cli.indexes import ReadNamespace, block_tokens, by_namespace, described_geometry, find_namespace, read_homes
+from kvdisk.cli.indexes import (
+    ReadNamespace,
+    block_tokens,
+    by_namespace,
+    described_geometry,
+    find_namespace,
+    index_problems,
+    read_homes,
+)
 from kvdisk.cli.output import (
     ID_LETTERS,
     AsJson,
@@ -34,15 +42,13 @@ from kvdisk.cli.output import (
     make_lines,
     make_table,
     number,
+    opening,
     plural,
     print_json,
     print_list,
     printable,
-    refusing,
     report_console,
-    right,
     short_model,
-    store_paths,
 )
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
@@ -118,8 +124,7 @@ def why(
 
     [cyan]2[/cyan]  no answer: not a store, an empty one, no tokens, or wrong usage
     """
-    named = store_paths(directories)
-    with refusing(named):
+    with opening(directories) as named:
         ids = _token_ids(tokens, prompt, tokenizer)
         answer = explain(named, ids, namespace, salt)
     print_json(answer, 1) if as_json else _print(answer, report_console())
@@ -312,10 +317,8 @@ def explain(
         with suppress(ConfigError):  # of an older kvdisk: nobody is asked about it
             others.append(_Searched(one, tokens, salt))
     more = sorted((one for one in others if one.hit_tokens > asked.hit_tokens), key=lambda one: -one.hit_tokens)
-    problems = tuple(f"engine store {home.id[:ID_LETTERS]}: {home.problem}" for home in homes if home.problem)
-    return Answer(
-        len(tokens), asked.found(), _why_it_ends(asked, tokens), tuple(one.found(asked) for one in more), problems
-    )
+    elsewhere = tuple(one.found(asked) for one in more)
+    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, index_problems(homes))
 
 
 def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
@@ -367,7 +370,7 @@ def _print(answer: Answer, console: Console) -> None:
     lines.add_row("Ends", answer.ends)
     console.print(lines)
     if answer.elsewhere:
-        columns = (left("Namespace", "magenta"), folded("Model"), right("Hits"), folded("Differs in (there, asked)"))
+        columns = (left("Namespace", "magenta"), folded("Model"), "Hits", folded("Differs in (there, asked)"))
         table = make_table("Other namespaces have more of it", console.width, *columns)
         for other in answer.elsewhere:
             name = other.fingerprint[:ID_LETTERS]

@@ -117,13 +117,31 @@ def run_here(*arguments: object, typed: str | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=typed)
 
 
-def inspect_json(path: Path, *, code: int = 0) -> dict[str, Any]:
-    """Return the object that ``kvdisk inspect --json`` prints, once it has ended with this code."""
-    done = run_here("inspect", path, "--json")
+def json_of(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """Return the object that a command prints with ``--json``, once it has ended with this code."""
+    done = run_here(*arguments, "--json")
     assert (done.exit_code, done.stderr) == (code, "")
     found: dict[str, Any] = json.loads(done.stdout)
-    assert found["ok"] is (code == 0)
+    assert "ok" not in found or found["ok"] is (code == 0)
     return found
+
+
+def inspect_json(path: Path, *, code: int = 0) -> dict[str, Any]:
+    """Return what ``kvdisk inspect --json`` prints."""
+    return json_of("inspect", path, code=code)
+
+
+def refused(*arguments: object, code: int = 2) -> str:
+    """Return the one sentence that a command says which does nothing, and ends with this code."""
+    done = run_here(*arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    return sentence(done.stderr)
+
+
+def sentence(said: str) -> str:
+    """Return what is said on standard error, which is one sentence."""
+    assert said.startswith("kvdisk: ") and said.endswith(".\n") and said.count("\n") == 1, said
+    return said
 
 
 OWNER = """

@@ -24,6 +24,7 @@ from cli_stores import (
     drop_power,
     fill_home,
     inspect_json,
+    json_of,
     leave_home,
     run,
     run_here,
@@ -66,7 +67,6 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
     done = run("inspect", path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    used_bytes = 35 * SLOT_BYTES + 5 * HYBRID.geometry.groups[1].slot_bytes
     length = {"length_bytes": segment_file_bytes(SLOT_BYTES, SLOTS)}
     segment = {"segment": 2, "drive": 0, "indexed": True, "slot_bytes": SLOT_BYTES, "slots": SLOTS, "used_slots": 5}
     segment |= {"used_bytes": 10 * SLOT_BYTES, "fill": 5 / SLOTS, "free_slots": 3, "free_runs": 1}
@@ -76,7 +76,7 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
         "files": [{"rank": 0} | length, {"rank": 1} | length],
     }
     home = {"id": plain, "owner": "stopped", "clean": True, "cap_bytes": CAP, "blocks": 15, "slots": 3 * SLOTS}
-    home |= {"used_bytes": 30 * SLOT_BYTES, "last_use_s": 2000, "problems": []}
+    home |= {"used_bytes": 30 * SLOT_BYTES, "last_use_s": 2000, "problems": [], "segments": [{}, {}, segment]}
     groups = [{"group": 0, "block_tokens": 16, "window_tokens": None, "blocks": 5}]
     groups += [{"group": 1, "block_tokens": 32, "window_tokens": 1024, "blocks": 5}]
     last_used = {
@@ -87,25 +87,17 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
     }
     other = {"engine_stores": [plain], "tensor_parallel": 2, "ranks": 2, "hash_tokens": 16}
     other |= {"epochs": [{"epoch": 0, "blocks": 10}, {"epoch": 77, "blocks": 5}]}
-    totals = {
-        "namespaces": 2,
-        "engine_stores": 2,
-        "engine_stores_in_use": 0,
-        "unreadable_engine_stores": 0,
-        "blocks": 25,
-        "slots": 5 * SLOTS,
-    }
+    totals = {"namespaces": 2, "engine_stores": 2, "engine_stores_in_use": 0, "unreadable_engine_stores": 0}
+    totals |= {"blocks": 25, "slots": 5 * SLOTS, "oldest_stored_s": 1900, "newest_stored_s": 8904}
     totals |= {
-        "used_bytes": used_bytes,
-        "oldest_stored_s": 1900,
-        "newest_stored_s": 8904,
+        "used_bytes": 35 * SLOT_BYTES + 5 * HYBRID.geometry.groups[1].slot_bytes,
         "cap_bytes": None,
         "fill": None,
     }
     totals |= {"allocated_bytes": sum(home["allocated_bytes"] for home in found["engine_stores"])}
     has(found, {"json_version": 4, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
     has(found, {"totals": totals, "namespaces": [last_used | {"groups": groups}, other]})
-    has(found, {"engine_stores": [{"id": hybrid, "clean": False}, home | {"segments": [{}, {}, segment]}]})
+    has(found, {"engine_stores": [{"id": hybrid, "clean": False}, home]})
     assert found["reuse"]["blocks"] is None, "no engine has written USES"
     assert found["engine_stores"][1]["allocated_bytes"] > 3 * 2 * SLOTS * SLOT_BYTES
 
@@ -173,7 +165,7 @@ def test_drives(path: Path, tmp_path: Path) -> None:
     home.close(clean=True)
     first = {"path": str(path), "segments": 1, "slots": 8, "blocks": 1, "used_bytes": 2 * SLOT_BYTES}
     second = {"path": str(further), "segments": 2, "slots": 16, "blocks": 2, "used_bytes": 4 * SLOT_BYTES}
-    has(json.loads(run_here("inspect", path, further, "--json").stdout)["drives"], [first, second])
+    has(json_of("inspect", path, further)["drives"], [first, second])
     has(inspect_json(path, code=1)["drives"], [{"path": str(path), "segments": 1}, {"path": None, "segments": 2}])
     assert "not named (" in run_here("inspect", path, "--stores").stdout
     assert "Verdict        seen in part: name all directories of the store" in run_here("inspect", path).stdout

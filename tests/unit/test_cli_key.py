@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import HYBRID, PLAIN, leave_home, run_here
+from cli_stores import HYBRID, PLAIN, json_of, leave_home, refused, run_here
 from mass_stores import Layer, key
 from pyarrow import parquet
 from rebuild_stores import GEOMETRY, MINE, RANKS, home_path, key_of, make_store, start
@@ -36,18 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def block_json(path: Path, name: str, *, code: int = 0) -> dict[str, Any]:
-    done = run_here("inspect", path, name, "--json")
-    assert (done.exit_code, done.stderr) == (code, "")
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["ok"] is (code == 0)
-    return found
-
-
-def said(*arguments: object) -> str:
-    done = run_here(*arguments)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvdisk: ") and done.stderr.endswith(".\n") and done.stderr.count("\n") == 1
-    return done.stderr
+    return json_of("inspect", path, name, code=code)
 
 
 def test_one_block_with_record_slots_chain_and_uses(path: Path) -> None:
@@ -71,8 +59,8 @@ def test_one_block_with_record_slots_chain_and_uses(path: Path) -> None:
     assert len(header["checksum"]) == 32
     shown = run_here("inspect", path, name).stdout
     assert "32 up to 48 of a prompt" in shown and "3 times" in shown and shown.count("✓") == RANKS
-    assert "no block of this store has a key that begins with ffffffff" in said("inspect", path, "ffffffff")
-    assert "has 8 hex digits or more" in said("inspect", path, "ffff")
+    assert "no block of this store has a key that begins with ffffffff" in refused("inspect", path, "ffffffff")
+    assert "has 8 hex digits or more" in refused("inspect", path, "ffff")
 
 
 def test_the_same_hash_in_two_groups_and_namespaces(tmp_path: Path) -> None:
@@ -158,8 +146,8 @@ def test_every_block_is_a_row(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
         target
     )
     (home_path(path) / USES_FILE).unlink()
-    again = run_here("inspect", path, "--export", target, "--force", "--json")
-    assert json.loads(again.stdout) | {"rows": 20, "engine_stores": 1, "problems": []} == json.loads(again.stdout)
+    again = json_of("inspect", path, "--export", target, "--force")
+    assert again | {"rows": 20, "engine_stores": 1, "problems": []} == again
     assert {row["uses"] for row in csv_rows(target)} == {""}
     assert sorted(item.name for item in tmp_path.iterdir()) == ["blocks.csv", "blocks.parquet", "store"]
 
@@ -173,8 +161,8 @@ def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
         ("old.csv", [], "exists; --force replaces it"),
         ("no/b.csv", [], "cannot be written (No such file or directory)"),
     ):
-        assert expected in said("inspect", path, "--export", tmp_path / name, *force)
-    assert "takes no KEY" in said("inspect", path, "0" * 16, "--export", tmp_path / "b.csv")
+        assert expected in refused("inspect", path, "--export", tmp_path / name, *force)
+    assert "takes no KEY" in refused("inspect", path, "0" * 16, "--export", tmp_path / "b.csv")
     assert not (tmp_path / "b.csv").exists()
 
 

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from cli_stores import COMMAND, HYBRID, PLAIN, leave_home, run_here
+from cli_stores import COMMAND, HYBRID, PLAIN, json_of, leave_home, refused, run_here
 from rebuild_stores import MINE, Row, end, make_store, served, stamp, start
 
 from kvdisk.blocks import Slot
@@ -33,18 +33,9 @@ DAY_S = 86400
 
 
 def pruned(*arguments: object, code: int = 0, command: str = "prune") -> dict:
-    done = run_here(command, *arguments, "--yes", "--json")
-    assert (done.exit_code, done.stderr) == (code, "")
-    found = json.loads(done.stdout)
+    found = json_of(command, *arguments, "--yes", code=code)
     assert found["json_version"] == 2
     return found
-
-
-def refused(*arguments: object, code: int = 2, command: str = "prune") -> str:
-    done = run_here(command, *arguments, "--yes")
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert done.stderr.startswith("kvdisk: ") and done.stderr.endswith(".\n") and done.stderr.count("\n") == 1
-    return done.stderr
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -70,9 +61,8 @@ def test_old_blocks_go_and_the_next_engine_has_the_others(path, clean):
     old = {Slot(segment, slot) for segment in (0, 1) for slot in range(5)} | {Slot(2, 3), Slot(2, 4)}
     home_id = stamp(path, lambda slot: now_s - (9 if slot in old | {Slot(3, 0)} else 1) * DAY_S, clean=clean)
     before = contents(path)
-    dry = run_here("prune", path, "--older-than", "5d", "--dry-run", "--json")
-    assert (dry.exit_code, contents(path) == before) == (0, True)
-    planned = json.loads(dry.stdout)
+    planned = json_of("prune", path, "--older-than", "5d", "--dry-run")
+    assert contents(path) == before
     assert (planned["dry_run"], planned["after"], planned["engine_stores"][0]["result"]) == (True, None, None)
     was, last_use_s = allocated(path), list_homes(path)[0].record.last_use_s
     found = pruned(path, "--older-than", "5d")
@@ -103,7 +93,7 @@ def test_a_namespace_goes_and_what_is_cleared(path):
         (["--to", "much"], "--to must be a size"),
         (["--older-than", "7"], "--older-than is a time such as"),
     ):
-        assert words in refused(path, *arguments)
+        assert words in refused("prune", path, *arguments, "--yes")
     (path / "homes" / ("c" * 32)).mkdir()  # what a deletion that was broken off has left
     found = pruned(path, command="clear")
     assert (found["asked"]["everything"], found["goes"]["engine_stores"]) == (True, 2)
@@ -119,7 +109,7 @@ def test_every_drive(tmp_path):
     expected = make_store(dirs, 4, drives=2)
     loose = dirs[1] / "homes" / ("d" * 32) / "segments"
     loose.mkdir(parents=True)
-    assert "has a part on a drive that was not named" in refused(dirs[0], "--to", 0)
+    assert "has a part on a drive that was not named" in refused("prune", dirs[0], "--to", 0, "--yes")
     most = allocated(dirs) - 2 * (4096 + 8 * 8192)
     (home,) = pruned(*dirs, "--to", most)["engine_stores"]
     assert not loose.parent.exists() and allocated(dirs) <= most and verify_store(dirs).ok
@@ -169,7 +159,7 @@ def test_a_live_home_is_never_touched(path, owner):
     for command, *arguments in (
         ["clear"], ["prune", "--namespace", "3f3f"], ["prune", "--older-than", "1d"], ["prune", "--to", "0"],
     ):  # fmt: skip
-        said = refused(path, *arguments, code=3, command=command)
+        said = refused(command, path, *arguments, "--yes", code=3)
         assert f"live engines own 1 engine store ({owner.home_id[:8]})" in said and "--stopped" in said
     assert contents(path) == before
     alone = next(home.allocated_bytes for home in list_homes(path) if home.alive)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_stores import HYBRID, PLAIN, leave_home, run, run_here
+from cli_stores import HYBRID, PLAIN, leave_home, refused, run, run_here, sentence
 
 from kvdisk import __version__
 from kvdisk.device.store import Store
@@ -18,12 +18,6 @@ from kvdisk.device.store import Store
 COMMANDS: dict[str, list[str]] = {
     "inspect": [], "verify": [], "repair": [], "prune": ["--to", "0", "--yes"], "clear": ["--yes"],
 }  # fmt: skip
-
-
-def sentence(said: str) -> str:
-    """Return what a command said that did nothing."""
-    assert said.startswith("kvdisk: ") and said.endswith(".\n") and said.count("\n") == 1, said
-    return said
 
 
 def rewritten(file: Path, **fields: object) -> None:
@@ -65,8 +59,7 @@ def test_what_cannot_be_opened(path: Path, case: Callable[[Path], str]) -> None:
     expected = case(path)
     files = sorted(path.parent.rglob("*"))
     for command, options in COMMANDS.items():
-        done = run_here(command, path, *options)
-        assert (done.exit_code, done.stdout) == (2, "") and expected in sentence(done.stderr), command
+        assert expected in refused(command, path, *options), command
     assert sorted(path.parent.rglob("*")) == files
 
 

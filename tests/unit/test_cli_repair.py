@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from cli_stores import HYBRID, leave_home, run_here
+from cli_stores import HYBRID, json_of, leave_home, run_here
 from rebuild_stores import home_path, make_store, served
 
 from kvdisk.cli import repair as command
@@ -16,9 +16,7 @@ from kvdisk.device.listing import list_homes
 
 
 def repair(*arguments: object, code: int = 0) -> list[dict]:
-    done = run_here("repair", *arguments, "--yes", "--json")
-    assert (done.exit_code, done.stderr) == (code, "")
-    return json.loads(done.stdout)["engine_stores"]
+    return json_of("repair", *arguments, "--yes", code=code)["engine_stores"]
 
 
 def test_every_home_without_an_owner_gets_its_index_back(path, owner):
@@ -58,7 +56,7 @@ def test_a_healthy_store_is_left_as_it_is_unless_somebody_says_yes(path, monkeyp
         done = run_here("repair", path, typed=f"{answer}\n")
         assert (done.exit_code, "recovered" in done.stdout, index.stat().st_ctime_ns == before) == (0, code, not code)
     shutil.rmtree(path / "homes" / other / "index")
-    found = {one["id"]: one["result"] for one in json.loads(run_here("repair", path, "--json").stdout)["engine_stores"]}
+    found = {one["id"]: one["result"] for one in json_of("repair", path)["engine_stores"]}
     assert found == {mine.name: "healthy", other: "rebuilt"}
 
 

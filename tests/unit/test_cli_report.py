@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from cli_stores import CAP, HYBRID, PLAIN, Owner, leave_home, run_here
+from cli_stores import CAP, HYBRID, PLAIN, Owner, json_of, leave_home, refused, run_here
 from mass_stores import Layer
 from test_cli_top import figures
 
@@ -78,7 +77,7 @@ def test_the_page_says_what_inspect_says(path: Path, tmp_path: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, "") and done.stdout.startswith(f"{target} (")
     found = Page(target.read_text())
     assert all(title in found.text for title in ("Namespace", "Engine stores", "Ages of blocks", "Reuse of blocks"))
-    facts = json.loads(run_here("inspect", path, "--json", "--prefixes", "100").stdout)
+    facts = json_of("inspect", path, "--prefixes", "100")
     totals = facts["totals"]
     assert (found.total("data-slots"), found.total("data-used")) == (totals["slots"], totals["blocks"])
     segments = [segment for home in facts["engine_stores"] for segment in home["segments"] if segment["free_slots"]]
@@ -107,9 +106,8 @@ def test_a_store_in_use_a_damaged_one_and_an_empty_one(path: Path, tmp_path: Pat
     assert run_here("report", path, "-o", target).exit_code == 0
     assert "no engine has used it yet" in Page(target.read_text()).text
     owner = Owner(path)
-    done = run_here("report", path, "-o", target, "--json")
+    assert json_of("report", path, "-o", target)["path"] == str(target)
     owner.kill()
-    assert (done.exit_code, json.loads(done.stdout)["path"]) == (0, str(target))
     assert "in use" in Page(target.read_text()).text
     bad = leave_home(path, HYBRID, 2, last_use_s=2000)
     os.truncate(path / "homes" / bad / "index" / "data.mdb", 2 * 4096)  # reading it kills the process
@@ -147,8 +145,7 @@ def test_what_report_replaces(path: Path, tmp_path: Path) -> None:
         ("directory.html", "is a directory"),
         ("no/r.html", "is not a directory"),
     ):
-        done = run_here("report", path, "-o", tmp_path / target)
-        assert (done.exit_code, done.stdout) == (2, "") and words in done.stderr and done.stderr.count("\n") == 1
+        assert words in refused("report", path, "-o", tmp_path / target)
     assert mine.read_text() == "<p>mine"
     assert run_here("report", path, "-o", mine, "--force").exit_code == 0
     assert run_here("report", path, "-o", mine).exit_code == 0, "a report may be replaced"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import run, run_here
+from cli_stores import json_of, refused, run, run_here
 from rebuild_stores import NoPool, make_store, stamp
 
 from kvdisk.assembly import assemble_scheduler
@@ -80,10 +80,7 @@ def test_what_a_configuration_says(changes, options, element_bytes, groups, assu
 def test_what_is_refused_in_one_sentence(tmp_path, config, arguments, words):
     if config is not None:
         written(tmp_path, LLAMA | config if isinstance(config, dict) else config)
-    done = run_here("size", "--model", tmp_path, *arguments)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvdisk: ") and done.stderr.endswith(".\n") and done.stderr.count("\n") == 1
-    assert words in done.stderr
+    assert words in refused("size", "--model", tmp_path, *arguments)
 
 
 @pytest.mark.parametrize(("config", "ranks"), [(LLAMA, 1), (GEMMA, 2), (DEEPSEEK, 4)])
@@ -133,15 +130,14 @@ def test_the_rate_of_a_store(tmp_path):
     path, model = tmp_path / "store", written(tmp_path / "model", LLAMA)
     make_store(path)
     arguments = ["size", "--model", model, "--write-rate", path, "--drive-endurance", "1TB"]
-    done = run_here(*arguments)
-    assert done.exit_code == 2 and "nothing was written to" in done.stderr, "its blocks are years old"
+    assert "nothing was written to" in refused(*arguments), "its blocks are years old"
     now_s = int(time.time())
     home_id = stamp(path, lambda slot: now_s - (3600 if slot.segment < 3 else 30 * 3600))
     file = path / "homes" / home_id / "HOME"
     recent = 2 * (2 * 5 * 8192 + 5 * 16384)
     for age_s, factor in ((12 * 3600, 2), (100 * 86400, 1)):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"created_s": now_s - age_s}))
-        writes = json.loads(run_here(*arguments, "--json").stdout)["writes"]
+        writes = json_of(*arguments)["writes"]
         assert writes["at_least"] and abs(writes["measured_s"] - min(age_s, 86400)) < 60
         assert abs(writes["bytes_per_day"] - factor * recent) < recent / 100
     assert "at least, since what was evicted is not counted" in " ".join(run_here(*arguments).stdout.split())

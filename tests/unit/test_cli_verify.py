@@ -5,13 +5,12 @@ and how it says so."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
-from cli_stores import run_here
+from cli_stores import json_of, refused, run_here
 from rebuild_stores import GEOMETRY, end, hold, home_path, key_of, make_store, start, write_block
 
 from kvdisk.blocks import Slot
@@ -29,11 +28,7 @@ GENERATION = 1_700_000_000_000_000_011
 
 
 def verified(*arguments: object, code: int = 0) -> dict:
-    done = run_here("verify", *arguments, "--json")
-    assert (done.exit_code, done.stderr) == (code, "")
-    found = json.loads(done.stdout)
-    assert found["ok"] is (code == 0)
-    return found
+    return json_of("verify", *arguments, code=code)
 
 
 def change(path: Path, offset: int, new: bytes) -> None:
@@ -164,8 +159,8 @@ def test_a_sample_is_told_and_can_be_repeated(path):
         assert (hit["totals"]["slots"], hit["sample_percent"], hit["seed"]) == (10, 25.0, seed)
     shown = run_here("verify", path, "--sample", "0.01").stdout
     assert "0.01 % of the blocks, seed " in shown and "2 slots, " in shown, "one block at least"
-    assert run_here("verify", path, "--sample=nan").stderr.startswith("kvdisk: --sample is a percentage above 0")
-    assert "there is no engine store aaaa" in run_here("verify", path, "--engine-store", "a" * 32).stderr
+    assert "--sample is a percentage above 0" in refused("verify", path, "--sample=nan")
+    assert "there is no engine store aaaa" in refused("verify", path, "--engine-store", "a" * 32)
 
 
 # -- while it changes --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cli_stores import HYBRID, PLAIN, Model, run, run_here
+from cli_stores import HYBRID, PLAIN, Model, json_of, refused, run
 from mass_stores import Layer
 
 from kvdisk.assembly import describe_geometry
@@ -47,10 +47,7 @@ def put(layer: Layer, tokens: list[int], *, group: int = 0, first: int = 0, epoc
 def answered(path: Path, tokens: object, *options: object, code: int = 0) -> dict[str, Any]:
     file = path.parent / "tokens"
     file.write_text(tokens if isinstance(tokens, str) else json.dumps(tokens))
-    done = run_here("why", path, "--tokens", file, "--json", *options)
-    assert (done.exit_code, done.stderr) == (code, "")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json_of("why", path, "--tokens", file, *options, code=code)
 
 
 def test_where_a_hit_ends_and_why(path: Path) -> None:
@@ -144,8 +141,7 @@ def test_forms_of_a_prompt_and_what_is_refused(path: Path, tmp_path: Path) -> No
             | {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w1000"}}
         )
     )
-    done = run_here("why", path, "--prompt", words, "--tokenizer", tmp_path, "--json")
-    assert json.loads(done.stdout)["found"]["hit_tokens"] == 96, done.stderr
+    assert json_of("why", path, "--prompt", words, "--tokenizer", tmp_path)["found"]["hit_tokens"] == 96
     (tmp_path / "bad").write_text("[1, -2]")
     for options, said in (
         ([], "name the prompt"),
@@ -155,5 +151,4 @@ def test_forms_of_a_prompt_and_what_is_refused(path: Path, tmp_path: Path) -> No
         (["--tokens", path.parent / "tokens", "--namespace", "zz"], "no namespace of this store"),
         (["--prompt", words, "--tokenizer", tmp_path / "none"], "cannot be read as a tokenizer"),
     ):
-        done = run_here("why", path, *options)
-        assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert said in refused("why", path, *options)

@@ -15,6 +15,7 @@ MOONCAKE = [
     {"timestamp": 0, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]},
     {"timestamp": 27000, "input_length": 1536, "output_length": 3, "hash_ids": [0, 1, 3]},
 ]
+OWN = {"kvdisk_trace": 1, "block_tokens": 16, "block_bytes": 5}
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     "2023-11-16 18:17:03.9799600,4808,10\n"
@@ -93,6 +94,11 @@ def test_generic(tmp_path):
         (AZURE + '2024-05-10 00:00:00,"12,1\n', "line 5: not a line of CSV"),
         (b"\xff\xfe\x00", "line 1: not text in UTF-8"),
         (gzip.compress(b"x" * 1000, mtime=0)[:-20], "damaged gzip file"),
+        (lines(OWN | {"kvdisk_trace": 2}, {}), "line 2: not the first line of a trace of kvdisk 1"),
+        (lines(OWN | {"block_tokens": 0}, {}), "line 2: not the first line of a trace"),
+        (lines({"kvdisk_trace": 1, "block_tokens": 16}), "line 1: block_bytes must be a number"),
+        (lines(OWN), "has no request yet"),
+        (lines(OWN) + '{"time_s": 1, "blo', "line 2: not a JSON object"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence_that_names_the_line(tmp_path, text, why):

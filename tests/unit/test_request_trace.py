@@ -134,21 +134,3 @@ def test_replay_says_how_large_the_tier_has_to_be(tmp_path):
     assert "None of these is enough: " in said and " brings 0.00 % of 66.67 %; try more" in said, done.stdout
     lone = write(tmp_path / "lone.jsonl", again[:40])
     assert "No prompt begins as another did" in run_here("replay", lone, "--nvme", "10%", "--processes", "1").stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"kvdisk_trace": 2, "block_tokens": 16, "block_bytes": 5}\n{}', "line 2: not the first line of a trace"),
-        ('{"kvdisk_trace": 1, "block_tokens": 0, "block_bytes": 5}\n{}', "line 2: not the first line of a trace"),
-        ('{"kvdisk_trace": 1, "block_tokens": 16}', "line 1: block_bytes must be a number"),
-        ('{"kvdisk_trace": 1, "block_tokens": 16, "block_bytes": 5}\n', "has no request yet"),
-        ('{"kvdisk_trace": 1, "block_tokens": 16, "block_bytes": 5}\n{"time_s": 1, "blo', "line 2: not a JSON object"),
-    ],
-)
-def test_a_damaged_trace_is_one_sentence(tmp_path, text, said):
-    path = tmp_path / "t.jsonl"
-    path.write_text(text)
-    done = run_here("replay", path)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert said in done.stderr and done.stderr.count("\n") == 1

@@ -77,7 +77,12 @@ def replay(
     """
     console = report_console()
     try:
-        policies = [split(each) for each in (eviction, cpu_admission, nvme_admission, store_policy)]
+        policies = {
+            "eviction": split(eviction),
+            "cpu_admission": split(cpu_admission),
+            "nvme_admission": split(nvme_admission),
+            "store_policy": split(store_policy),
+        }
         _check_policies(policies)
         trace = read_trace(path, form, block_tokens, limit, whole=whole)
         each = trace.block_bytes or _TOKEN_BYTES * trace.block_tokens
@@ -97,16 +102,16 @@ def replay(
         _print(replayed, Console(markup=False, highlight=False, emoji=False, width=wide))
 
 
-def _check_policies(policies: list[list[str]]) -> None:
-    for key, names in zip(("eviction", "cpu_admission", "nvme_admission", "store_policy"), policies, strict=True):
+def _check_policies(policies: dict[str, list[str]]) -> None:
+    for key, names in policies.items():
         for name in names:
             Config.from_mapping({key: name})
-    if "on_preemption" in policies[-1]:
+    if "on_preemption" in policies["store_policy"]:
         raise ConfigError("--store-policy on_preemption would store nothing: a replay preempts no request.")
 
 
 def _settings(
-    trace: Trace, block_bytes: int, cpu: list[str], nvme: list[str], gpu: int, policies: list[list[str]]
+    trace: Trace, block_bytes: int, cpu: list[str], nvme: list[str], gpu: int, policies: dict[str, list[str]]
 ) -> list[Setting]:
     geometry = make_geometry(trace, block_bytes)
     cpu_rooms = [parse_capacity("--cpu", text, trace, geometry, on_nvme=False) for text in cpu]
@@ -114,12 +119,12 @@ def _settings(
     rooms = [pair for pair in product(cpu_rooms, nvme_rooms) if pair[0].slots or pair[1].slots]
     if not rooms:
         raise ConfigError("With neither --cpu nor --nvme there is no tier to keep anything in.")
-    if "spillover" in policies[-1] and not gpu:
+    if "spillover" in policies["store_policy"] and not gpu:
         raise ConfigError("--store-policy spillover stores what leaves the GPU's prefix cache; give it one with --gpu.")
     return [
         Setting(eviction, cpu_admission, nvme_admission, store, *pair, gpu)
         for pair in rooms
-        for eviction, cpu_admission, nvme_admission, store in product(*policies)
+        for eviction, cpu_admission, nvme_admission, store in product(*policies.values())
     ]
 
 

@@ -139,7 +139,7 @@ class Engine:
 
 
 def _source_of(move: Move) -> Tier:
-    return Tier.NVME if Tier.NVME in move.slots else Tier.CPU
+    return max(move.slots)  # a faster one keeps what is read on its way
 
 
 # -- its GPU -----------------------------------------------------------------------------------
@@ -163,6 +163,7 @@ class GpuPool:
     """
 
     def __init__(self, block_count: int, step_blocks: int, *, caches: bool) -> None:
+        self.block_count = block_count
         self._blocks = [GpuBlock(number) for number in range(block_count)]
         self._free = dict.fromkeys(range(1, block_count))
         self.caches = caches
@@ -172,11 +173,6 @@ class GpuPool:
         self._reused: list[int] = []
 
     # -- SchedulerContext ----------------------------------------------------------------------
-
-    @property
-    def block_count(self) -> int:
-        """See ``SchedulerContext``."""
-        return len(self._blocks)
 
     @property
     def free_count(self) -> int:

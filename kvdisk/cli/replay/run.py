@@ -14,7 +14,7 @@ from kvdisk import __version__
 from kvdisk.blocks import Tier
 from kvdisk.cli.replay.tiers import Capacity, Setting, bytes_for, make_engine, make_geometry
 from kvdisk.cli.replay.trace import Trace
-from kvdisk.stats import REFUSALS
+from kvdisk.stats import REFUSALS, TIERS
 
 JSON_VERSION = 3
 
@@ -108,7 +108,7 @@ def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
         read_bytes=engine.read * slot_bytes,
         write_amplification=engine.written / trace.distinct,
         written_per_hit=engine.written / nvme_hits if nvme_hits else None,
-        evicted_blocks={"cpu": stats["evicted_blocks.cpu"], "nvme": stats["evicted_blocks.nvme"]},
+        evicted_blocks={tier: stats[f"evicted_blocks.{tier}"] for tier in TIERS},
         refused={why: stats[f"refused_blocks.{why}"] for why in REFUSALS}
         | {f"left_cpu_{why}": stats[f"left_blocks.{why}"] for why in REFUSALS},
         seconds=round(seconds, 3),

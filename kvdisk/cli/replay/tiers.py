@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvdisk.assembly import make_nvme
 from kvdisk.cli.replay.engine import STEP_TOKENS, Engine, GpuPool
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.cli.size import fit_nvme
@@ -25,7 +26,7 @@ from kvdisk.index.base import Progress
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace, spare_slots
+from kvdisk.manager.nvme import spare_slots
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
@@ -178,20 +179,19 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
         cpu_bytes=1 if setting.cpu.slots else 0,
         eviction=setting.eviction,
         store_policy=setting.store_policy,
+        cpu_admission=setting.cpu_admission,
+        nvme_admission=setting.nvme_admission,
         min_load_tokens=0,
     )
     parts = Parts.make(config, geometry, pool)
     cpu = nvme = None
     if setting.cpu.slots:
-        admission = make_admission(setting.cpu_admission, parts.history, "cpu_admission")
+        admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
         cpu = CpuSpace(parts, (setting.cpu.slots,), admission)
     if setting.nvme.slots:
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
-        layout = NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,))
-        parts.history.reserve(setting.nvme.slots)
-        admission = make_admission(setting.nvme_admission, parts.history, "nvme_admission")
-        nvme = NvmeSpace(parts, layout, InstantIndex(), admission)
+        nvme = make_nvme(parts, NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,)), InstantIndex())
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
     return TierManager(parts, Tiers(cpu, nvme), make_store_policy(setting.store_policy), first_generation=1)
 

@@ -179,14 +179,21 @@ def read_trace(
 ) -> Trace:
     """Read a trace, or its first ``limit`` requests. ``whole``: leave partial blocks out. Raises
     TraceError."""
-    lines = _Lines()
-    wrong = ""
+    wrong, number = "", 0
+
+    def lines_of(source: Iterable[bytes]) -> Iterator[str]:
+        """Yield the lines that are not blank."""
+        nonlocal number
+        for number, raw in enumerate(source, start=1):
+            if line := raw.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                yield line
+
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             source = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
-            return _read(path, lines.of(source), form, block_tokens, limit, whole)
+            return _read(path, lines_of(source), form, block_tokens, limit, whole)
     except _Damaged as damage:
         wrong = str(damage)
     except UnicodeDecodeError:
@@ -197,19 +204,7 @@ def read_trace(
         raise TraceError(f"{path} is a damaged gzip file: {error}") from None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
-    raise TraceError(f"{path}, line {lines.number}: {wrong}")
-
-
-class _Lines:
-    """The lines of a file that are not blank. ``number``: of the last one that was read, from 1."""
-
-    number = 0
-
-    def of(self, source: Iterable[bytes]) -> Iterator[str]:
-        """Yield the lines."""
-        for self.number, raw in enumerate(source, start=1):
-            if line := raw.decode("utf-8-sig" if self.number == 1 else "utf-8").strip():
-                yield line
+    raise TraceError(f"{path}, line {number}: {wrong}")
 
 
 def _read(

@@ -20,15 +20,15 @@ from kvdisk.cli.output import (
     Exit,
     StoreDirectories,
     new_file,
+    opening,
     plural,
     print_json,
     printable,
-    refusing,
     size,
-    store_paths,
 )
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
+from kvdisk.cli.top import LOCK_WAIT_S
 from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import list_owners
 from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
@@ -36,7 +36,6 @@ from kvdisk.errors import ConfigError, CorruptRecord
 
 PREFIXES, PREFIXES_IN_ALL = 1500, 2400
 """How many are drawn of a namespace, and of all."""
-LOCK_WAIT_S = 2.0
 
 
 def report(
@@ -62,8 +61,7 @@ def report(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
-    paths = store_paths(directories)
-    with refusing(paths):
+    with opening(directories) as paths:
         _check_target(target, force=force)
         survey = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
         data = page(survey, _told(paths)).encode()
