@@ -5,10 +5,10 @@ namespace."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+import traceback
 from dataclasses import replace
 from functools import reduce
 from importlib.metadata import entry_points
@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_child import environment
 from schedulers import vllm_config
 from transformers import configuration_utils
+from vllm import LLM
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -221,19 +221,11 @@ def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
         _configure(tiny_llama, _transfer({}))
 
 
-def test_an_engine_ends_in_seconds_with_the_sentence_last(tiny_llama):
-    """A whole engine, in a process of its own."""
-    script = (
-        "import sys; from vllm import LLM; from vllm.config import KVTransferConfig as Transfer\n"
-        f"settings = {MISSPELT!r}\n"
-        "LLM(sys.argv[1], enforce_eager=True, kv_transfer_config=Transfer(\n"
-        "  kv_connector='KVDiskConnector', kv_role='kv_both', kv_connector_extra_config=settings))"
-    )
-    command = [sys.executable, "-c", script, str(tiny_llama)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment("own", 1))
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and done.stderr.rstrip().endswith(f"ConfigError: {SENTENCE}"), said
-    assert "EngineCore" not in said, "no process of an engine was started, so no weights were read"
+def test_an_engine_ends_with_the_sentence_last_and_before_it_has_processes(tiny_llama):
+    with pytest.raises(ConfigError) as refusal:
+        LLM(str(tiny_llama), enforce_eager=True, kv_transfer_config=_transfer(MISSPELT))
+    assert traceback.format_exception(refusal.value)[-1] == f"kvdisk.errors.ConfigError: {SENTENCE}\n"
+    assert not multiprocessing.active_children(), "so no weights were read"
 
 
 # -- sizes and tensors -----------------------------------------------------------------------------
