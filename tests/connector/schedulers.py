@@ -365,6 +365,12 @@ class Bench:
         self.run()
         return request
 
+    def serve_twice(self, prompt: Sequence[int]) -> None:
+        """Serve a prompt as requests "a" and "b", and forget each time what the GPU has."""
+        for name in "ab":
+            self.serve(name, prompt)
+            self.forget()
+
     def run_until_finished(self, request_id: str) -> None:
         """Step until a request is over, whatever still comes of it."""
         while request_id in self.scheduler.requests:

@@ -62,9 +62,7 @@ def test_the_states_that_the_engine_keeps_are_stored_and_each_serves_alone(engin
 
 def test_a_whole_prompt_of_full_blocks_leaves_one_block_to_compute(engines):
     bench = engines.make(**STATES)
-    for name in "ab":
-        bench.serve(name, prompt_of(1, 4 * BLOCK_TOKENS))
-        bench.forget()
+    bench.serve_twice(prompt_of(1, 4 * BLOCK_TOKENS))
     assert stored(bench, 1) == [3], "the state that the same prompt can begin with"
     assert loaded(bench, "b") == [3, 1]
 
@@ -219,10 +217,7 @@ def test_a_state_that_cannot_be_read_is_computed_again(engines):
 def test_a_hit_on_a_chunks_border_needs_no_block_of_it(engines, blocks, needed):
     chunked = ChunkedLocalAttentionSpec(**BLOCK, attention_chunk_size=4 * BLOCK_TOKENS)
     bench = engines.make(other=chunked, num_blocks=256)
-    prompt = prompt_of(1, blocks * BLOCK_TOKENS + 7)
-    for name in "ab":
-        bench.serve(name, prompt)
-        bench.forget()
+    bench.serve_twice(prompt_of(1, blocks * BLOCK_TOKENS + 7))
     assert loaded(bench, "b") == [blocks, needed]
 
 
@@ -261,9 +256,7 @@ REPLAYED = SlidingWindowMLASpec(**BLOCK, sliding_window=2 * BLOCK_TOKENS, bounde
 def test_a_group_that_the_prefix_cache_leaves_out_is_left_out(engines, groups, hit):
     """vLLM computes again what it needs; events name the others by vLLM's numbers."""
     bench = engines.make(events=True, **groups)
-    for name in "ab":
-        bench.serve(name, prompt_of(1, 300))
-        bench.forget()
+    bench.serve_twice(prompt_of(1, 300))
     assert loaded(bench, "b") == hit
     ours = [event for event in bench.published if getattr(event, "medium", None) == "CPU"]
     assert {event.group_idx for event in ours} == {at + 1 for at, blocks in enumerate(hit) if blocks}
