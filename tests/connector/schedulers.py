@@ -471,10 +471,12 @@ class Bench:
         """Let held jobs begin in the next step."""
         self.hold = set()
 
-    def step(self) -> SchedulerOutput:
-        output = self.schedule()
-        if len(self.behind) > self._lag:
-            self.update()
+    def step(self, count: int = 1) -> SchedulerOutput:
+        """Step so often; return what the last step is made of."""
+        for _ in range(count):
+            output = self.schedule()
+            if len(self.behind) > self._lag:
+                self.update()
         return output
 
     def schedule(self) -> SchedulerOutput:

@@ -8,15 +8,12 @@ have others.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tiny_models
 from engine_child import Answer, EngineChild
 from torture_rounds import HERE, random_prompt, tokens_of
 
-ROOT = Path(__file__).resolve().parents[2]
 MAMBA_STEPS = {"block_size": 64, "max_num_batched_tokens": 64}
 """vLLM's CPU kernel of Mamba 2 fails (IndexError in mamba_mixer2.py) where a step ends behind a
 block's end, and so would have to leave a state within."""
@@ -55,13 +52,6 @@ PREEMPTED = [random_prompt(seed, 100 + 30 * (seed % 9)) for seed in range(20, 32
 
 def _together(engine: EngineChild, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
     return engine.generate(prompts, max_tokens) if prompts else []
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Builds a model of a kind, once."""
-    folder = tmp_path_factory.mktemp("kinds")
-    return lambda name: tiny_models.build(f"tiny-{name}", folder / name, [(ROOT / "LICENSE").read_text()])
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,7 @@ def test_a_state_waits_for_room_while_the_engine_has_it(engines):
     bench.hold = {JobKind.STORE}
     bench.add("a", prompt_of(1), max_tokens=60)
     bench.add("b", prompt_of(2), max_tokens=60)
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     assert bench.counters()["refused_blocks.room"] > 0
     bench.finish("a", "b", count=60)
     assert stored(bench, 1).count(4) == 2, "both states came in the end"
@@ -238,8 +237,7 @@ def test_of_a_sessions_reference_windows_only_the_first_prompt_is_stored(engines
     while session.num_tokens < len(prompt_of(1)) + 100:
         bench.step()
     bench.add("s", prompt_of(3, 40), max_tokens=3, resumable=True)
-    for _ in range(6):
-        bench.step()
+    bench.step(6)
     assert session.num_prompt_tokens > 200, "the prompt has grown"
     assert stored(bench, 0) == stored(bench, 1) == [1, 2, 3, 4]
     bench.abort("s")
