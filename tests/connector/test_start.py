@@ -301,22 +301,16 @@ def folder(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
-def _fingerprint(
-    folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1, more: tuple[KVCacheSpec, ...] = ()
-) -> bytes:
-    """Return what an engine of this model has; ``changes``: to its configuration, as
-    "part.field"."""
-    return _identity(folder, changes, groups, more)[0]
-
-
-def _described(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    return _identity(folder, changes, 1)[1]
-
-
 def _identity(
-    folder: Path, changes: dict[str, Any] | None, groups: int, more: tuple[KVCacheSpec, ...] = ()
+    folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1, more: tuple[KVCacheSpec, ...] = ()
 ) -> tuple[bytes, dict[str, Any]]:
+    """Return the fingerprint of an engine of this model, and what describes it; ``changes``: to its
+    configuration, as "part.field"."""
     return fingerprint_of(_changed(folder, changes or {}), _cache(*[FULL] * groups, *more))
+
+
+def _fingerprint(folder: Path, *changes: dict[str, Any], **more: Any) -> bytes:
+    return _identity(folder, *changes, **more)[0]
 
 
 def _changed(folder: Path, changes: dict[str, Any]) -> Any:
@@ -506,7 +500,7 @@ def test_the_code_of_a_model_is_its_modules_and_what_they_import(tmp_path):
 
 def test_what_differs_has_a_name(folder):
     """By which ``kvdisk why`` says why one namespace does not serve the other's requests."""
-    facts = [_described(folder, changes)["facts"] for changes in ({}, {"cache_config.cache_dtype": "fp8"})]
+    facts = [_identity(folder, changes)[1]["facts"] for changes in ({}, {"cache_config.cache_dtype": "fp8"})]
     assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"kv_dtype"}
     assert facts[1]["kv_dtype"] == '"fp8"' and json.loads(facts[0]["hash"])[0] == "sha256"
     assert {"vllm", "weights", "model_config.vocab_size", "platform"} <= facts[0].keys()
