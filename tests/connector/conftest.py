@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from engine_child import EngineChild
+from forked_engines import Forked
 from schedulers import Engines
 from torture_rounds import answers_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 Models = Callable[[str], Path]
+EngineChild.start = Forked  # most of a start is the import of vLLM
 
 
 @pytest.fixture
