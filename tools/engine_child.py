@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,8 +107,10 @@ class EngineChild:
     ``extra_config``: the connector's configuration, or None for vLLM without kvdisk. ``log``: a
     file that takes everything the engine prints. Further keywords go to ``vllm.LLM``. The
     constructor returns when the engine is ready, or at once with ``wait=False`` (then call
-    ``ready``).
+    ``ready``). ``start``: makes the process; tests may set another.
     """
+
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class EngineChild:
                 "kv_connector_extra_config": STEADY | dict(extra_config),
             }
         with log.open("ab") as log_file:
-            self._process = subprocess.Popen(
+            self._process = self.start(
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

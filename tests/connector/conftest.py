@@ -4,16 +4,19 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
+from engine_child import EngineChild
+from forked_engines import Forked
 from schedulers import Engines
 from torture_rounds import answers_alone
 
 ROOT = Path(__file__).resolve().parents[2]
+Models = Callable[[str], Path]
+EngineChild.start = Forked  # most of a start is the import of vLLM
 
 
 @pytest.fixture
@@ -24,26 +27,25 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     made.end()
 
 
-def _tiny(kind: str) -> Any:
-    @pytest.fixture(scope="session")
-    def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tiny_models.build(kind, tmp_path_factory.mktemp("models") / kind, [(ROOT / "LICENSE").read_text()])
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Returns the directory of a tiny model, which it builds unless it has been: "llama" has two
+    layers of full attention in one KV-cache group, "gemma3" sliding windows (64 tokens) and full
+    attention in three; of "gemma4" the layers' KV differs in bytes, in one group without the hybrid
+    manager."""
+    folder = tmp_path_factory.mktemp("models")
+    return lambda kind: tiny_models.build(f"tiny-{kind}", folder / kind, [(ROOT / "LICENSE").read_text()])
 
-    return built
 
-
-tiny_llama = _tiny("tiny-llama")
-"""A model directory: two layers of full attention, one KV-cache group."""
-tiny_gemma3 = _tiny("tiny-gemma3")
-"""One of sliding windows (64 tokens) and full attention, three KV-cache groups."""
-tiny_gemma4 = _tiny("tiny-gemma4")
-"""One whose layers' KV differs in bytes, in one KV-cache group without the hybrid manager."""
+@pytest.fixture(scope="session")
+def tiny_llama(models: Models) -> Path:
+    return models("llama")
 
 
 @pytest.fixture(params=["llama", "gemma3"])
-def model(request: pytest.FixtureRequest) -> Path:
+def model(request: pytest.FixtureRequest, models: Models) -> Path:
     """Each of them in turn, in tests that do not choose."""
-    return request.getfixturevalue(f"tiny_{request.param}")
+    return models(request.param)
 
 
 @pytest.fixture

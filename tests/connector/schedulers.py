@@ -365,6 +365,12 @@ class Bench:
         self.run()
         return request
 
+    def serve_twice(self, prompt: Sequence[int]) -> None:
+        """Serve a prompt as requests "a" and "b", and forget each time what the GPU has."""
+        for name in "ab":
+            self.serve(name, prompt)
+            self.forget()
+
     def run_until_finished(self, request_id: str) -> None:
         """Step until a request is over, whatever still comes of it."""
         while request_id in self.scheduler.requests:
@@ -465,10 +471,12 @@ class Bench:
         """Let held jobs begin in the next step."""
         self.hold = set()
 
-    def step(self) -> SchedulerOutput:
-        output = self.schedule()
-        if len(self.behind) > self._lag:
-            self.update()
+    def step(self, count: int = 1) -> SchedulerOutput:
+        """Step so often; return what the last step is made of."""
+        for _ in range(count):
+            output = self.schedule()
+            if len(self.behind) > self._lag:
+                self.update()
         return output
 
     def schedule(self) -> SchedulerOutput:

@@ -8,14 +8,13 @@ run in the order of its script; each assertion names what it shows.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from engine_child import Answer, EngineChild, EngineError
-from torture_rounds import HERE, SLOT_BYTES
+from torture_rounds import BLOCK_TOKENS, HERE, SLOT_BYTES, random_prompt, tokens_of
 
 from kvdisk.cli import verify
 from kvdisk.cli.survey import survey_store
@@ -23,29 +22,18 @@ from kvdisk.cli.why import explain
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 
-BLOCK_TOKENS = 32
-
-
-def _prompt(seed: int, length: int) -> list[int]:
-    chosen = random.Random(seed)
-    return [chosen.randrange(10, 500) for _ in range(length)]
-
-
-def _tokens(answers: Sequence[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
-
 
 def _whole(prompt: Sequence[int]) -> int:
     """Return how many tokens of a prompt can be loaded."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-SHARED = _prompt(1, 330)
-LONG = [SHARED + _prompt(seed, 40) for seed in (2, 3)]
-EXACT = _prompt(4, 4 * BLOCK_TOKENS)
-OTHER = _prompt(5, 300)
-TOGETHER = [_prompt(6, 256) + _prompt(seed, 50) for seed in range(10, 16)]
-PREEMPTED = [_prompt(seed, 45 + 3 * seed) for seed in range(26)]
+SHARED = random_prompt(1, 330)
+LONG = [SHARED + random_prompt(seed, 40) for seed in (2, 3)]
+EXACT = random_prompt(4, 4 * BLOCK_TOKENS)
+OTHER = random_prompt(5, 300)
+TOGETHER = [random_prompt(6, 256) + random_prompt(seed, 50) for seed in range(10, 16)]
+PREEMPTED = [random_prompt(seed, 45 + 3 * seed) for seed in range(26)]
 LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
 FEW_BLOCKS = {"max_model_len": 512, "num_gpu_blocks_override": 24}
 
@@ -80,26 +68,26 @@ def test_one_process(tiny_llama, tmp_path):
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=as_it_comes, **LIMITS) as engine:
         _check_log_of_start(tmp_path / "log", store)
         # vLLM computes all of these: nothing is loaded before the first reset.
-        other = _tokens(engine.generate([OTHER]))
+        other = tokens_of(engine.generate([OTHER]))
         engine.drain()
         other_blocks = engine.counters()["demoted_blocks"]
         assert other_blocks == len(OTHER) // BLOCK_TOKENS
-        long = _tokens(engine.generate(LONG, together=False))
-        exact = _tokens(engine.generate([EXACT]))
-        together = _tokens(engine.generate(TOGETHER))
-        preempted = _tokens(engine.generate(PREEMPTED, 100))
+        long = tokens_of(engine.generate(LONG, together=False))
+        exact = tokens_of(engine.generate([EXACT]))
+        together = tokens_of(engine.generate(TOGETHER))
+        preempted = tokens_of(engine.generate(PREEMPTED, 100))
         assert engine.counters().get("loaded_blocks", 0) == engine.metrics()["num_preemptions"] == 0
 
         engine.reset()
         warm = engine.generate(LONG, together=False)
-        assert _tokens(warm) == long, "warm from the CPU tier"
+        assert tokens_of(warm) == long, "warm from the CPU tier"
         # The second finds the shared prefix on the GPU and the rest in the CPU tier.
         assert len(LONG[0]) // BLOCK_TOKENS < engine.counters()["loaded_blocks"] < 2 * (len(LONG[0]) // BLOCK_TOKENS)
         assert [answer.cached for answer in warm] == [_whole(LONG[0])] * 2, "GPU prefix and external hit add up"
         (again,) = engine.generate([EXACT])
         assert [again.tokens] == exact
         assert again.cached == len(EXACT) - BLOCK_TOKENS, "the last token's block is computed"
-        assert _tokens(engine.generate(TOGETHER)) == together, "concurrent, shared prefix"
+        assert tokens_of(engine.generate(TOGETHER)) == together, "concurrent, shared prefix"
         engine.drain()
         counters = engine.counters()
         assert counters["demoted_blocks"] == counters["stored_blocks"], "all that was stored is on NVMe"
@@ -113,11 +101,11 @@ def test_one_process(tiny_llama, tmp_path):
     config = as_it_comes | {"store_decode": True}
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **FEW_BLOCKS) as engine:
         warm = engine.generate(LONG, together=False)
-        assert _tokens(warm) == long, "warm from NVMe after a restart"
+        assert tokens_of(warm) == long, "warm from NVMe after a restart"
         counters = engine.counters()
         assert counters["hit_tokens.nvme"] >= warm[0].cached > 0 == counters.get("verification_failures.checksum", 0)
         _check_metrics(engine, warm)
-        assert _tokens(engine.generate([OTHER])) == other, "bytes on the drive were overwritten"
+        assert tokens_of(engine.generate([OTHER])) == other, "bytes on the drive were overwritten"
         assert engine.counters()["verification_failures.checksum"] > 0
         # The recomputed blocks took the place of the bad ones, and serve the next request.
         engine.reset()
@@ -127,7 +115,7 @@ def test_one_process(tiny_llama, tmp_path):
         assert engine.counters()["failed_loads"] == failed > 0
 
         loaded = engine.counters()["loaded_blocks"]
-        assert _tokens(engine.generate(PREEMPTED, 100)) == preempted, "victims are saved and come back"
+        assert tokens_of(engine.generate(PREEMPTED, 100)) == preempted, "victims are saved and come back"
         engine.drain()
         assert engine.counters()["loaded_blocks"] > loaded and engine.metrics()["num_preemptions"] >= 15
         engine.reset()  # asserts that every block was given back
@@ -145,7 +133,7 @@ def _check_metrics(engine: EngineChild, warm: Sequence[Answer]) -> None:
     memory."""
     engine.reset()
     answers = [*warm, *engine.generate(LONG, together=False)]
-    assert _tokens(answers[2:]) == _tokens(warm), "from the CPU tier"
+    assert tokens_of(answers[2:]) == tokens_of(warm), "from the CPU tier"
     engine.drain()
     counters = engine.counters()
     metrics = engine.metrics()
@@ -174,10 +162,10 @@ def test_two_ranks_of_which_one_dies(tiny_llama, tmp_path):
     config = _with_store(store, cpu_bytes=0)  # each load is one from the drive
     engine = EngineChild(tiny_llama, tmp_path / "log", extra_config=config, layout="tp2", **LIMITS)
     engine.generate([EXACT])  # while it runs the first segment is made
-    expected = _tokens(engine.generate(LONG, together=False))
+    expected = tokens_of(engine.generate(LONG, together=False))
     engine.reset()
     warm = engine.generate(LONG, together=False)
-    assert _tokens(warm) == expected, "warm from NVMe"
+    assert tokens_of(warm) == expected, "warm from NVMe"
     assert warm[0].cached == _whole(LONG[0])
     engine.drain()
     engine.kill_worker()
@@ -218,8 +206,8 @@ def test_models_whose_layers_differ(model, limits, payloads, overwritten, tmp_pa
         # all of it.
         alone = [engine.generate([prompt], salt=f"{at}")[0] for at, prompt in enumerate([*prompts, *TOGETHER])]
         assert not any(answer.cached for answer in alone)
-        assert _tokens([*cold, *together]) == _tokens(alone)
-        assert _tokens(warm) == _tokens(cold), "warm from the CPU tier"
+        assert tokens_of([*cold, *together]) == tokens_of(alone)
+        assert tokens_of(warm) == tokens_of(cold), "warm from the CPU tier"
         engine.drain()
         (home,) = list_homes(store)
         assert home.record is not None
@@ -228,12 +216,14 @@ def test_models_whose_layers_differ(model, limits, payloads, overwritten, tmp_pa
         assert explain([store], LONG[0], None).found.hit_tokens == _whole(LONG[0]), "as it was loaded"
         _overwrite_payloads(store, overwritten, groups[0]["slot_bytes"])
         engine.reset()
-        assert _tokens(engine.generate(prompts, together=False)) == _tokens(cold), "from NVMe, some of it overwritten"
+        assert tokens_of(engine.generate(prompts, together=False)) == tokens_of(cold), (
+            "from NVMe, some of it overwritten"
+        )
         counters = engine.counters()
         assert counters["hit_tokens.nvme"] > 0
         assert counters["verification_failures.checksum"] > 0
         engine.reset()
-        assert _tokens(engine.generate(TOGETHER)) == _tokens(together)
+        assert tokens_of(engine.generate(TOGETHER)) == tokens_of(together)
 
 
 def _answer(engine: EngineChild, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -241,7 +231,7 @@ def _answer(engine: EngineChild, prompts: list[list[int]]) -> tuple[list[list[in
     ended."""
     answers = engine.generate(prompts, together=False)
     engine.drain()
-    return _tokens(answers), [answer.cached for answer in answers]
+    return tokens_of(answers), [answer.cached for answer in answers]
 
 
 def test_two_engines_share_two_drives_and_one_gets_new_weights(tiny_llama, tmp_path):

@@ -8,16 +8,12 @@ have others.
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tiny_models
 from engine_child import Answer, EngineChild
-from torture_rounds import HERE
+from torture_rounds import HERE, random_prompt, tokens_of
 
-ROOT = Path(__file__).resolve().parents[2]
 MAMBA_STEPS = {"block_size": 64, "max_num_batched_tokens": 64}
 """vLLM's CPU kernel of Mamba 2 fails (IndexError in mamba_mixer2.py) where a step ends behind a
 block's end, and so would have to leave a state within."""
@@ -48,30 +44,14 @@ KINDS = {
 IN_MAKE_TEST = ("granite4",)
 
 
-def _prompt(seed: int, length: int) -> list[int]:
-    chosen = random.Random(seed)
-    return [chosen.randrange(10, 500) for _ in range(length)]
-
-
-SHARED = _prompt(1, 525)
-PROMPTS = [SHARED + _prompt(2, 40), SHARED + _prompt(3, 45), _prompt(4, 576), _prompt(5, 300)]
-TOGETHER = [_prompt(6, 400) + _prompt(seed, 50) for seed in range(10, 16)]
-PREEMPTED = [_prompt(seed, 100 + 30 * (seed % 9)) for seed in range(20, 32)]
-
-
-def _tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
+SHARED = random_prompt(1, 525)
+PROMPTS = [SHARED + random_prompt(2, 40), SHARED + random_prompt(3, 45), random_prompt(4, 576), random_prompt(5, 300)]
+TOGETHER = [random_prompt(6, 400) + random_prompt(seed, 50) for seed in range(10, 16)]
+PREEMPTED = [random_prompt(seed, 100 + 30 * (seed % 9)) for seed in range(20, 32)]
 
 
 def _together(engine: EngineChild, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
     return engine.generate(prompts, max_tokens) if prompts else []
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Builds a model of a kind, once."""
-    folder = tmp_path_factory.mktemp("kinds")
-    return lambda name: tiny_models.build(f"tiny-{name}", folder / name, [(ROOT / "LICENSE").read_text()])
 
 
 @pytest.mark.parametrize(
@@ -89,32 +69,32 @@ def test_kind(name, models, tmp_path):
         # With a salt of its own nothing of a prompt is found: vLLM computes all of it.
         alone = [engine.generate([prompt], salt=f"{at}")[0] for at, prompt in enumerate([*PROMPTS, *batches])]
         assert not any(answer.cached for answer in alone)
-        assert _tokens([*cold, *together]) == _tokens(alone), "cold, and prefixes that the GPU has"
+        assert tokens_of([*cold, *together]) == tokens_of(alone), "cold, and prefixes that the GPU has"
         engine.reset()
         warm = engine.generate(PROMPTS, together=False)
-        assert _tokens(warm) == _tokens(cold), "from memory"
+        assert tokens_of(warm) == tokens_of(cold), "from memory"
         assert [answer.cached for answer in warm] == whole
-        assert _tokens(_together(engine, batches)) == _tokens(together), "from memory, together"
+        assert tokens_of(_together(engine, batches)) == tokens_of(together), "from memory, together"
         engine.drain()
     few = limits | {"num_gpu_blocks_override": kind.few_blocks}
     with EngineChild(model, log, extra_config=config | {"store_decode": True}, env=HERE, **few) as engine:
         warm = engine.generate(PROMPTS, together=False)
-        assert _tokens(warm) == _tokens(cold), "from the drive, after a restart"
+        assert tokens_of(warm) == tokens_of(cold), "from the drive, after a restart"
         assert [answer.cached for answer in warm] == whole
         assert engine.counters()["hit_tokens.nvme"] >= whole[0]
-        assert _tokens(_together(engine, many, 60)) == _tokens(preempted), "victims come back"
+        assert tokens_of(_together(engine, many, 60)) == tokens_of(preempted), "victims come back"
         # With nothing but states a request needs no more blocks as it grows.
         assert (engine.metrics()["num_preemptions"] > 0) == (kind.batched and kind.groups > 1)
-        assert _tokens(_together(engine, batches)) == _tokens(together)
+        assert tokens_of(_together(engine, batches)) == tokens_of(together)
         engine.drain()
         counters = engine.counters()
         assert not {name for name in counters if name.endswith("_failures") or name.startswith("failed")}, counters
         # Right behind the hit, where a state that forgets has not forgotten yet.
         short = [prompt[: end + 1] for prompt, end in zip(PROMPTS, whole, strict=True)]
-        right = _tokens(engine.generate(short, 32, salt="short", together=False))
+        right = tokens_of(engine.generate(short, 32, salt="short", together=False))
         for group in [-1, *range(kind.groups)]:
             engine.reset()
             engine.call("engine_acts:zero_loads", group)
             answers = engine.generate(short, 32, together=False)
             assert [answer.cached for answer in answers] == whole
-            assert (_tokens(answers) == right) == (group < 0), f"group {group} is not read"
+            assert (tokens_of(answers) == right) == (group < 0), f"group {group} is not read"

@@ -133,10 +133,8 @@ def test_where_the_engine_fails_such_requests_nothing_of_it_is_left(engines, bad
     held = {block for group in range(bench.group_count) for block in bench.table("r2", group)} - {0}
     assert set(bench.references()) == held, "its load has ended, so that its blocks are free"
     bench.run()
-    for name in ("again", "and again"):
-        bench.serve(name, prompt_of(1))
-        bench.forget()
-    assert bench.jobs_of(JobKind.LOAD, "and again")
+    bench.serve_twice(prompt_of(1))
+    assert bench.jobs_of(JobKind.LOAD, "b")
 
 
 # -- aborts while a load is out --------------------------------------------------------------------

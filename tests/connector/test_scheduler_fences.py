@@ -59,8 +59,7 @@ def serve_the_next(bench: Bench) -> None:
     """Serve a request that needs all the blocks of a small pool: whatever is copied from them
     first."""
     request = bench.add("next", OTHER, max_tokens=50)
-    for _ in range(80):
-        bench.step()
+    bench.step(80)
     assert request.is_finished()
 
 
@@ -83,8 +82,7 @@ def test_blocks_that_a_window_has_passed_are_free_though_their_stores_are_out(en
     bench = engines.make(num_blocks=16, window_tokens=BLOCK_TOKENS + 1, extra={"store_decode": True})
     bench.hold = {JobKind.STORE}
     request = bench.add("a", prompt_of(1, 100), max_tokens=150)
-    for _ in range(155):
-        bench.step()
+    bench.step(155)
     assert request.is_finished() and request.num_preemptions == 0, "eight blocks and a window of two are not too many"
     assert not bench.references()
     assert_right_copies(bench, prompt_of(1, 100) + bench.sampled("a")[:100])
@@ -142,8 +140,7 @@ def test_new_weights_while_stores_are_out(engines, pipelined):
     bench = engines.make(pipelined=pipelined)
     bench.hold = {JobKind.STORE}
     request = bench.add("a", PROMPT, max_tokens=25)
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     while bench.behind:
         bench.update()
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -158,8 +155,7 @@ def test_new_weights_while_stores_are_out(engines, pipelined):
 def test_what_a_request_computes_over_kv_of_old_weights_is_not_stored(engines):
     bench = engines.make(extra={"store_decode": True})
     bench.add("a", PROMPT, max_tokens=2 * BLOCK_TOKENS)
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     assert bench.scheduler.reset_connector_cache()
     bench.jobs.clear()
     bench.run()

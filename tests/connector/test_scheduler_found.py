@@ -93,64 +93,36 @@ def test_what_a_failed_load_did_not_bring_is_computed(engines, lines):
     assert misses(bench)["load_failed"] == 1
 
 
-def _evicted_from_memory(engines):
-    bench = engines.make(extra={"cpu_bytes": MANY * SLOT_BYTES, "eviction": "lru"})
-    for number in (1, 2, 3, 4):
-        bench.serve(f"r{number}", prompt_of(number))
-    return bench, PROMPT
+REASONS: list[tuple[Miss, dict[str, object], int]] = [
+    (Miss.EVICTED_CPU, {"cpu_bytes": MANY * SLOT_BYTES, "eviction": "lru"}, 4),
+    (Miss.REFUSED, {"cpu_admission": "reuse(3)"}, 1),
+    (Miss.SHORT, {"min_load_tokens": HIT + 1}, 1),
+    (Miss.WRITING, {"lookup_wait_s": 0}, 1),
+    (Miss.NOT_STORED, {}, 1),
+    (Miss.NEVER_SEEN, {}, 0),
+]
+"""With which settings, and how many prompts served before."""
 
 
-def _refused(engines):
-    bench = engines.make(extra={"cpu_admission": "reuse(3)"})
-    bench.serve("r1", PROMPT)
-    return bench, PROMPT
+@pytest.mark.parametrize(("reason", "extra", "served"), REASONS, ids=[reason for reason, *_ in REASONS])
+def test_each_miss_has_its_reason(engines, lines, caplog, reason, extra, served):
+    bench = engines.make(extra=extra)
+    bench.hold = {JobKind.STORE} if reason is Miss.WRITING else set()
+    for number in range(1, served + 1):
+        bench.add(f"r{number}", prompt_of(number), max_tokens=1)
+        bench.run_until_finished(f"r{number}")
+    if reason is not Miss.WRITING:
+        bench.run()
+    bench.forget(*[Tier.CPU] * (reason is Miss.NOT_STORED))
+    _check_miss(bench, PROMPT, reason, lines, caplog)
+    bench.release()
 
 
-def _short(engines):
-    bench = engines.make(extra={"min_load_tokens": HIT + 1})
-    bench.serve("r1", PROMPT)
-    return bench, PROMPT
+def test_a_prompt_without_a_block_is_short(engines, lines, caplog):
+    _check_miss(engines.make(), PROMPT[: BLOCK_TOKENS - 1], Miss.SHORT, lines, caplog)
 
 
-def _without_a_block(engines):
-    return engines.make(), PROMPT[: BLOCK_TOKENS - 1]
-
-
-def _writing(engines):
-    bench = engines.make(extra={"lookup_wait_s": 0})
-    bench.hold = {JobKind.STORE}
-    bench.add("r1", PROMPT)
-    bench.run_until_finished("r1")
-    return bench, PROMPT
-
-
-def _lost(engines):
-    bench = engines.make()
-    bench.serve("r1", PROMPT)
-    bench.forget(Tier.CPU)
-    return bench, PROMPT
-
-
-def _unknown(engines):
-    return engines.make(), PROMPT
-
-
-REASONS = {
-    Miss.EVICTED_CPU: _evicted_from_memory,
-    Miss.REFUSED: _refused,
-    Miss.SHORT: _short,
-    Miss.WRITING: _writing,
-    Miss.NOT_STORED: _lost,
-    Miss.NEVER_SEEN: _unknown,
-}
-
-
-@pytest.mark.parametrize("reason", [*REASONS, "a prompt without a block"])
-def test_each_miss_has_its_reason(engines, lines, caplog, reason):
-    make = REASONS.get(reason, _without_a_block)
-    reason = Miss.SHORT if make is _without_a_block else reason
-    bench, prompt = make(engines)
-    bench.scheduler.reset_prefix_cache()
+def _check_miss(bench, prompt, reason, lines, caplog) -> None:
     before = misses(bench).get(reason, 0)
     caplog.set_level(logging.DEBUG, "kvdisk")
     lines()
@@ -159,7 +131,6 @@ def test_each_miss_has_its_reason(engines, lines, caplog, reason):
     assert misses(bench)[reason] == before + 1, misses(bench)
     (line,) = lines()
     assert f"; missing: {reason.words}" in line
-    bench.release()
 
 
 def test_a_user_who_forbids_loads_has_no_misses(engines, lines):

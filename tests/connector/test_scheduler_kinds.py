@@ -62,9 +62,7 @@ def test_the_states_that_the_engine_keeps_are_stored_and_each_serves_alone(engin
 
 def test_a_whole_prompt_of_full_blocks_leaves_one_block_to_compute(engines):
     bench = engines.make(**STATES)
-    for name in "ab":
-        bench.serve(name, prompt_of(1, 4 * BLOCK_TOKENS))
-        bench.forget()
+    bench.serve_twice(prompt_of(1, 4 * BLOCK_TOKENS))
     assert stored(bench, 1) == [3], "the state that the same prompt can begin with"
     assert loaded(bench, "b") == [3, 1]
 
@@ -148,8 +146,7 @@ def test_a_state_waits_for_room_while_the_engine_has_it(engines):
     bench.hold = {JobKind.STORE}
     bench.add("a", prompt_of(1), max_tokens=60)
     bench.add("b", prompt_of(2), max_tokens=60)
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     assert bench.counters()["refused_blocks.room"] > 0
     bench.finish("a", "b", count=60)
     assert stored(bench, 1).count(4) == 2, "both states came in the end"
@@ -219,10 +216,7 @@ def test_a_state_that_cannot_be_read_is_computed_again(engines):
 def test_a_hit_on_a_chunks_border_needs_no_block_of_it(engines, blocks, needed):
     chunked = ChunkedLocalAttentionSpec(**BLOCK, attention_chunk_size=4 * BLOCK_TOKENS)
     bench = engines.make(other=chunked, num_blocks=256)
-    prompt = prompt_of(1, blocks * BLOCK_TOKENS + 7)
-    for name in "ab":
-        bench.serve(name, prompt)
-        bench.forget()
+    bench.serve_twice(prompt_of(1, blocks * BLOCK_TOKENS + 7))
     assert loaded(bench, "b") == [blocks, needed]
 
 
@@ -243,8 +237,7 @@ def test_of_a_sessions_reference_windows_only_the_first_prompt_is_stored(engines
     while session.num_tokens < len(prompt_of(1)) + 100:
         bench.step()
     bench.add("s", prompt_of(3, 40), max_tokens=3, resumable=True)
-    for _ in range(6):
-        bench.step()
+    bench.step(6)
     assert session.num_prompt_tokens > 200, "the prompt has grown"
     assert stored(bench, 0) == stored(bench, 1) == [1, 2, 3, 4]
     bench.abort("s")
@@ -261,9 +254,7 @@ REPLAYED = SlidingWindowMLASpec(**BLOCK, sliding_window=2 * BLOCK_TOKENS, bounde
 def test_a_group_that_the_prefix_cache_leaves_out_is_left_out(engines, groups, hit):
     """vLLM computes again what it needs; events name the others by vLLM's numbers."""
     bench = engines.make(events=True, **groups)
-    for name in "ab":
-        bench.serve(name, prompt_of(1, 300))
-        bench.forget()
+    bench.serve_twice(prompt_of(1, 300))
     assert loaded(bench, "b") == hit
     ours = [event for event in bench.published if getattr(event, "medium", None) == "CPU"]
     assert {event.group_idx for event in ours} == {at + 1 for at, blocks in enumerate(hit) if blocks}

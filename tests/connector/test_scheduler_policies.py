@@ -111,8 +111,7 @@ def test_what_a_runner_writes_first_is_read_from_the_schedulers_output(states):
 @pytest.mark.parametrize("new_weights", [False, True])
 def test_victims_of_a_reset_are_saved_unless_the_weights_are_new(engines, new_weights):
     bench = preempting(engines)
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=new_weights)
     output = bench.step()
     assert output.preempted_req_ids == {"a", "b"}
@@ -176,8 +175,7 @@ def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy):
     count = len(lazy.stored())
     assert count <= 2 * context.step_blocks == 20, "no more than what the cursor passes"
     assert {move.block for move in moves} <= set(queue[:20])
-    for _ in range(20):
-        lazy.step()
+    lazy.step(20)
     assert len(lazy.stored()) == count
     assert [block.block_id for block in context.iter_free_blocks()] == queue
 
@@ -192,6 +190,5 @@ def test_what_one_request_is_not_admitted_with_the_next_one_stores(engines):
     bench.step()
     assert not bench.stored()
     bench.add("b", prompt, max_tokens=2)
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     assert bench.stored() == bench.keys("a")[:6], "though the GPU had its blocks cached"

@@ -30,8 +30,7 @@ def test_a_request_with_an_adapter_without_files_is_left_alone(engines):
     requests = [
         bench.add(name, prompt_of(at), 70, lora_request=ADAPTER if at % 2 else None) for at, name in enumerate("abcd")
     ]
-    for _ in range(20):
-        bench.step()
+    bench.step(20)
     bench.abort("b")
     bench.finish(*"acd", count=70)
     assert sum(request.num_preemptions for request in requests) > 0
@@ -165,8 +164,7 @@ def test_what_is_gone_before_there_is_room_is_not_stored(engines, reset):
     bench: Bench = engines.make(**FRESH)
     bench.hold = {JobKind.OPEN_SEGMENT}
     bench.add("a", PROMPT, max_tokens=1)
-    for _ in range(4):
-        bench.step()
+    bench.step(4)
     assert getattr(bench.scheduler, reset)()
     bench.release()
     bench.run()

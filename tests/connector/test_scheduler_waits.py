@@ -120,8 +120,7 @@ def test_when_the_first_is_aborted_the_next_loads_and_the_others_wait_for_it(res
     add(bench, "abc", PROMPT)
     bench.step()
     bench.abort("a")
-    for _ in range(3):
-        bench.step()
+    bench.step(3)
     bench.finish(*"bc")
     assert bench.loads() == [("a", BLOCKS), ("b", BLOCKS)]
 

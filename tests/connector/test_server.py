@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's real server, as ``make serve`` starts it, through HTTP with OpenAI's client: streaming,
-cancelled, restarted."""
+"""vLLM's real server, as ``make serve`` starts it, through HTTP with OpenAI's client, on what
+another process has stored: streaming, cancelled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_child import START_S, environment
+from engine_child import START_S, EngineChild, environment
 from openai import OpenAI
+
+from kvdisk.cli import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -53,9 +55,10 @@ def server(model: Path, store: Path, log: Path) -> Iterator[OpenAI]:
             assert process.wait(START_S) == 0
 
 
-def ask(client: OpenAI, prompt: list[int] = PROMPT) -> tuple[str, int]:
-    """Return the answer, and how many tokens of the prompt were not computed."""
-    done = client.completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0)
+def ask(client: OpenAI, **more: str) -> tuple[str, int]:
+    """Return the answer, and how many tokens of the prompt were not computed. ``more``: vLLM's own
+    fields of a request."""
+    done = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=0, extra_body=more)
     assert done.usage is not None and done.usage.prompt_tokens_details is not None
     return done.choices[0].text, done.usage.prompt_tokens_details.cached_tokens or 0
 
@@ -106,26 +109,39 @@ def lacking_for_the_dashboard(samples: dict[str, set[str]]) -> list[str]:
     return lacking
 
 
-@pytest.mark.timeout(1800)
-def test_a_client_sees_hits_streaming_after_a_cancelled_request_and_after_a_restart(tiny_llama, tmp_path):
+def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_request(tiny_llama, tmp_path):
     store = tmp_path / "store"
-    with server(tiny_llama, store, tmp_path / "first.log") as client:
-        cold, cached = ask(client)
-        assert cached == 0
-        assert ask(client) == (cold, WHOLE)
-        assert ask_streaming(client) == (cold, WHOLE)
+    settings = {"cpu_bytes": 0, "store_dirs": str(store), "nvme_bytes": "256MiB"}
+    with EngineChild(tiny_llama, tmp_path / "engine.log", extra_config=settings) as engine:
+        engine.generate([PROMPT])
+        engine.drain()
+    with server(tiny_llama, store, tmp_path / "server.log") as client:
+        text, cached = ask(client, cache_salt="nobody else's")
+        assert cached == 0, "the server computes it"
+        assert ask(client) == (text, WHOLE), "from NVMe"
+        assert hit_tokens(client)["nvme"] >= WHOLE
+        assert ask(client) == ask_streaming(client) == (text, WHOLE)
         stream = client.completions.create(
             model="demo", prompt=[*PROMPT, 3, 4, 5], max_tokens=900, temperature=0, stream=True
         )
         next(iter(stream))
         stream.close()
-        assert ask(client) == (cold, WHOLE), "a client that left has done no harm"
+        assert ask(client) == (text, WHOLE), "a client that left has done no harm"
         assert hit_tokens(client)["cpu"] >= 3 * WHOLE
-        samples = scraped(client)
-    with server(tiny_llama, store, tmp_path / "second.log") as client:
-        assert ask(client) == (cold, WHOLE), "from NVMe"
-        assert hit_tokens(client)["nvme"] >= WHOLE
-        samples |= scraped(client)  # a drive is there once something was read from it
-    lacking = lacking_for_the_dashboard(samples)
+        lacking = lacking_for_the_dashboard(scraped(client))
     assert [query for query in lacking if "write_budget_bytes" not in query] == []
     assert len(lacking) == 1, "there is a budget's only where there is one"
+    assert not verify.verify_store([store]).wrong
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+def test_a_restarted_server_hits_what_it_stored_before(tiny_llama, tmp_path):
+    store = tmp_path / "store"
+    with server(tiny_llama, store, tmp_path / "first.log") as client:
+        text, cached = ask(client)
+        assert cached == 0
+        assert ask(client) == (text, WHOLE)
+    with server(tiny_llama, store, tmp_path / "second.log") as client:
+        assert ask(client) == (text, WHOLE)
+        assert hit_tokens(client)["nvme"] >= WHOLE

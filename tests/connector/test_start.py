@@ -5,10 +5,10 @@ namespace."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+import traceback
 from dataclasses import replace
 from functools import reduce
 from importlib.metadata import entry_points
@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_child import environment
 from schedulers import vllm_config
 from transformers import configuration_utils
+from vllm import LLM
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -221,19 +221,11 @@ def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
         _configure(tiny_llama, _transfer({}))
 
 
-def test_an_engine_ends_in_seconds_with_the_sentence_last(tiny_llama):
-    """A whole engine, in a process of its own."""
-    script = (
-        "import sys; from vllm import LLM; from vllm.config import KVTransferConfig as Transfer\n"
-        f"settings = {MISSPELT!r}\n"
-        "LLM(sys.argv[1], enforce_eager=True, kv_transfer_config=Transfer(\n"
-        "  kv_connector='KVDiskConnector', kv_role='kv_both', kv_connector_extra_config=settings))"
-    )
-    command = [sys.executable, "-c", script, str(tiny_llama)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment("own", 1))
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and done.stderr.rstrip().endswith(f"ConfigError: {SENTENCE}"), said
-    assert "EngineCore" not in said, "no process of an engine was started, so no weights were read"
+def test_an_engine_ends_with_the_sentence_last_and_before_it_has_processes(tiny_llama):
+    with pytest.raises(ConfigError) as refusal:
+        LLM(str(tiny_llama), enforce_eager=True, kv_transfer_config=_transfer(MISSPELT))
+    assert traceback.format_exception(refusal.value)[-1] == f"kvdisk.errors.ConfigError: {SENTENCE}\n"
+    assert not multiprocessing.active_children(), "so no weights were read"
 
 
 # -- sizes and tensors -----------------------------------------------------------------------------
@@ -309,22 +301,16 @@ def folder(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
-def _fingerprint(
-    folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1, more: tuple[KVCacheSpec, ...] = ()
-) -> bytes:
-    """Return what an engine of this model has; ``changes``: to its configuration, as
-    "part.field"."""
-    return _identity(folder, changes, groups, more)[0]
-
-
-def _described(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    return _identity(folder, changes, 1)[1]
-
-
 def _identity(
-    folder: Path, changes: dict[str, Any] | None, groups: int, more: tuple[KVCacheSpec, ...] = ()
+    folder: Path, changes: dict[str, Any] | None = None, *, groups: int = 1, more: tuple[KVCacheSpec, ...] = ()
 ) -> tuple[bytes, dict[str, Any]]:
+    """Return the fingerprint of an engine of this model, and what describes it; ``changes``: to its
+    configuration, as "part.field"."""
     return fingerprint_of(_changed(folder, changes or {}), _cache(*[FULL] * groups, *more))
+
+
+def _fingerprint(folder: Path, *changes: dict[str, Any], **more: Any) -> bytes:
+    return _identity(folder, *changes, **more)[0]
 
 
 def _changed(folder: Path, changes: dict[str, Any]) -> Any:
@@ -514,7 +500,7 @@ def test_the_code_of_a_model_is_its_modules_and_what_they_import(tmp_path):
 
 def test_what_differs_has_a_name(folder):
     """By which ``kvdisk why`` says why one namespace does not serve the other's requests."""
-    facts = [_described(folder, changes)["facts"] for changes in ({}, {"cache_config.cache_dtype": "fp8"})]
+    facts = [_identity(folder, changes)[1]["facts"] for changes in ({}, {"cache_config.cache_dtype": "fp8"})]
     assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"kv_dtype"}
     assert facts[1]["kv_dtype"] == '"fp8"' and json.loads(facts[0]["hash"])[0] == "sha256"
     assert {"vllm", "weights", "model_config.vocab_size", "platform"} <= facts[0].keys()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the long runs of real engines share: prompts, seeds, a round of requests, and what vLLM
-alone answers.
+"""What runs of real engines share: prompts, seeds, a round of requests, and what vLLM alone
+answers.
 
 Decoding of the tiny models does not depend on how requests are batched (``answers_alone`` asserts
 it), so one baseline, request after request, serves all of them. A failure names its seed.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine_child import EngineChild
+from engine_child import Answer, EngineChild
 
 from kvdisk.cli import verify
 from kvdisk.cli.survey import survey_store
@@ -34,6 +35,17 @@ HERE = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 """An environment for ``engine_acts``."""
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Return a prompt that shares no block with another seed's."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(10, 500) for _ in range(length)]
+
+
+def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
+    """Return what each request has sampled."""
+    return [answer.tokens for answer in answers]
 
 
 def _length(rng: random.Random) -> int:
@@ -89,7 +101,7 @@ def answers_alone(model: Path) -> list[list[int]]:
     """Return vLLM's own answer to each prompt, one after the other; and, preempted and batched
     anyhow, all the same."""
     with EngineChild(model, model.with_suffix(".log"), env=HERE, **GPU | {"num_gpu_blocks_override": 45}) as engine:
-        answers = [answer.tokens for answer in engine.generate(PROMPTS, MOST_TOKENS, together=False)]
+        answers = tokens_of(engine.generate(PROMPTS, MOST_TOKENS, together=False))
         for at in range(ROUNDS):
             run_round(engine, SEED + at, answers)
         assert engine.metrics()["num_preemptions"] > 0

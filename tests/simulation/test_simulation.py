@@ -54,16 +54,14 @@ def test_for_long(first: int, straight: bool) -> None:
     run_seeds(SHIFT + SEEDS + first, 30 if straight else 100, straight=straight)
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-def test_a_seed_is_a_run(seed: int) -> None:
-    """Once more here, and in another process whose hashes of strings are others."""
-    first = Simulation(seed).run()
-    assert Simulation(seed).run() == first
-    assert Simulation(seed + 10).run().digest != first.digest
+def test_a_seed_is_a_run() -> None:
+    """And the same one in another process, whose hashes of strings are others."""
+    found = [Simulation(seed).run() for seed in (3, 4)]
+    assert found[0] != found[1]
     environment = ENVIRONMENT | {"PYTHONHASHSEED": "12"}
-    command = [sys.executable, "-m", "support.simulator", "--seed", str(seed)]
+    command = [sys.executable, "-m", "support.simulator", "--seed", "3", "--count", "2"]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert first.digest in shown
+    assert all(digest in shown for digest in found)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ to catch."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -16,18 +16,12 @@ from support.manager_machine import ManagerMachine
 from support.manager_parts import Sizes
 from support.manager_watch import check_pins
 
-from kvdisk.blocks import Tier
-from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.jobs import Transfers
-from kvdisk.messages import JobKind
-
 EXAMPLES_FOR_A_BUG = (100, 1500)
 """At most, in one of the sizes: a few in each, then many in each. The first that fails ends the
 search."""
-Patch = pytest.MonkeyPatch
 
 
-def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = True) -> None:
+def run_machine(sizes: Sizes, examples: int, *, shrink: bool = True) -> None:
     """Run the machine over a size; raise what an example raises. ``shrink``: look for a smaller one
     first."""
 
@@ -42,7 +36,7 @@ def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = 
         Machine,
         settings=settings(
             max_examples=examples,
-            stateful_step_count=steps,
+            stateful_step_count=60,
             deadline=None,
             database=None,
             derandomize=True,
@@ -53,19 +47,14 @@ def run_machine(sizes: Sizes, examples: int, steps: int = 60, *, shrink: bool = 
     )
 
 
-def must_catch_a_bug(sizes: Iterable[Sizes]) -> None:
-    """Fail unless the machine fails in one of these sizes."""
-    with pytest.raises((AssertionError, KeyError, IndexError, ExceptionGroup)):
-        _search(tuple(sizes))
-
-
-def _search(all_sizes: tuple[Sizes, ...]) -> None:
+def search(all_sizes: Sequence[Sizes]) -> None:
+    """Run the machine over these sizes until it fails; raise what it raises then."""
     for examples in EXAMPLES_FOR_A_BUG:
         for sizes in all_sizes:
             run_machine(sizes, examples, shrink=False)
 
 
-def plant(patch: Patch, module: ModuleType, old: str, new: str) -> None:
+def plant(patch: pytest.MonkeyPatch, module: ModuleType, old: str, new: str) -> None:
     """Have the functions of a module run as if ``old``, which occurs once in its source, were
     ``new``."""
     source = inspect.getsource(module)
@@ -86,33 +75,3 @@ def _functions(names: dict[str, Any], module: str) -> Iterator[tuple[str, Functi
             function = getattr(found, "fget", None) or getattr(found, "__func__", found)
             if isinstance(function, FunctionType) and function.__module__ == module:
                 yield f"{name}.{member}", function
-
-
-def wrap(patch: Patch, owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by ``around(original, self, ...)``."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda self, *args, **kwargs: around(original, self, *args, **kwargs))
-
-
-def tolerate_missing_pins(patch: Patch) -> None:
-    """Let a pin be given back that was never taken."""
-
-    def unpin(original: Any, self: Catalog, rows: Iterable[int], tier: Tier) -> None:
-        original(self, [row for row in rows if self.pins(row, tier) > 0], tier)
-
-    wrap(patch, Catalog, "unpin", unpin)
-
-
-def forget_late(patch: Patch, kind: JobKind) -> None:
-    """Let jobs of a kind be settled as if nothing of them were late."""
-
-    def absorb(original: Any, self: Transfers, report: Any) -> Any:
-        known = {**self._records, **self._zombies}
-        for job_id in [job_id for job_id in report.released if job_id not in known or known[job_id].job.kind is kind]:
-            del report.released[job_id]
-        for job_id, result in report.results.items():
-            if known[job_id].job.kind is kind:
-                result.late, result.late_ranks = set(), 0
-        return original(self, report)
-
-    wrap(patch, Transfers, "absorb", absorb)

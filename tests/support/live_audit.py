@@ -8,7 +8,6 @@ Reads the insides of manager and catalog, and changes nothing. Everything fails 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,8 @@ def audit_files(segments_path: Path, segments: list[SegmentRecord], parts: int) 
         for record in segments
         for rank in range(parts)
     }
-    found = {str(file.relative_to(segments_path)): file.stat().st_size for file in _files(segments_path)}
+    files = [path for path in segments_path.rglob("*") if not path.is_dir()]
+    found = {str(file.relative_to(segments_path)): file.stat().st_size for file in files}
     assert found == expected, (
         f"on the drive only: {found.items() - expected.items()}, missing: {expected.keys() - found}"
     )
@@ -119,12 +119,6 @@ def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: 
     content = model.content(record.epoch, record.key[:-GROUP_BYTES], group_of(record.key), rank)
     payload = slot[HEADER_BYTES : HEADER_BYTES + found.payload_bytes]
     assert payload == content, f"{record}: the slot of rank {rank} holds wrong bytes"
-
-
-def _files(segments_path: Path) -> Iterator[Path]:
-    for path in sorted(segments_path.rglob("*")):
-        if not path.is_dir():
-            yield path
 
 
 assert FILE_EPOCH == 0, "the weights' number 0 is the files' epoch"

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from support.fake_requests import FakeRequest
 from support.live_engine import LiveEngine
 from support.live_model import PromptTree
 
@@ -25,7 +24,6 @@ class LoadShape:
     width: int = 6
     at_once: int = 6
     most_tokens: int = 60
-    most_outputs: int = 6
     aborts: float = 0.1
     forgets: float = 0.05
     resets: float = 0.0
@@ -83,15 +81,12 @@ class LiveLoad:
                 request.finishing = True
         self.finished += len(before - set(engine.requests))
 
-    def _add(self) -> FakeRequest:
+    def _add(self) -> None:
         rng = self._rng
         self._started += 1
-        request = self.engine.add(
-            f"s{self.seed}-{self._started}", self._tree.draw(rng), rng.randrange(self._shape.most_outputs + 1)
-        )
+        request = self.engine.add(f"s{self.seed}-{self._started}", self._tree.draw(rng), rng.randrange(7))
         if rng.random() < self._shape.aborts:
             self._doomed[request.id] = rng.randrange(12)
-        return request
 
     def _abort_doomed(self) -> None:
         for request in list(self.engine.queued):

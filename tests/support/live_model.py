@@ -23,8 +23,6 @@ from kvdisk.index.lmdb_index import map_bytes_for
 from support.fake_requests import FakeRequest
 
 HASH_TOKENS = 4
-FILE_WEIGHTS = 0
-"""Number of the weights as the files have them; any other is the epoch that came with them."""
 _LETTERS = "abcdefghijklmnopqrstuvwxy"
 PATIENT = {"lookup_wait_s": 600.0, "io_deadline_s": 600.0}
 """Settings with which nothing is given up because the machine is busy. What is given up in time has

@@ -88,14 +88,12 @@ class SimCopier(HostCopier):
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``HostCopier``."""
         now = slots._replace(indices=list(slots.indices))
-        copy = partial(self._copy, "gather", blocks, super().gather, group, list(blocks), now, after)
-        return self._begin("gather", copy, blocks)
+        return self._begin("gather", list(blocks), partial(super().gather, group, list(blocks), now, after))
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``HostCopier``."""
         now = slots._replace(indices=list(slots.indices))
-        copy = partial(self._copy, "scatter", blocks, super().scatter, group, now, list(blocks), after)
-        return self._begin("scatter", copy, blocks)
+        return self._begin("scatter", list(blocks), partial(super().scatter, group, now, list(blocks), after))
 
     def hold_model(self) -> None:
         """See ``HostCopier``: before the model goes on, every gather that was started has ended."""
@@ -116,29 +114,27 @@ class SimCopier(HostCopier):
         for kind in self._pending:
             self._end(kind, len(self._pending[kind]))
 
-    def _copy(
-        self, kind: str, blocks: Sequence[int], copy: Callable[..., Event], *args: object, **kwargs: object
-    ) -> None:
-        for block in blocks:
-            assert self._users[kind](block), f"a {kind} touches block {block}, and its job has been reported"
-        copy(*args, **kwargs)
-
-    def _begin(self, kind: str, copy: Callable[[], object], blocks: Sequence[int]) -> Event:
+    def _begin(self, kind: str, blocks: Sequence[int], copy: Callable[[], object]) -> Event:
         slow = self._world.weather.slow_copies
         if not self._pending[kind] and (not slow or self._world.rng.random() >= slow):
-            copy()
+            self._run(kind, blocks, copy)
             return Passed()
         event = _CopyEnd(lambda: self._end(kind, until=event))
-        self._pending[kind].append((copy, event, list(blocks)))
+        self._pending[kind].append((copy, event, blocks))
         return event
 
     def _end(self, kind: str, count: int = 1, until: _CopyEnd | None = None) -> None:
         pending = self._pending[kind]
         while pending and (count > 0 if until is None else not until.ended):
-            copy, event, _ = pending.popleft()
-            copy()
+            copy, event, blocks = pending.popleft()
+            self._run(kind, blocks, copy)
             event.ended = True
             count -= 1
+
+    def _run(self, kind: str, blocks: Sequence[int], copy: Callable[[], object]) -> None:
+        for block in blocks:
+            assert self._users[kind](block), f"a {kind} touches block {block}, and its job has been reported"
+        copy()
 
 
 class _SlowEvent:

@@ -16,7 +16,6 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvdisk.blocks import Tier, group_of, make_block_key
@@ -56,19 +55,9 @@ PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only",
 """The names, as often as they shall come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended. ``digest``: of every event, the same for the same seed. ``counts``: how
-    often what happened."""
-
-    seed: int
-    digest: str
-    counts: Counter[str]
-
-
 class Simulation(Life):
     """One run. ``on_event`` sees each event of the trace. ``straight``: processes move some sizes
-    of blocks straight between drive and GPU, and others not.
+    of blocks straight between drive and GPU, and others not. ``counts``: how often what happened.
     """
 
     budget_tokens = BUDGET_TOKENS
@@ -116,9 +105,11 @@ class Simulation(Life):
 
     # -- the run -------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
-        """Run to the end. Raises AssertionError, with the last events, and how to repeat it, in its
-        notes."""
+    def run(self) -> str:
+        """Run to the end; return the digest of every event, the same for the same seed.
+
+        Raises AssertionError, with the last events, and how to repeat it, in its notes.
+        """
         try:
             for _ in range(ACTIONS):
                 name = self._rng.choices(_NAMES, _WEIGHTS)[0]
@@ -135,7 +126,7 @@ class Simulation(Life):
             )
             error.add_note("The last events:\n" + "\n".join(self._tail))
             raise
-        return Outcome(self.seed, self._hash.hexdigest(), self.counts)
+        return self._hash.hexdigest()
 
     def _end(self) -> None:
         """Everything works, and every request ends: first while some batches still hang, then
@@ -339,7 +330,9 @@ def run_seeds(first: int, count: int, *, straight: bool = False) -> Counter[str]
     """Run so many seeds; return what happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
-        total.update(Simulation(seed, straight=straight).run().counts)
+        simulation = Simulation(seed, straight=straight)
+        simulation.run()
+        total.update(simulation.counts)
     return total
 
 
@@ -353,8 +346,9 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the trace says more
     for seed in range(options.seed, options.seed + options.count):
-        outcome = Simulation(seed, print if options.trace else None, straight=options.straight).run()
-        print(f"seed {seed}: {outcome.digest} {dict(sorted(outcome.counts.items()))}")
+        simulation = Simulation(seed, print if options.trace else None, straight=options.straight)
+        digest = simulation.run()
+        print(f"seed {seed}: {digest} {dict(sorted(simulation.counts.items()))}")
 
 
 if __name__ == "__main__":
