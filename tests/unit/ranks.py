@@ -9,6 +9,7 @@ import torch
 from support.addressed_device import AddressedDevice, CpuLanes
 from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
+from support.waits import WAIT_S
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -154,6 +155,11 @@ class Rank:
             self.released[job_id] = ranks
         self.stats.merge(report.stats)
         return self.results
+
+    def await_jobs(self, *job_ids: int) -> None:
+        """Wait until the mover's thread has ended these jobs."""
+        while not set(job_ids) <= set(self.poll()):
+            assert self.mover.wait_any(WAIT_S)
 
     def do(self, kind: JobKind, moves=(), **fields) -> dict[int, int]:
         """Run one job to its end; return its failed moves."""
