@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -305,12 +306,8 @@ def test_deletion_follows_no_symlink(store, tmp_path):
 
 def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
     left = leave(store, 40 * MIB)
-
-    def breaks_off(*_, **__):
-        raise OSError(errno.EIO, "Input/output error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", breaks_off)
+        patch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         assert not store.remove_home(left)
         home = acquire(store)
         assert home.fresh, "took over what could not be deleted"
