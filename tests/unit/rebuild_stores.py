@@ -143,6 +143,17 @@ def make_store(path: Path | Sequence[Path], segments: int = 4, *, clean: bool = 
     return expected
 
 
+def make_large_store(path: Path) -> None:
+    """Be an engine that ends with a block in each of ten segments, of 31 MiB in all."""
+    parts = start(path)
+    assert parts.home is not None and parts.index is not None
+    for segment in range(10):
+        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
+        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
+        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
+    end(parts)
+
+
 def stamp(path: Path | Sequence[Path], stored_s: Callable[[Slot], int], *, clean: bool = True) -> str:
     """Say when blocks were stored; return the id of the home."""
     parts = start(path)

@@ -24,6 +24,7 @@ from rebuild_stores import (
     hold,
     home_path,
     key_of,
+    make_large_store,
     make_segment,
     make_store,
     rows,
@@ -289,12 +290,7 @@ def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeyp
 
 
 def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
-    parts = start(path)
-    for segment in range(10):
-        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
-        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
-        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
-    end(parts)
+    make_large_store(path)
     small = 24 << 20
     assert allocated(path / "homes") > small
     parts = start(path, cap_bytes=small)
