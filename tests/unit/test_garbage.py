@@ -21,8 +21,8 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
-SLOTS, CHAIN = 4096, 16
-ALLOWED = 2000
+SLOTS, CHAIN = 1024, 16
+ALLOWED = 500
 """Of what is walked; of blocks there are more."""
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,13 +22,8 @@ from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, reco
 ONLY_WHEN_TOLD_S = 3600.0
 
 
-@contextmanager
-def opened(path: Path, map_bytes: int = 8 << 20, commit_s: float = ONLY_WHEN_TOLD_S) -> Iterator[LmdbIndex]:
-    index = LmdbIndex(path, map_bytes=map_bytes, commit_s=commit_s)
-    try:
-        yield index
-    finally:
-        index.close()
+def opened(path: Path, map_bytes: int = 8 << 20) -> closing[LmdbIndex]:
+    return closing(LmdbIndex(path, map_bytes=map_bytes, commit_s=ONLY_WHEN_TOLD_S))
 
 
 def fill(index: LmdbIndex, rng: random.Random, batch: int) -> None:

@@ -4,14 +4,13 @@ start."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli_stores import run
+from cli_stores import inspect_json
 from rebuild_stores import home_path, make_store, start
 from tier_bench import TierBench
 
@@ -132,5 +131,4 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
     orders = [[parts.manager._catalog.keys[row] for _, row in each._policy.proposals()] for each in parts.nvme._orders]
     assert [keys[1], keys[0]] in [order[-2:] for order in orders], "those that were used last leave last"
     parts.close()
-    found = json.loads(run("inspect", path, "--json").stdout)
-    assert found["reuse"]["blocks"] == [18, 1, 0, 1, 0, 0, 0, 0, 0]
+    assert inspect_json(path)["reuse"]["blocks"] == [18, 1, 0, 1, 0, 0, 0, 0, 0]
