@@ -45,11 +45,6 @@ from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.reader_process import IndexContent, read_indexes
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def _garbage(index: Path) -> None:
     (index / "data.mdb").write_bytes(random.Random(1).randbytes(50_000))
 
