@@ -8,8 +8,6 @@ import ast
 import json
 import re
 import shlex
-import subprocess
-import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,13 +15,14 @@ from pathlib import Path
 import demo_store
 import make_docs
 import pytest
+from typer.testing import CliRunner
 
+from kvdisk.cli.main import app
 from kvdisk.config import Config
 from kvdisk.stats import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 
 
 def prose() -> list[Path]:
@@ -136,20 +135,15 @@ def runnable() -> list[str]:
     return sorted({call.partition(" #")[0].strip() for call in found if " /nvme/kv" in call})
 
 
-def test_the_calls_of_the_quick_start_run(store):
+def test_the_calls_of_the_quick_start_run(store, monkeypatch):
+    monkeypatch.chdir(store.parent)
     calls = runnable()
     assert "inspect /nvme/kv" in calls and "inspect /nvme/kv --json" in calls
     prompt = demo_store.prompt_of(demo_store.branching_block())
     (store.parent / "tokens.json").write_text(json.dumps({"tokens": prompt}))
     for call in calls:
-        done = subprocess.run(
-            [str(COMMAND), *shlex.split(call.replace("/nvme/kv", str(store)))],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=store.parent,
-        )
-        assert (done.returncode, done.stderr) == (0, ""), call
+        done = CliRunner().invoke(app, shlex.split(call.replace("/nvme/kv", str(store))))
+        assert (done.exit_code, done.stderr) == (0, ""), call
         if call.startswith("why "):
             assert f"Verdict    {len(prompt) - 16:,} of {len(prompt):,} prompt tokens would hit" in done.stdout
         elif "--json" in call:
