@@ -166,15 +166,14 @@ class Rank:
         job_id = self.submit(kind, moves, **fields)
         return self.run()[job_id].failed
 
-    def stored(self, count: int, group: int = 0, segments: tuple[int, ...] = ()) -> list[Move]:
+    def stored(self, count: int, segments: tuple[int, ...] = ()) -> list[Move]:
         """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that
         load them.
 
         ``segments``: of each of them, where that is not the group's.
         """
-        moves = [move(block, group, block, nvme=block) for block in range(count)]
-        for at, segment in enumerate(segments):
-            moves[at] = moves[at]._replace(slots={Tier.NVME: Slot(segment, at)})
+        places = segments or [0] * count
+        moves = [move(block, 0, block, nvme=block, segment=places[block]) for block in range(count)]
         assert self.do(JobKind.STORE, moves) == {}
         self.erase()
         return moves
@@ -203,9 +202,12 @@ class Rank:
         return set(self.payload(group, block)) == {0xEE}
 
 
-def move(number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, **fields) -> Move:
-    """Block ``number`` of a group; ``nvme``: index in the group's segment."""
-    slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(group, nvme)}
+def move(
+    number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, segment: int = -1, **fields
+) -> Move:
+    """Block ``number`` of a group; ``nvme``: index in a segment, which is the group's unless
+    given."""
+    slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(segment if segment >= 0 else group, nvme)}
     slots = {tier: slot for tier, slot in slots.items() if slot is not None}
     return Move(make_block_key(number.to_bytes(32, "big"), group), fields.pop("generation", 7), block, slots, **fields)
 

@@ -9,7 +9,6 @@ import pytest
 from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
 from support.waits import WAIT_S
 
-from kvdisk.blocks import Tier
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
 
 SLOW = segment_of(0)._replace(segment=7)
@@ -27,9 +26,7 @@ def rank():
 
 def slow_move(number: int):
     """A move to the segment that takes long to make."""
-    plain = move(number, 0, number, nvme=number)
-    assert Tier.NVME in plain.slots
-    return plain._replace(slots={**plain.slots, Tier.NVME: plain.slots[Tier.NVME]._replace(segment=SLOW.segment)})
+    return move(number, 0, number, nvme=number, segment=SLOW.segment)
 
 
 def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):
