@@ -29,11 +29,8 @@ LAYER_BYTES = (2048, 1000)
 GROUPS = tuple(
     GroupGeometry(group, 16, count * size) for group, (count, size) in enumerate(zip(LAYERS, LAYER_BYTES, strict=True))
 )
+GEOMETRY = Geometry(GROUPS, 1, 16)
 FINGERPRINT = bytes(range(32))
-
-
-def geometry(rank_count: int = 1) -> Geometry:
-    return Geometry(GROUPS, rank_count, 16)
 
 
 def segment_of(group: int) -> SegmentSpec:
@@ -69,46 +66,43 @@ class NamedFiles:
 
 
 class Rank:
-    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless
-    given. ``direct``: what is staged goes through GPU staging, over CPU tensors, of as many slots.
+    """A mover that ``run`` turns, over random KV and a faulty device over bytes in RAM.
+
+    ``direct``: what is staged goes through GPU staging, over CPU tensors, of as many slots.
     """
 
     def __init__(
         self,
         *,
-        rank: int = 0,
-        rank_count: int = 1,
         cpu_slots: int = GPU_BLOCKS,
         staging_slots: int = 8,
-        device=None,
         files=None,
         copier=None,
-        part_bytes: int = 4 * max(geometry().slot_sizes),
         threaded: bool = False,
         home: HomeSpec | None = None,
         direct: bool = False,
     ) -> None:
-        shape = geometry(rank_count)
-        generator = torch.Generator().manual_seed(100 + rank)
+        sizes = GEOMETRY.slot_sizes
+        generator = torch.Generator().manual_seed(100)
         self.layers = [
             [torch.randint(0, 256, (GPU_BLOCKS, size), dtype=torch.uint8, generator=generator) for _ in range(count)]
             for count, size in zip(LAYERS, LAYER_BYTES, strict=True)
         ]
         self.now_s = 0.0
         self.memory = MemoryDevice()
-        self.device = device or FaultyDevice(self.memory)
+        self.device = FaultyDevice(self.memory)
         self.files = files or NamedFiles()
-        classes = len(shape.slot_sizes)
-        self.arena = Arena(shape.slot_sizes, [cpu_slots] * classes, pin=False) if cpu_slots else None
-        self.staging = Arena(shape.slot_sizes, [staging_slots] * classes, pin=False)
-        self.classes = shape.size_classes
+        classes = len(sizes)
+        self.arena = Arena(sizes, [cpu_slots] * classes, pin=False) if cpu_slots else None
+        self.staging = Arena(sizes, [staging_slots] * classes, pin=False)
+        self.classes = GEOMETRY.size_classes
         self.direct = None
         if direct:
             every = frozenset(range(classes))
-            self.direct = Direct(GpuStaging(shape.slot_sizes, [staging_slots] * classes, CpuLanes()), every, every)
+            self.direct = Direct(GpuStaging(sizes, [staging_slots] * classes, CpuLanes()), every, every)
         resources = Resources(
-            shape,
-            rank,
+            GEOMETRY,
+            0,
             self.arena,
             self.staging,
             copier or HostCopier([LayerBlocks(layers) for layers in self.layers]),
@@ -117,7 +111,7 @@ class Rank:
             self.direct,
         )
         self.mover = Mover(
-            resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=part_bytes, threaded=threaded
+            resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=4 * max(sizes), threaded=threaded
         )
         self.last_job = 0
         self.results: dict[int, JobResult] = {}

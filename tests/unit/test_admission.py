@@ -15,9 +15,9 @@ KEYS = keys_of(PROMPT)
 OTHER = make_block_key(b"z", 0)
 
 
-def request(name, prompt=PROMPT):
-    hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]
-    state = RequestState(name, hashes, len(prompt), GEOMETRY)
+def request(name):
+    hashes = [PROMPT[:end].encode() for end in range(2, len(PROMPT) + 1, 2)]
+    state = RequestState(name, hashes, len(PROMPT), GEOMETRY)
     state.update_keys()
     return state
 

@@ -25,9 +25,7 @@ def rank():
     made = Rank(direct=True, staging_slots=16)
     made.run()
     yield made
-    made.device.plan.hold = False
-    made.device.release()
-    made.mover.close()
+    made.close()
 
 
 def slot_on_drive(rank: Rank, group: int, index: int) -> memoryview:
