@@ -8,23 +8,21 @@ import ast
 import json
 import re
 import shlex
-import subprocess
-import sysconfig
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import demo_store
 import make_docs
 import pytest
+from typer.testing import CliRunner
 
+from kvdisk.cli.main import app
 from kvdisk.config import Config
 from kvdisk.stats import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 
 
 def prose() -> list[Path]:
@@ -51,9 +49,7 @@ def test_what_is_made_from_the_code_is_up_to_date(path):
 
 
 def test_every_setting_and_its_examples():
-    found = make_docs.settings()
-    assert [one.key for one in found] == [field.name for field in fields(Config)]
-    for one in found:
+    for one in make_docs.settings():
         assert one.examples, one.key
         for text in one.examples:
             values = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"} | {one.key: json.loads(text)}
@@ -62,20 +58,11 @@ def test_every_setting_and_its_examples():
             )
 
 
-def test_every_command_has_its_section_and_its_exit_codes():
-    text = (DOCS / "CLI.md").read_text()
-    found = [name for name, _ in make_docs.commands()]
-    assert found == re.findall(r"^## kvdisk (.*)$", text, re.MULTILINE)
-    assert {"inspect", "repair", "bench"} <= set(found)
-    for section in re.split(r"^## kvdisk ", text, flags=re.MULTILINE)[1:]:
-        assert f"\n$ kvdisk {section.partition(chr(10))[0]} " in section, "no output: run tools/make_pictures.py"
-        assert re.search(r"^\| exit code \| \|\n\|---\|---\|\n\| 0 \| ", section, re.MULTILINE), section.partition(
-            "\n"
-        )[0]
-        for name, command in make_docs.commands():
-            if section.startswith(f"{name}\n"):
-                names = [option for one in command.params if one.param_type_name == "option" for option in one.opts]
-                assert not [option for option in names if f"`{option}" not in section and f", {option}" not in section]
+def test_every_command_shows_what_it_prints_and_its_exit_codes():
+    for section in re.split(r"^## kvdisk ", (DOCS / "CLI.md").read_text(), flags=re.MULTILINE)[1:]:
+        name = section.partition("\n")[0]
+        assert f"\n$ kvdisk {name} " in section, "no output: run tools/make_pictures.py"
+        assert re.search(r"^\| exit code \| \|\n\|---\|---\|\n\| 0 \| ", section, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "output").glob("*.txt")), ids=lambda path: path.stem)
@@ -148,20 +135,15 @@ def runnable() -> list[str]:
     return sorted({call.partition(" #")[0].strip() for call in found if " /nvme/kv" in call})
 
 
-def test_the_calls_of_the_quick_start_run(store):
+def test_the_calls_of_the_quick_start_run(store, monkeypatch):
+    monkeypatch.chdir(store.parent)
     calls = runnable()
     assert "inspect /nvme/kv" in calls and "inspect /nvme/kv --json" in calls
     prompt = demo_store.prompt_of(demo_store.branching_block())
     (store.parent / "tokens.json").write_text(json.dumps({"tokens": prompt}))
     for call in calls:
-        done = subprocess.run(
-            [str(COMMAND), *shlex.split(call.replace("/nvme/kv", str(store)))],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=store.parent,
-        )
-        assert (done.returncode, done.stderr) == (0, ""), call
+        done = CliRunner().invoke(app, shlex.split(call.replace("/nvme/kv", str(store))))
+        assert (done.exit_code, done.stderr) == (0, ""), call
         if call.startswith("why "):
             assert f"Verdict    {len(prompt) - 16:,} of {len(prompt):,} prompt tokens would hit" in done.stdout
         elif "--json" in call:

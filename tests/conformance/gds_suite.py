@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,12 +137,9 @@ class TestGds(FilesConformance):
 
     def test_a_file_that_cufile_does_not_take_fails_its_transfers(self, monkeypatch) -> None:
         fd = self.open_file()
-
-        def refuse(path, flags):
-            raise RuntimeError("cuFile error at: GPUDirect Storage not supported on current file")
-
+        refused = RuntimeError("cuFile error at: GPUDirect Storage not supported on current file")
         with monkeypatch.context() as patch:
-            patch.setattr(self.device._kvikio, "CuFile", refuse)
+            patch.setattr(self.device._kvikio, "CuFile", Mock(side_effect=refused))
             self.device.attach_file(fd)
         assert self.run(Op.READ, Transfer(fd, 0, (self.memory(ALIGNMENT),))) == {0: errno.EIO}
 

@@ -8,7 +8,6 @@ import fcntl
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -17,20 +16,12 @@ from types import TracebackType
 from typing import Any
 
 from support.live_process import ProcessSettings, read_lines, start_process
+from support.waits import WAIT_S, until
 
 from kvdisk.device.control import LOCK_FILE
 from kvdisk.device.paths import allocated_bytes, take_lock, unlock
 
-WAIT_S = 600.0
-"""What takes so long hangs, on however busy a machine: even a process that has torch to import."""
 SEED = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 def held_bytes(store: Path) -> int:
@@ -77,7 +68,7 @@ class Child:
         return [pid for line in self.lines("serving") for pid in line["pids"]]
 
     def wait_serving(self) -> Child:
-        wait_for(lambda: self.lines("serving") or not self.process.is_alive(), "serving")
+        until(lambda: self.lines("serving") or not self.process.is_alive(), "serving")
         assert self.lines("serving"), self.text()
         return self
 
@@ -134,7 +125,7 @@ def _stop(pid: int, store: str) -> None:
     lock = take_lock(Path(store) / LOCK_FILE, fcntl.LOCK_EX, WAIT_S, "the store")
     _signal(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
-    wait_for(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "a stop")
+    until(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "a stop")
     unlock(lock)
 
 

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_children import SEED, Child, wait_for
+from live_children import SEED, Child
 from support.live_process import ProcessSettings
+from support.waits import until
 
 from kvdisk.device.listing import list_homes
 
@@ -28,7 +29,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(67, marks=pytest.mark.torture)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("one group", marks=pytest.mark.torture), *list(KINDS)[1:]])
 def test_killed_at_any_instant(kind: str, rounds: int, tmp_path: Path) -> None:
     """Of its start, its load and its end."""
     seed = SEED + 10_000 * (rounds > 3)
@@ -73,7 +74,7 @@ def test_a_worker_outlives_its_scheduler(tmp_path: Path) -> None:
     with Child(tmp_path, replace(settings, rank_processes=True)) as old:
         old.wait_serving()
         (home,) = [line["home"] for line in old.lines("serving")]
-        wait_for(lambda: old.count("demoted_blocks"), "blocks on NVMe")
+        until(lambda: old.count("demoted_blocks"), "blocks on NVMe")
         time.sleep(rng.random() * 0.3)
         stopped = old.stop_rank(rng.randrange(2))
         old.assert_killed()
@@ -81,13 +82,13 @@ def test_a_worker_outlives_its_scheduler(tmp_path: Path) -> None:
             new.wait_serving()
             assert new.lines("serving")[0]["home"] != home
             assert {one.id for one in list_homes(store) if one.alive} >= {home}, "the stopped rank still holds its home"
-            wait_for(lambda: new.count("loaded_blocks"), "blocks loaded")
+            until(lambda: new.count("loaded_blocks"), "blocks loaded")
             os.kill(stopped, signal.SIGCONT)
-            wait_for(lambda: "outlived its scheduler" in old.text(), "the old rank's end")
-            wait_for(lambda: home not in {one.id for one in list_homes(store) if one.alive}, "the home's release")
+            until(lambda: "outlived its scheduler" in old.text(), "the old rank's end")
+            until(lambda: home not in {one.id for one in list_homes(store) if one.alive}, "the home's release")
             assert "WRONG BYTES" not in old.text()
             seen = len(new.lines())
-            wait_for(lambda: len(new.lines()) > seen + 5, "half a second of the new engine")
+            until(lambda: len(new.lines()) > seen + 5, "half a second of the new engine")
             assert new.end()["blocks"] > 0
         with Child(tmp_path, replace(settings, seed=SEED + 2, requests=40, audit=True)) as last:
             last.end()

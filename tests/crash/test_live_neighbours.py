@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from live_children import wait_for
 from support.live_engine import LiveEngine
 from support.live_model import LiveModel
+from support.waits import until
 
 PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
 
@@ -21,7 +21,7 @@ def start(store: Path, model: LiveModel, *, blocks: int = 200, **config: object)
 
 def meets(engine: LiveEngine, others: int) -> None:
     """Wait until an engine has seen so many other homes."""
-    wait_for(lambda: len(engine.parts.neighbours._homes) == others, f"{others} homes that are seen")
+    until(lambda: len(engine.parts.neighbours._homes) == others, f"{others} homes that are seen")
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -57,7 +57,7 @@ def test_an_orphan_serves_until_it_is_taken_over(quick_path: Path) -> None:
     three = start(quick_path / "store", model)
     assert len(three.manager._catalog) > 20, "the third has taken over what the first left"
     home_id = three.parts.home.id
-    wait_for(lambda: list(two.parts.neighbours._homes) == [home_id], "its new id to be seen")
+    until(lambda: list(two.parts.neighbours._homes) == [home_id], "its new id to be seen")
     two.serve(PROMPTS[3:])
     assert two.manager.stats["promoted_blocks"] > promoted, "from its new owner's home"
     three.close()
@@ -85,7 +85,7 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
         two.manager._neighbours.absorb(two.now)
         return two.manager._neighbours.hints
 
-    wait_for(known, "an answer")
+    until(known, "an answer")
     for round_number in range(4):
         one.serve([f"{round_number}{number} entirely different words" for number in range(6)])
     assert one.manager.stats["evicted_blocks.nvme"] > 0

@@ -24,9 +24,9 @@ MODEL = LiveModel(ranks=RANKS, windowed=True, replicated=True)
 GROUPS = MODEL.geometry.groups
 
 
-def start(store: Path, *, model: LiveModel = MODEL, **config: object) -> LiveEngine:
+def start(store: Path, **config: object) -> LiveEngine:
     values = {"store_decode": True, "cpu_bytes": "1MiB"} | config
-    return LiveEngine(model.config(str(store), blocks=200, **values), model)
+    return LiveEngine(MODEL.config(str(store), blocks=200, **values), MODEL)
 
 
 def _files(store: Path) -> dict[int, list[str]]:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_children import SEED, WAIT_S, Child, SpaceWatch, wait_for
+from live_children import SEED, Child, SpaceWatch
 from support.live_process import ProcessSettings
+from support.waits import WAIT_S, until
 
 from kvdisk.cli.top import TopReader
 from kvdisk.cli.verify import verify_store
@@ -45,7 +46,7 @@ def check_figures(store: Path, child: Child) -> None:
     assert found.sums["transfer_bytes.cpu_to_nvme"][1] == drive.written_bytes
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(60.0, marks=pytest.mark.torture)])
 def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
     """Three engines under load; then one is killed, one stopped, and the third and a fourth go
     on."""
@@ -68,7 +69,7 @@ def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
                 assert child.process.is_alive(), child.text()
             changed += verify(store)
         pids = {child.pid for child in children}
-        wait_for(lambda: {engine.pid for engine in top.read().engines} == pids, "what each tells of itself")
+        until(lambda: {engine.pid for engine in top.read().engines} == pids, "what each tells of itself")
         for child in children:
             check_figures(store, child)
         children[0].assert_killed()
@@ -79,14 +80,14 @@ def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
         # The killed one's home is there for the next, who is an owner in its place.
         fourth = stack.enter_context(Child(tmp_path, replace(settings, seed=seed + 3, audit=True)).wait_serving())
         before = children[2].count("loaded_blocks")
-        wait_for(lambda: fourth.count("loaded_blocks") > 0, "blocks loaded by the fourth")
-        wait_for(lambda: children[2].count("loaded_blocks") > before, "blocks loaded by the third")
+        until(lambda: fourth.count("loaded_blocks") > 0, "blocks loaded by the fourth")
+        until(lambda: children[2].count("loaded_blocks") > before, "blocks loaded by the third")
         children[1].resume()
         end_s = time.monotonic() + seconds / 4
-        wait_for(lambda: time.monotonic() > end_s, "the end")
+        until(lambda: time.monotonic() > end_s, "the end")
         for child in (*children[1:], fourth):
             child.end()
-        wait_for(lambda: watch.samples > 10, "looks at the space")
+        until(lambda: watch.samples > 10, "looks at the space")
     excess = f"{watch.most_bytes} bytes at most, {watch.worst} more than the {owners} caps of {cap_bytes}"
     assert watch.worst <= 0, excess
     verify(store)

@@ -23,7 +23,8 @@ from support.live_rank import LocalRank
 
 from kvdisk.assembly import assemble_worker
 from kvdisk.device import paths
-from kvdisk.device.base import Buffer, Op, Outcome, Transfer
+from kvdisk.device.base import Op, Outcome, Transfer
+from kvdisk.device.batches import cut
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
@@ -68,13 +69,12 @@ class TurnedDevice(PosixDevice):
         return self._turns
 
     def _move(self, op: Op, transfer: Transfer, *, short: bool) -> int:
-        start = 0
-        for half in _halves(transfer.buffers):
-            super().submit(op, [Transfer(transfer.fd, transfer.offset + start, half)])
+        half_bytes = round_up(sum(buffer.nbytes for buffer in transfer.buffers) // 2, ALIGNMENT)
+        for (half,) in cut([(0, transfer)], half_bytes):
+            super().submit(op, [Transfer(half.fd, half.offset, tuple(half.buffers))])
             (outcome,) = super().drain()
             if outcome.errors:
                 return outcome.errors[0]
-            start += sum(buffer.nbytes for buffer in half)
             if op is Op.WRITE:
                 self._hook.after("write")
             if short:
@@ -90,22 +90,6 @@ class TurnedDevice(PosixDevice):
 
 SHORT = -1
 """In place of an errno: half of the transfer is moved, and then it fails."""
-
-
-def _halves(buffers: Sequence[Buffer]) -> list[tuple[Buffer, ...]]:
-    total = sum(buffer.nbytes for buffer in buffers)
-    if total < 2 * ALIGNMENT:
-        return [tuple(buffers)]
-    middle = round_up(total // 2, ALIGNMENT)
-    halves: list[list[Buffer]] = [[], []]
-    for buffer in buffers:
-        taken = max(0, min(buffer.nbytes, middle))
-        middle -= taken
-        if taken:
-            halves[0].append(buffer[:taken])
-        if taken < buffer.nbytes:
-            halves[1].append(buffer[taken:])
-    return [tuple(half) for half in halves]
 
 
 def turned_rank(hook: Hook) -> Callable[..., LocalRank]:

@@ -9,6 +9,7 @@ import torch
 from support.addressed_device import AddressedDevice, CpuLanes
 from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
+from support.waits import WAIT_S
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -28,11 +29,8 @@ LAYER_BYTES = (2048, 1000)
 GROUPS = tuple(
     GroupGeometry(group, 16, count * size) for group, (count, size) in enumerate(zip(LAYERS, LAYER_BYTES, strict=True))
 )
+GEOMETRY = Geometry(GROUPS, 1, 16)
 FINGERPRINT = bytes(range(32))
-
-
-def geometry(rank_count: int = 1) -> Geometry:
-    return Geometry(GROUPS, rank_count, 16)
 
 
 def segment_of(group: int) -> SegmentSpec:
@@ -68,46 +66,43 @@ class NamedFiles:
 
 
 class Rank:
-    """A mover that ``run`` turns, over random KV. ``device``: faulty, over bytes in RAM, unless
-    given. ``direct``: what is staged goes through GPU staging, over CPU tensors, of as many slots.
+    """A mover that ``run`` turns, over random KV and a faulty device over bytes in RAM.
+
+    ``direct``: what is staged goes through GPU staging, over CPU tensors, of as many slots.
     """
 
     def __init__(
         self,
         *,
-        rank: int = 0,
-        rank_count: int = 1,
         cpu_slots: int = GPU_BLOCKS,
         staging_slots: int = 8,
-        device=None,
         files=None,
         copier=None,
-        part_bytes: int = 4 * max(geometry().slot_sizes),
         threaded: bool = False,
         home: HomeSpec | None = None,
         direct: bool = False,
     ) -> None:
-        shape = geometry(rank_count)
-        generator = torch.Generator().manual_seed(100 + rank)
+        sizes = GEOMETRY.slot_sizes
+        generator = torch.Generator().manual_seed(100)
         self.layers = [
             [torch.randint(0, 256, (GPU_BLOCKS, size), dtype=torch.uint8, generator=generator) for _ in range(count)]
             for count, size in zip(LAYERS, LAYER_BYTES, strict=True)
         ]
         self.now_s = 0.0
         self.memory = MemoryDevice()
-        self.device = device or FaultyDevice(self.memory)
+        self.device = FaultyDevice(self.memory)
         self.files = files or NamedFiles()
-        classes = len(shape.slot_sizes)
-        self.arena = Arena(shape.slot_sizes, [cpu_slots] * classes, pin=False) if cpu_slots else None
-        self.staging = Arena(shape.slot_sizes, [staging_slots] * classes, pin=False)
-        self.classes = shape.size_classes
+        classes = len(sizes)
+        self.arena = Arena(sizes, [cpu_slots] * classes, pin=False) if cpu_slots else None
+        self.staging = Arena(sizes, [staging_slots] * classes, pin=False)
+        self.classes = GEOMETRY.size_classes
         self.direct = None
         if direct:
             every = frozenset(range(classes))
-            self.direct = Direct(GpuStaging(shape.slot_sizes, [staging_slots] * classes, CpuLanes()), every, every)
+            self.direct = Direct(GpuStaging(sizes, [staging_slots] * classes, CpuLanes()), every, every)
         resources = Resources(
-            shape,
-            rank,
+            GEOMETRY,
+            0,
             self.arena,
             self.staging,
             copier or HostCopier([LayerBlocks(layers) for layers in self.layers]),
@@ -116,7 +111,7 @@ class Rank:
             self.direct,
         )
         self.mover = Mover(
-            resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=part_bytes, threaded=threaded
+            resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=4 * max(sizes), threaded=threaded
         )
         self.last_job = 0
         self.results: dict[int, JobResult] = {}
@@ -155,20 +150,24 @@ class Rank:
         self.stats.merge(report.stats)
         return self.results
 
+    def await_jobs(self, *job_ids: int) -> None:
+        """Wait until the mover's thread has ended these jobs."""
+        while not set(job_ids) <= set(self.poll()):
+            assert self.mover.wait_any(WAIT_S)
+
     def do(self, kind: JobKind, moves=(), **fields) -> dict[int, int]:
         """Run one job to its end; return its failed moves."""
         job_id = self.submit(kind, moves, **fields)
         return self.run()[job_id].failed
 
-    def stored(self, count: int, group: int = 0, segments: tuple[int, ...] = ()) -> list[Move]:
+    def stored(self, count: int, segments: tuple[int, ...] = ()) -> list[Move]:
         """Store blocks 0.. to the same numbers on the drive, and erase them; return the moves that
         load them.
 
         ``segments``: of each of them, where that is not the group's.
         """
-        moves = [move(block, group, block, nvme=block) for block in range(count)]
-        for at, segment in enumerate(segments):
-            moves[at] = moves[at]._replace(slots={Tier.NVME: Slot(segment, at)})
+        places = segments or [0] * count
+        moves = [move(block, 0, block, nvme=block, segment=places[block]) for block in range(count)]
         assert self.do(JobKind.STORE, moves) == {}
         self.erase()
         return moves
@@ -197,9 +196,12 @@ class Rank:
         return set(self.payload(group, block)) == {0xEE}
 
 
-def move(number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, **fields) -> Move:
-    """Block ``number`` of a group; ``nvme``: index in the group's segment."""
-    slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(group, nvme)}
+def move(
+    number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, segment: int = -1, **fields
+) -> Move:
+    """Block ``number`` of a group; ``nvme``: index in a segment, which is the group's unless
+    given."""
+    slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(segment if segment >= 0 else group, nvme)}
     slots = {tier: slot for tier, slot in slots.items() if slot is not None}
     return Move(make_block_key(number.to_bytes(32, "big"), group), fields.pop("generation", 7), block, slots, **fields)
 

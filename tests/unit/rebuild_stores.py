@@ -86,16 +86,15 @@ def key_of(number: int, group: int = 0) -> BlockKey:
 
 def write_block(
     home: Home, slot: Slot, key: BlockKey, generation: int, *, parent: BlockKey | None = None, epoch: int = 0,
-    ranks: Sequence[int] = range(RANKS), fingerprint: bytes = MINE, drive: int = 0, payload_bytes: int | None = None,
+    ranks: Sequence[int] = range(RANKS), drive: int = 0,
 ) -> None:  # fmt: skip
     """Put a sealed block into a slot of a segment that exists, on these ranks."""
     group = GEOMETRY.groups[int.from_bytes(key[-2:], "big")]
-    size = payload_bytes or group.payload_bytes
     for rank in ranks:
         memory = mmap.mmap(-1, group.slot_bytes)
         with memoryview(memory) as view:
             view[HEADER_BYTES : HEADER_BYTES + len(key)] = key
-            identity = SlotIdentity(Namespace(fingerprint, epoch), key, generation, size, rank, RANKS)
+            identity = SlotIdentity(Namespace(MINE, epoch), key, generation, group.payload_bytes, rank, RANKS)
             seal_slot(view, identity, parent, CHECKSUM_KINDS[slot.index % 2])  # whoever wrote it
             with file_of(home, slot.segment, rank, drive).open("r+b") as file:
                 file.seek(slot_offset(group.slot_bytes, slot.index))
@@ -113,14 +112,14 @@ def make_segment(home: Home, segment: int, group: int = 0, *, drive: int = 0, sl
     return SegmentRecord(segment, size, slots, drive)
 
 
-def fill(home: Home, index: LmdbIndex, segments: int = 4, *, used: int = 5, drives: int = 1) -> None:
+def fill(home: Home, index: LmdbIndex, segments: int = 4, *, drives: int = 1) -> None:
     """Make segments of each group in turn, each with a chain of blocks; the drives take turns."""
     generation = 1_700_000_000_000_000_000
     for segment in range(segments):
         group, drive = segment % 2, segment // 2 % drives
         index.put_segment(make_segment(home, segment, group, drive=drive))
         parent = None
-        for slot in range(used):
+        for slot in range(5):
             generation += 1
             key = key_of(100 * segment + slot, group)
             where = Slot(segment, slot)
@@ -141,6 +140,17 @@ def make_store(path: Path | Sequence[Path], segments: int = 4, *, clean: bool = 
     if not clean:  # the look made it clean
         end(start(path), clean=False)
     return expected
+
+
+def make_large_store(path: Path) -> None:
+    """Be an engine that ends with a block in each of ten segments, of 31 MiB in all."""
+    parts = start(path)
+    assert parts.home is not None and parts.index is not None
+    for segment in range(10):
+        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
+        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
+        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
+    end(parts)
 
 
 def stamp(path: Path | Sequence[Path], stored_s: Callable[[Slot], int], *, clean: bool = True) -> str:

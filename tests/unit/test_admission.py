@@ -2,22 +2,22 @@
 from __future__ import annotations
 
 import pytest
-from tier_bench import GEOMETRY, TierBench
+from tier_bench import GEOMETRY, TierBench, keys_of
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import make_block_key
 from kvdisk.errors import ConfigError
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, Demand, make_admission
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import ReuseHistory
 
 PROMPT = "aabbccx"
-KEYS = [make_block_key(PROMPT[:end].encode(), 0) for end in (2, 4, 6)]
+KEYS = keys_of(PROMPT)
 OTHER = make_block_key(b"z", 0)
 
 
-def request(name, prompt=PROMPT):
-    hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]
-    state = RequestState(name, hashes, len(prompt), GEOMETRY)
+def request(name):
+    hashes = [PROMPT[:end].encode() for end in range(2, len(PROMPT) + 1, 2)]
+    state = RequestState(name, hashes, len(PROMPT), GEOMETRY)
     state.update_keys()
     return state
 
@@ -61,7 +61,7 @@ def test_what_was_refused_is_remembered_as_used(admission):
     bench.serve(PROMPT)
     assert bench.stats["refused_blocks.reuse"] == 3 and not len(bench.catalog)
     bench.serve(PROMPT, cold=True)
-    assert [bench.catalog.state(bench.catalog.find(key), Tier.NVME) for key in KEYS] == [2] * 3
+    assert bench.held(PROMPT) == [True] * 3
     assert [bench.manager._history.known(key)[0] for key in KEYS] == [2] * 3
 
 
@@ -70,7 +70,7 @@ def test_one_that_waits_is_read_ahead_for_loads_and_computes_counts_once():
     bench.idle()
     bench.serve(PROMPT)
     bench.engine.pool.forget_all()
-    bench.parts.cpu.discard(*(bench.catalog.find(key) for key in reversed(KEYS)))
+    bench.parts.cpu.discard(*bench.rows(PROMPT)[::-1])
     first = bench.engine.add("first", "z", 9)
     bench.step()
     bench.add(PROMPT + "ddeex")

@@ -8,7 +8,7 @@ import pytest
 from support.manager_parts import DAY_S
 from tier_bench import GEOMETRY, TierBench
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import Tier
 
 BLOCK_BYTES = GEOMETRY.slot_sizes[0]
 FIRST, OTHERS = "aabbx", ("ccddx", "eeffx", "gghhx", "iijjx")
@@ -20,11 +20,6 @@ class Served(TierBench):
     def __init__(self, admission: str = "reuse(2)", bytes_per_day: int | None = None) -> None:
         super().__init__((4,), (8,), nvme_admission=admission, nvme_write_bytes_per_day=bytes_per_day)
         self.idle()
-
-    def held(self, text: str, tier: Tier = Tier.NVME) -> list[bool]:
-        """Return which of a prompt's two blocks a tier has."""
-        rows = [self.catalog.find(make_block_key(text[:end].encode(), 0)) for end in (2, 4)]
-        return [row >= 0 and self.catalog.readable(row, tier) for row in rows]
 
 
 def test_it_is_asked_once_more_before_it_leaves(monkeypatch):

@@ -5,20 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
+
+from support.waits import WAIT_S, until
 
 from kvdisk import background
 from kvdisk.background import Background
 from kvdisk.errors import ConfigError
-
-WAIT_S = 600.0
-
-
-def wait_for(condition) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def test_functions_are_called_at_once_at_their_intervals_and_at_the_end(monkeypatch, caplog):
@@ -36,7 +28,7 @@ def test_functions_are_called_at_once_at_their_intervals_and_at_the_end(monkeypa
     with caplog.at_level(logging.ERROR, logger="kvdisk"):
         jobs = [(0.01, fails), (0.01, breaks), (0.01, lambda: often.append(1)), (600, lambda: rarely.append(1))]
         thread = Background(jobs, [lambda: rarely.append(2)])
-        wait_for(lambda: len(failed) >= 3 and len(often) >= 3)
+        until(lambda: len(failed) >= 3 and len(often) >= 3)
         assert len(rarely) == 1
         thread.close()
     assert not thread._thread.is_alive(), "nothing is called any more"

@@ -7,9 +7,8 @@ import errno
 import os
 from pathlib import Path
 
-import pytest
-
 from kvdisk.device import paths
+from kvdisk.device.control import home_ids
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
@@ -57,17 +56,12 @@ class Engine:
         return self.home.id
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "store"
-
-
 def allocated(path: Path) -> int:
     return sum(paths.allocated_bytes(home) for home in (path / "homes").iterdir())
 
 
 def ids(path: Path) -> set[str]:
-    return {home.name for home in (path / "homes").iterdir()}
+    return set(home_ids(path))
 
 
 def test_three_engines_of_two_namespaces_fill_the_store_to_the_cap_and_no_further(path):

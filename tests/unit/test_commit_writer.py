@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import errno
-import time
 
 import pytest
+from support.waits import WAIT_S, until
 
 from kvdisk.errors import DeviceError
 from kvdisk.index.base import IndexState, Progress
@@ -12,7 +12,6 @@ from kvdisk.index.commit_writer import CommitWriter, Operation
 from kvdisk.index.records import Table
 
 ONLY_WHEN_TOLD_S = 3600.0
-WAIT_S = 60.0
 
 
 class FakeTables:
@@ -62,13 +61,6 @@ def segment(key: bytes, value: bytes = b"value") -> Operation:
 
 def has_puts(operations) -> bool:
     return any(operation.droppable for operation in operations)
-
-
-def until(condition) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.001)
 
 
 def test_failed_puts_are_dropped_with_what_they_were_to_replace_and_the_rest_is_committed(writer, tables):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from logging.handlers import BufferingHandler
 
 import pytest
 
@@ -12,13 +13,12 @@ from kvdisk.connector.plugin import join_log
 ROOT, OURS, THEIRS = (logging.getLogger(name) for name in (None, "kvdisk", "vllm"))
 
 
-class Shown(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
+def shown() -> BufferingHandler:
+    return BufferingHandler(1000)
 
-    def emit(self, record):
-        self.lines.append(record.getMessage())
+
+def lines(handler: BufferingHandler) -> list[str]:
+    return [record.getMessage() for record in handler.buffer]
 
 
 @pytest.fixture
@@ -38,21 +38,21 @@ def set_up(monkeypatch):
 
 
 def test_lines_go_where_those_of_vllm_go_once_each(set_up):
-    shown = Shown()
-    set_up(theirs=[shown])
+    theirs = shown()
+    set_up(theirs=[theirs])
     for _ in range(2):
         join_log()
     OURS.info("chosen")
     OURS.getChild("device").info("deeper")
     OURS.debug("hidden")
-    assert shown.lines == ["chosen", "deeper"]
+    assert lines(theirs) == ["chosen", "deeper"]
 
 
 @pytest.mark.parametrize("whose", ["root", "ours", None])
 def test_what_somebody_has_set_up_stays_and_so_does_an_engine_without_a_log(set_up, whose):
-    shown, other = Shown(), Shown()
-    set_up(**({whose: [other], "theirs": [shown]} if whose else {}))
+    theirs, other = shown(), shown()
+    set_up(**({whose: [other], "theirs": [theirs]} if whose else {}))
     join_log()
     OURS.warning("theirs to show")
-    assert (shown.lines, other.lines) == ([], ["theirs to show"] if whose else [])
+    assert (lines(theirs), lines(other)) == ([], ["theirs to show"] if whose else [])
     assert OURS.level == logging.NOTSET and (whose or not OURS.hasHandlers())

@@ -10,7 +10,6 @@ import errno
 import pytest
 from ranks import CpuLanes, Rank, move, segment_of
 
-from kvdisk.blocks import Slot, Tier
 from kvdisk.device.base import Op
 from kvdisk.device.header import MULTILINEAR, XXH3_128, read_header
 from kvdisk.geometry import slot_offset
@@ -26,9 +25,7 @@ def rank():
     made = Rank(direct=True, staging_slots=16)
     made.run()
     yield made
-    made.device.plan.hold = False
-    made.device.release()
-    made.mover.close()
+    made.close()
 
 
 def slot_on_drive(rank: Rank, group: int, index: int) -> memoryview:
@@ -65,7 +62,7 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
 
 def test_what_the_drive_fails_goes_through_host_memory_from_then_on(rank):
     moves, before = store(rank)
-    elsewhere = moves[0]._replace(slots={Tier.NVME: Slot(7, 0)})
+    elsewhere = move(0, 0, 0, nvme=0, segment=7)
     together_and_alone = range(rank.device._transfers + 1, rank.device._transfers + 4)
     rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
     assert rank.do(JobKind.LOAD, moves[:2]) == {}, "read again"

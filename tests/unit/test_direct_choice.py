@@ -61,9 +61,9 @@ def choose(tmp_path, monkeypatch):
     stagings = []
     monkeypatch.setattr(probe, "GIVE_UP_S", 600.0)  # no drive is silent, however long the machine takes
 
-    def choice(device, *, path=tmp_path, always=False):
+    def choice(device, *, always=False):
         monkeypatch.setattr(directs, "time", SimpleNamespace(monotonic=lambda: device.now_s))
-        found = choose_direct(path, SIZES, (4, 4), CpuLanes(), lambda: device, always=always, file_bytes=FILE_BYTES)
+        found = choose_direct(tmp_path, SIZES, (4, 4), CpuLanes(), lambda: device, always=always, file_bytes=FILE_BYTES)
         stagings.extend([found.direct.staging] if found.direct else [])
         return found
 

@@ -7,24 +7,18 @@ import threading
 
 import pytest
 from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
+from support.waits import WAIT_S
 
-from kvdisk.blocks import Tier
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
 
-WAIT_S = 600.0
 SLOW = segment_of(0)._replace(segment=7)
-
-
-def await_jobs(rank: Rank, *job_ids: int) -> None:
-    while not set(job_ids) <= set(rank.poll()):
-        assert rank.mover.wait_any(WAIT_S)
 
 
 @pytest.fixture
 def rank():
     made = Rank(threaded=True)
     made.files.slow[7] = threading.Event()
-    await_jobs(made, *made.opening)
+    made.await_jobs(*made.opening)
     yield made
     made.files.slow[7].set()
     made.mover.close()
@@ -32,9 +26,7 @@ def rank():
 
 def slow_move(number: int):
     """A move to the segment that takes long to make."""
-    plain = move(number, 0, number, nvme=number)
-    assert Tier.NVME in plain.slots
-    return plain._replace(slots={**plain.slots, Tier.NVME: plain.slots[Tier.NVME]._replace(segment=SLOW.segment)})
+    return move(number, 0, number, nvme=number, segment=SLOW.segment)
 
 
 def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):
@@ -42,12 +34,12 @@ def test_transfers_go_on_while_a_segment_is_made_and_its_own_wait(rank):
     waits = rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1), slow_move(2)])
     beside = rank.submit(JobKind.STORE, [move(3, 0, 3, nvme=3)])
     from_cpu = rank.submit(JobKind.STORE, [move(4, 0, 4, rank.cpu(0, 4))])
-    await_jobs(rank, beside, from_cpu)
+    rank.await_jobs(beside, from_cpu)
     assert rank.submit(JobKind.LOAD, [move(3, 0, 5, nvme=3)]) not in rank.results
-    await_jobs(rank, rank.last_job)
+    rank.await_jobs(rank.last_job)
     assert not {make, waits} & set(rank.results)
     rank.files.slow[7].set()
-    await_jobs(rank, make, waits)
+    rank.await_jobs(make, waits)
     assert all(result.failed == {} for result in rank.results.values())
 
 
@@ -57,11 +49,11 @@ def test_a_job_that_waits_for_a_segment_is_given_up_in_time(rank):
     rank.now_s = 5.0
     later = rank.submit(JobKind.STORE, [slow_move(3)])
     rank.now_s = 11.0
-    await_jobs(rank, waits)
+    rank.await_jobs(waits)
     assert rank.results[waits].failed == {0: Reason.DEADLINE}
     assert rank.results[waits].late == set() and later not in rank.results
     rank.files.slow[7].set()
-    await_jobs(rank, later)
+    rank.await_jobs(later)
     assert rank.results[later].failed == {}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.fake_pool import FakePool
 
-from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
+from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
@@ -19,10 +19,11 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
+from kvdisk.testing.index_conformance import key_of
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
-SLOTS, CHAIN = 4096, 16
-ALLOWED = 2000
+SLOTS, CHAIN = 1024, 16
+ALLOWED = 500
 """Of what is walked; of blocks there are more."""
 
 
@@ -40,10 +41,6 @@ def make_tier(eviction: str, index: MemoryIndex) -> tuple[Parts, NvmeSpace]:
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
     return parts, NvmeSpace(parts, NvmeLayout(0, (SLOTS,), (1 << 62,)), index, AdmissionPolicy())
-
-
-def key_of(number: int) -> BlockKey:
-    return make_block_key(number.to_bytes(32, "big"), 0)
 
 
 def parent_of(number: int) -> BlockKey | None:

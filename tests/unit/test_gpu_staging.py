@@ -14,7 +14,7 @@ from kvdisk.geometry import HEADER_BYTES, round_up
 from kvdisk.worker.gpu_staging import PayloadSums
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     payload_bytes=st.one_of(st.integers(0, 3 * 4096), st.sampled_from([4096, 8192])),
     count=st.integers(1, 5),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -108,7 +108,6 @@ def decoded(blocks: list[bytes]) -> Blocks:
     return decode_headers(memoryview(bytearray(b"".join(blocks))), len(blocks), SHAPE, FILE)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(blocks_of_bytes, min_size=1, max_size=6), st.data())
 def test_many_headers_say_what_each_says_and_ranks_agree_where_they_say_the_same(blocks, data):
     others = [data.draw(st.one_of(st.just(block), st.just(block), blocks_of_bytes)) for block in blocks]
@@ -129,7 +128,6 @@ told_blocks = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(told_blocks, max_size=30, unique_by=lambda told: told.index), st.sampled_from([3, 1_700_000_000]))
 def test_of_each_name_the_newest_becomes_a_record(told, now_s):
     """In the order of their names; a block is not older than the parent that it followed."""

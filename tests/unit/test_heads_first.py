@@ -5,14 +5,13 @@ prompt."""
 from __future__ import annotations
 
 import pytest
-from tier_bench import TierBench
+from tier_bench import GEOMETRY, TierBench
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import DOOMED, READY
+from kvdisk.manager.catalog import DOOMED
 from kvdisk.messages import Reason
 
-ONE = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 SAME_SIZE = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)
 TWO_SIZES = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 8192)), 1, 2)
 PROMPT = "abcdefghijklmnopqrstuvwxyz"
@@ -21,7 +20,7 @@ PROMPT = "abcdefghijklmnopqrstuvwxyz"
 @pytest.mark.parametrize("step_tokens", [26, 8, 2])
 @pytest.mark.parametrize(
     ("geometry", "slots", "blocks"),
-    [(ONE, (8,), 8), (SAME_SIZE, (8,), 4), (TWO_SIZES, (10, 4), 4), (TWO_SIZES, (4, 10), 4)],
+    [(GEOMETRY, (8,), 8), (SAME_SIZE, (8,), 4), (TWO_SIZES, (10, 4), 4), (TWO_SIZES, (4, 10), 4)],
 )
 def test_a_prompt_longer_than_the_tier_fills_it_with_its_head_in_all_groups(geometry, slots, blocks, step_tokens):
     bench = TierBench(slots, geometry=geometry, gpu_blocks=200, min_load_tokens=0)
@@ -50,13 +49,12 @@ def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     """It is refused alone; what lies behind it is stored all the same."""
     bench = TierBench((20,))
     bench.serve("aabb")
-    row = bench.catalog.find(make_block_key(b"aabb", 0))
+    row = bench.rows("aabb")[1]
     bench.catalog.pin((row,), Tier.CPU)  # as a late move does
     bench.parts.cpu.discard(row)
     bench.serve("aabbccdd", cold=True)
-    states = bench.catalog.columns(Tier.CPU).states
-    stored = [bench.catalog.find(make_block_key("aabbccdd"[:end].encode(), 0)) for end in (2, 6, 8)]
-    assert all(states[one] == READY for one in stored) and states[row] == DOOMED
+    assert bench.held("aabbccdd", Tier.CPU) == [True, False, True, True]
+    assert bench.catalog.state(row, Tier.CPU) == DOOMED
     bench.parts.cpu.unpin((row,))
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,19 +30,10 @@ CAP = 64 * MIB
 GEOMETRY = {"geometry": {"blocks": [1, 2]}, "model": "m"}
 
 
-class Clock:
-    """Seconds that pass when told."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.5
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    """Seconds that pass when told."""
+    return Mock(return_value=1_000_000.5)
 
 
 @pytest.fixture
@@ -95,13 +87,13 @@ def test_a_new_home_is_not_clean_until_closed_and_is_taken_over_under_a_new_id(s
         "drives": [{"store_id": json.loads((store.path / "STORE").read_text())["store_id"], "folder": ""}],
     }
     put(home, MIB)
-    clock.now += 60
+    clock.return_value += 60
     home.close(clean=True)
     home.close(clean=False)
     home.mark_used()
     (summary,) = list_homes(store.path)
     assert (summary.alive, summary.record.clean, summary.record.last_use_s) == (False, True, 1_000_060)
-    clock.now += 40
+    clock.return_value += 40
     renamed = GEOMETRY | {"model": "the same under another name"}
     after = Store.open(store.path, boot_id="boot-2", clock=clock).acquire_home(MINE, renamed, 2 * CAP)
     assert not after.fresh and after.id != home.id
@@ -304,12 +296,8 @@ def test_deletion_follows_no_symlink(store, tmp_path):
 
 def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
     left = leave(store, 40 * MIB)
-
-    def breaks_off(*_, **__):
-        raise OSError(errno.EIO, "Input/output error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", breaks_off)
+        patch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         assert not store.remove_home(left)
         home = acquire(store)
         assert home.fresh, "took over what could not be deleted"

@@ -8,13 +8,14 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
+
+from support.waits import WAIT_S
 
 from kvdisk.blocks import Slot, make_block_key
 from kvdisk.index import lmdb_tables
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
-
-WAIT_S = 600.0
 
 
 class Churned:
@@ -75,10 +76,7 @@ def test_the_file_grows_with_the_records(tmp_path):
 
 
 def test_a_drive_without_room_for_what_is_planned_is_written_all_the_same(tmp_path, monkeypatch):
-    def fails(*arguments):
-        raise OSError(errno.ENOSPC, "no")
-
-    monkeypatch.setattr(os, "pwrite", fails)
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "no")))
     churned = Churned(tmp_path / "index", 500)
     assert len(list(churned.index.blocks())) == 500
     churned.index.close()

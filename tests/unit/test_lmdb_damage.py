@@ -11,8 +11,10 @@ import signal
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvdisk.errors import CorruptRecord
@@ -116,10 +118,20 @@ def _cut_to_nothing(path: Path) -> None:
     os.truncate(path / "data.mdb", 0)
 
 
-@pytest.mark.parametrize("damage", [_cut_to_nothing, _damage_free_list])
-def test_damage_that_ends_the_child_in_an_exception_is_damage(tmp_path, damage):
+def _cut_to_half(path: Path) -> None:
+    with closing(lmdb.Environment(str(path), readonly=True, lib_version=0)) as environment:
+        used_bytes = environment.info()["last_pgno"] * environment.stat()["psize"]
+    os.truncate(path / "data.mdb", used_bytes // 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "killed"), [(_cut_to_nothing, True), (_damage_free_list, True), (_cut_to_half, False)]
+)
+def test_damage_that_raises_is_damage(tmp_path, damage, killed):
+    """Whether or not its owner's death makes a child look at it first."""
     _write(tmp_path / "index")
-    assert _own(tmp_path / "index", "killed")[0] == -signal.SIGKILL
+    if killed:
+        assert _own(tmp_path / "index", "killed")[0] == -signal.SIGKILL
     damage(tmp_path / "index")
     code, said = _own(tmp_path / "index")
     assert code == 1

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import lmdb
 import pytest
+from support.waits import WAIT_S, until
 
 from kvdisk.errors import CorruptRecord, StoreLocked
 from kvdisk.index.base import IndexState, SegmentRecord
@@ -21,24 +19,11 @@ from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
 
-WAIT_S = 600.0
 ONLY_WHEN_TOLD_S = 3600.0
 
 
-@contextmanager
-def opened(path: Path, map_bytes: int = 8 << 20, commit_s: float = ONLY_WHEN_TOLD_S) -> Iterator[LmdbIndex]:
-    index = LmdbIndex(path, map_bytes=map_bytes, commit_s=commit_s)
-    try:
-        yield index
-    finally:
-        index.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.001)
+def opened(path: Path, map_bytes: int = 8 << 20) -> closing[LmdbIndex]:
+    return closing(LmdbIndex(path, map_bytes=map_bytes, commit_s=ONLY_WHEN_TOLD_S))
 
 
 def fill(index: LmdbIndex, rng: random.Random, batch: int) -> None:
@@ -47,13 +32,6 @@ def fill(index: LmdbIndex, rng: random.Random, batch: int) -> None:
     while index.poll().dropped_puts == dropped_puts:
         put_all(index, [record_of(rng.randrange(2**200)) for _ in range(batch)])
         assert index.flush(WAIT_S)
-
-
-def write_records(path: Path, count: int) -> None:
-    records = [record_of(number) for number in range(count)]
-    with opened(path) as index:
-        put_all(index, records)
-        index.put_segment(SegmentRecord(1, 8192, 4))
 
 
 @pytest.mark.parametrize(("order", "batch", "deletions"), [("shuffled", 40, 1000), ("sorted", 1, 3)])
@@ -116,27 +94,12 @@ def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_pat
         assert sorted(found_blocks(index)) == left
 
 
-class _Failing:
-    """An environment of which one method raises, until it is replaced."""
-
-    def __init__(self, environment: Any, method: str, error: Exception) -> None:
-        self._environment = environment
-        self._method = method
-        self._error = error
-
-    def __getattr__(self, name: str) -> Any:
-        return self._raise if name == self._method else getattr(self._environment, name)
-
-    def _raise(self, *args: object, **kwargs: object) -> None:
-        raise self._error
-
-
 def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None:
     with opened(tmp_path / "index") as index:
         put_all(index, [record_of(1)])
         assert index.flush(WAIT_S)
-        tables = index._tables
-        tables._environment = _Failing(tables._environment, "begin", lmdb.PanicError("meta block"))  # type: ignore[assignment]
+        panicked = index._tables._environment = Mock(wraps=index._tables._environment)
+        panicked.begin.side_effect = lmdb.PanicError("meta block")
         put_all(index, [record_of(2)])
         index.delete([(0, key_of(1))])
         put_all(index, [record_of(3)])
@@ -157,26 +120,10 @@ def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
         assert list(index.blocks()) == [record_of(1)]
 
 
-def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
-    write_records(tmp_path / "index", 3000)
-    data_file = tmp_path / "index" / "data.mdb"
-    with closing(lmdb.Environment(str(data_file.parent), readonly=True, lib_version=0)) as environment:
-        used_bytes = environment.info()["last_pgno"] * environment.stat()["psize"]
-    os.truncate(data_file, used_bytes // 2)
-    program = (  # in a process of its own, because a failure is the end of it
-        "import sys; from kvdisk.index.lmdb_index import LmdbIndex\n"
-        "index = LmdbIndex(sys.argv[1], map_bytes=1 << 23)\n"
-        "list(index.blocks())"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "index")]
-    outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    assert outcome.returncode == 1
-    assert "CorruptRecord" in outcome.stderr
-
-
 @pytest.mark.parametrize("table", ["blocks", "segments"])
 def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) -> None:
-    write_records(tmp_path, 3)
+    with opened(tmp_path) as index:
+        put_all(index, [record_of(1)])
     with lmdb.open(str(tmp_path), max_dbs=2, lib_version=0) as environment, environment.begin(write=True) as txn:
         txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
     with opened(tmp_path) as index, pytest.raises(CorruptRecord):

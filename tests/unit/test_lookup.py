@@ -149,7 +149,3 @@ def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span,
         with mock.patch.object(lookup, "_SPAN", span), mock.patch.object(catalogs, "_FEW", few):
             found = lookups.hits(*places, changes)
         assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))
-        for key in (key for group_keys in all_keys for key in group_keys):
-            presence, is_readable = catalog.presences([key])[0], catalog.readable_tier(catalog.find(key)) is not None
-            assert is_readable == (presence == CopyState.READY) == _is_there(catalog, key, (), coming=False)
-            assert (presence != CopyState.ABSENT) == _is_there(catalog, key, (), coming=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
-from kvdisk.blocks import JobId, Slot, Tier
+from kvdisk.blocks import JobId, Slot
 from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
 from kvdisk.messages import Job, JobKind, Plan
@@ -130,7 +130,7 @@ def test_loads_of_requests_that_arrived_earlier_go_first(rank):
 def test_a_job_is_cut_into_parts_by_drive_in_the_order_of_its_slots_and_drives_take_turns():
     drives = {4: 0, 7: 1, 8: 1}
     slots = [Slot(segment, index) for segment in (7, 4) for index in (1, 0, 3, 2, 4)] + [Slot(9, 0), Slot(8, 1)]
-    moves = tuple(move(at, 0, at, nvme=0)._replace(slots={Tier.NVME: slot}) for at, slot in enumerate(slots))
+    moves = tuple(move(at, 0, at, nvme=slot.index, segment=slot.segment) for at, slot in enumerate(slots))
     files = {segment: OpenFile(100, segment_of(0).slot_bytes, 8, drive) for segment, drive in drives.items()}
     rank = Rank()
     work = Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)

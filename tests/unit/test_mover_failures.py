@@ -7,11 +7,10 @@ import threading
 
 import pytest
 from ranks import GPU_BLOCKS, Rank, move, segment_of
+from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.copier import HostCopier
-
-WAIT_S = 600.0
 
 
 def test_void_reaches_a_result_that_nobody_has_polled_for(rank):

@@ -50,9 +50,8 @@ def test_late_reads_are_bounded_and_then_nothing_starts_on_their_drive(rank, kep
     assert rank.stats["late_moves"] == rank.stats["deadline_misses"] == MOST_LATE
     rank.device.plan.hang = set()
     refused = rank.submit(JobKind.LOAD, kept[MOST_LATE:])
-    bad, good = (move(50 + drive, 0, drive, nvme=GPU_BLOCKS - 1) for drive in (BAD, GOOD))
-    slot = next(iter(bad.slots.values()))._replace(segment=SEGMENTS[BAD])
-    store = rank.submit(JobKind.STORE, [bad._replace(slots=dict.fromkeys(bad.slots, slot)), good])
+    moves = [move(50 + drive, 0, drive, nvme=GPU_BLOCKS - 1, segment=SEGMENTS[drive]) for drive in (BAD, GOOD)]
+    store = rank.submit(JobKind.STORE, moves)
     from_cpu = rank.submit(JobKind.STORE, [move(9, 1, 9, rank.cpu(1, 9))])
     results = rank.run()
     assert results[refused].failed == dict.fromkeys(range(2), Reason.DEADLINE)

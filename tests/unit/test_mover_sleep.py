@@ -7,12 +7,12 @@ import threading
 
 import pytest
 from ranks import Rank, move
+from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.copier import HostCopier
 
 BLOCKS = range(6)
-WAIT_S = 600.0
 
 
 class Held:

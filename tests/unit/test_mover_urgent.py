@@ -4,31 +4,22 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from ranks import Rank, move
+from support.waits import WAIT_S, until
 
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.mover import URGENT_S
 
 BLOCKS = range(20)
-WAIT_S = 600.0
-
-
-def until(condition) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
     monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", WAIT_S)
     rank = Rank(threaded=True, staging_slots=8)
-    while not set(rank.opening) <= set(rank.poll()):
-        rank.mover.wait_any(1.0)
+    rank.await_jobs(*rank.opening)
     before = rank.payload(0, 3)
     rank.device.plan.hold = held
     job = rank.job(JobKind.STORE, [move(block, 0, block, nvme=block) for block in BLOCKS])
@@ -43,13 +34,11 @@ def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
     rank.erase()
     rank.device.plan.hold = False
     rank.device.release()
-    while job.id not in rank.poll():
-        rank.mover.wait_any(1.0)
+    rank.await_jobs(job.id)
     failed = rank.results[job.id].failed
     assert bool(failed) == held, "only what cannot begin is given up"
     load = rank.submit(JobKind.LOAD, [move(3, 0, 3, nvme=3)])
-    while load not in rank.poll():
-        rank.mover.wait_any(1.0)
+    rank.await_jobs(load)
     assert 3 in failed or rank.payload(0, 3) == before
     rank.mover.close()
 
@@ -95,8 +84,7 @@ def test_a_mover_that_hangs_holds_a_step_up_for_a_while_only_and_begins_nothing_
     """Its thread is at a drive that does not come back."""
     monkeypatch.setattr("kvdisk.worker.mover.FENCE_S", 0.05)
     rank = Rank(threaded=True)
-    while not set(rank.opening) <= set(rank.poll()):
-        rank.mover.wait_any(1.0)
+    rank.await_jobs(*rank.opening)
     let_go, hanging, turn = threading.Event(), threading.Event(), rank.mover.turn
 
     def hung(*arguments, **more):
@@ -114,14 +102,12 @@ def test_a_mover_that_hangs_holds_a_step_up_for_a_while_only_and_begins_nothing_
     other = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block + 8)) for block in BLOCKS])
     fence(rank, other)
     let_go.set()
-    while not {job, other} <= set(rank.poll()):
-        rank.mover.wait_any(1.0)
+    rank.await_jobs(job, other)
     for each in (job, other):
         assert rank.results[each].failed == dict.fromkeys(range(len(BLOCKS)), Reason.OVERWRITTEN)
     # It turns again, and steps wait again.
     last = rank.submit(JobKind.STORE, [move(block, 0, block, rank.cpu(0, block)) for block in BLOCKS])
     fence(rank, last)
-    while last not in rank.poll():
-        rank.mover.wait_any(1.0)
+    rank.await_jobs(last)
     assert not rank.results[last].failed
     rank.mover.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
@@ -101,7 +101,6 @@ def content(catalog: Catalog) -> dict[BlockKey, Any]:
     return found
 
 
-@settings(max_examples=400)
 @given(records_of(keys) | records_of(long_keys))
 def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     index = MemoryIndex()

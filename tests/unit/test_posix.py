@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,9 +94,7 @@ def test_a_call_that_stops_short_is_continued_unless_within_a_block(device, fd, 
 
 
 def test_a_call_that_python_refuses_is_an_error_and_the_threads_live_on(device, fd, monkeypatch):
-    def refuse(*arguments):
-        raise ValueError("operation forbidden on released memoryview object")
-
+    refuse = Mock(side_effect=ValueError("operation forbidden on released memoryview object"))
     batch = [Transfer(fd, 0, (make_memory(ALIGNMENT),))] * 8
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
@@ -151,11 +150,8 @@ def test_writes_that_hang_hold_up_no_read(fd, monkeypatch, kernel_queue):
 
 @pytest.mark.parametrize(("number", "why"), [(errno.EAGAIN, "fs.aio-max-nr"), (errno.EPERM, "refuses it (refused)")])
 def test_a_kernel_that_offers_no_queue_is_served_by_threads_and_that_is_said_once(fd, monkeypatch, caplog, number, why):
-    def refuse(_kernel, _most_events):
-        raise OSError(number, "refused")
-
     monkeypatch.setattr(aio, "serves", lambda _fd: True)
-    monkeypatch.setattr(aio._Kernel, "setup", refuse)
+    monkeypatch.setattr(aio._Kernel, "setup", Mock(side_effect=OSError(number, "refused")))
     posix._say_lost.cache_clear()
     with caplog.at_level(logging.WARNING, "kvdisk"):
         for _ in range(2):

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
+from tier_bench import GEOMETRY, keys_of
 
-from kvdisk.blocks import BlockKey, Tier, make_block_key
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
-from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Job, JobKind
 
-GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 PROMPTS = ("aabbccddx", "eeffgghhx", "iijjkkllx", "mmnnx", "ooppx", "qqrrx")
 LONGER = "mmnnssttx"
 RUNNING = "z"
@@ -45,10 +44,6 @@ class Queue(SmallEngine):
         catalog = self.parts.catalog
         rows = [catalog.find(key) for key in keys_of(prompt)]
         return [row >= 0 and catalog.state(row, Tier.CPU) == CopyState.READY for row in rows]
-
-
-def keys_of(prompt: str) -> list[BlockKey]:
-    return [make_block_key(prompt[:end].encode(), 0) for end in range(2, len(prompt) + 1, 2)]
 
 
 def keys(jobs: list[Job]) -> list[list[BlockKey]]:

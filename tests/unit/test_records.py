@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Slot, make_block_key
@@ -64,7 +64,6 @@ odd = [
 ]
 
 
-@settings(max_examples=300)
 @given(cut | flipped | wild | st.sampled_from(odd))
 def test_any_bytes_decode_to_the_record_they_encode_or_are_corrupt(item: tuple[bytes, bytes]) -> None:
     """Beside sound ones, too."""

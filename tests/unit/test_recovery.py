@@ -5,14 +5,14 @@ start."""
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import lmdb
 import pytest
@@ -24,6 +24,7 @@ from rebuild_stores import (
     hold,
     home_path,
     key_of,
+    make_large_store,
     make_segment,
     make_store,
     rows,
@@ -34,18 +35,14 @@ from rebuild_stores import (
 
 from kvdisk import recovery
 from kvdisk.blocks import BlockKey, Slot
-from kvdisk.device import rebuild
+from kvdisk.device import home as homes
+from kvdisk.device import paths, rebuild
 from kvdisk.device.segment import scan_file
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.reader_process import IndexContent, read_indexes
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def _garbage(index: Path) -> None:
@@ -89,18 +86,15 @@ def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, 
     """The first commit fails and the others do not: at the end all looks well."""
     expected = make_store(path)
     parts = start(path)
-    index, healed = parts.index._tables, []
-    commit = index._environment.begin
+    failing = parts.index._tables._environment = Mock(wraps=parts.index._tables._environment)
+    errors = [lmdb.CorruptedError("a page of the wrong type")]
 
     def begin(**how):
-        if how.get("write") and not healed:
-            healed.append(True)
-            raise lmdb.CorruptedError("a page of the wrong type")
-        return commit(**how)
+        if how.get("write") and errors:
+            raise errors.pop()
+        return DEFAULT
 
-    index._environment = SimpleNamespace(
-        begin=begin, close=index._environment.close, sync=index._environment.sync, reader_check=lambda: 0
-    )
+    failing.begin.side_effect = begin
     parts.index.put([BlockRecord(0, key_of(0), Slot(0, 7), 1)])
     assert parts.index.flush(600)
     parts.close()
@@ -181,33 +175,40 @@ def test_a_file_of_a_segments_name_is_no_segment(tmp_path, caplog):
 
 # -- broken off --------------------------------------------------------------------------------
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-import rebuild_stores
-from kvdisk.device import home as home_room, paths, rebuild
-from kvdisk import recovery
-from kvdisk.index import lmdb_tables
-at = int(sys.argv[3])
-def die_at(owner, name):
-    real = getattr(owner, name)
-    def call(*arguments, **named):
-        global at
-        at -= 1
-        if at == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **named)
-    setattr(owner, name, call)
-for owner, name in [(paths, "remove_anything"), (recovery, "scan_home"), (recovery, "remove_lost"),
-                    (recovery, "write_index"), (lmdb_tables.LmdbTables, "append"),
-                    (lmdb_tables.LmdbTables, "close"), (home_room, "write_record"),
-                    (home_room.Home, "place_index"), (home_room.Home, "adopt_index"), (paths, "make_directory")]:
-    die_at(owner, name)
-rebuild_stores.start(Path(sys.argv[2]))
-print(at, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+DEATHS = (
+    (paths, "remove_anything"),
+    (paths, "make_directory"),
+    (recovery, "scan_home"),
+    (recovery, "remove_lost"),
+    (recovery, "write_index"),
+    (LmdbTables, "append"),
+    (LmdbTables, "close"),
+    (homes, "write_record"),
+    (homes.Home, "place_index"),
+    (homes.Home, "adopt_index"),
+)
+"""The calls that a rebuild dies before."""
+
+
+def start_and_die(path: Path, at: int) -> None:
+    """Start an engine, die before the so-manieth of these calls; at the end where there are
+    fewer."""
+    left = at
+
+    def die_at(call):
+        def counted(*arguments, **named):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **named)
+
+        return counted
+
+    for owner, name in DEATHS:
+        setattr(owner, name, die_at(getattr(owner, name)))
+    start(path)
+    os._exit(0)
 
 
 def test_a_rebuild_that_is_killed_is_done_again(path):
@@ -216,13 +217,12 @@ def test_a_rebuild_that_is_killed_is_done_again(path):
         index = home_path(path) / "index"
         if index.is_dir() and (index / "data.mdb").exists():
             _garbage(index)
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(path), str(at)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == -9, done.stderr
-        if done.stdout:
+        child = multiprocessing.get_context("fork").Process(target=start_and_die, args=(path, at))
+        child.start()
+        child.join()
+        if child.exitcode == 0:
             break
+        assert child.exitcode == -signal.SIGKILL
         assert served(path) == expected, f"killed at {at}"
     else:
         raise AssertionError("it never came to its end")
@@ -235,12 +235,8 @@ def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, c
     make_store(path)
     old = home_path(path)
     shutil.rmtree(old / "index")
-
-    def says_nothing(*_):
-        raise CorruptRecord("no sizes")
-
     with monkeypatch.context() as patch:
-        patch.setattr(rebuild.HomeShape, "of", says_nothing)
+        patch.setattr(rebuild.HomeShape, "of", Mock(side_effect=CorruptRecord("no sizes")))
         assert served(path) == set()
     assert "gives up engine store" in caplog.text
     assert not old.exists()
@@ -250,12 +246,8 @@ def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, c
 def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, monkeypatch, caplog, call):
     expected = make_store(path)
     shutil.rmtree(home_path(path) / "index")
-
-    def fails(*_, **__):
-        raise DeviceError(errno.EIO, "no")
-
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, call, fails)
+        patch.setattr(recovery, call, Mock(side_effect=DeviceError(errno.EIO, "no")))
         parts = start(path)
         assert parts.home.fresh and rows(parts) == set()
         parts.close()
@@ -293,12 +285,7 @@ def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeyp
 
 
 def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
-    parts = start(path)
-    for segment in range(10):
-        parts.index.put_segment(make_segment(parts.home, segment, slots=200))
-        write_block(parts.home, Slot(segment, 0), key_of(segment), 5 + segment)
-        parts.index.put([BlockRecord(0, key_of(segment), Slot(segment, 0), 5 + segment)])
-    end(parts)
+    make_large_store(path)
     small = 24 << 20
     assert allocated(path / "homes") > small
     parts = start(path, cap_bytes=small)

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.manager_parts import Sizes
-from support.small_engine import SmallEngine
 from tier_bench import TierBench
 
 from kvdisk.blocks import JobId, Tier, make_block_key
@@ -27,7 +25,6 @@ from kvdisk.stats import Miss
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
 TWO = Geometry((GroupGeometry(0, 4, 4096), GroupGeometry(1, 2, 4096, window_tokens=5)), 1, 2)
 STATE = Geometry((GroupGeometry(0, 4, 4096, window_tokens=2, state_tokens=16),), 1, 4)
-SMALL = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 CPU, NVME = Tier.CPU, Tier.NVME
 
 
@@ -94,16 +91,12 @@ def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
 def test_what_is_asked_for_again_stays(cold):
     """A request that has its blocks, from a tier or from the GPU's own cache, counts as a use of
     their copies."""
-    small = SmallEngine(Sizes(SMALL, Config(cpu_bytes=1), 40, (4,), (), 0, ()))
+    bench = TierBench((4,))
     for text in ("aabbx", "ccddx"):
-        small.serve(text)
-    if cold:
-        small.engine.pool.forget_all()
-    for text in ("aabbx", "iijjx"):
-        small.serve(text)
-    catalog = small.parts.catalog
-    rows = [catalog.find(make_block_key(text, 0)) for text in (b"aabb", b"iijj", b"ccdd")]
-    assert [catalog.readable_tier(row) for row in rows] == [CPU, CPU, None]
+        bench.serve(text)
+    bench.serve("aabbx", cold=cold)
+    bench.serve("iijjx")
+    assert [bench.held(text, CPU) for text in ("aabb", "iijj", "ccdd")] == [[True] * 2, [True] * 2, [False] * 2]
 
 
 @pytest.mark.parametrize(("left", "reason"), [(0, Miss.EVICTED_NVME), (1, Miss.EVICTED)])

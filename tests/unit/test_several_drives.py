@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from tier_bench import TierBench
 
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import Tier
 from kvdisk.messages import JobKind
 
 
@@ -44,12 +44,8 @@ class Served(TierBench):
 
     def on_nvme(self, text: str) -> list[int]:
         """Drives that a prompt's blocks are on; -1: nowhere."""
-        found, segments = [], self.parts.nvme.segments.specs
-        for end in range(2, len(text) + 1, 2):
-            row = self.catalog.find(make_block_key(text[:end].encode(), 0))
-            is_there = row >= 0 and self.catalog.readable(row, Tier.NVME)
-            found.append(segments[self.catalog.slot(row, Tier.NVME).segment].drive if is_there else -1)
-        return found
+        specs, found = self.parts.nvme.segments.specs, zip(self.rows(text), self.held(text), strict=True)
+        return [specs[self.catalog.slot(row, Tier.NVME).segment].drive if held else -1 for row, held in found]
 
 
 def test_a_drive_that_is_left_alone_does_not_keep_the_others_full():

@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import ClassVar
 
 import pytest
 from support.fake_pool import FakePool
-from support.manager_parts import Sizes
-from support.small_engine import SmallEngine
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier, make_block_key
-from kvdisk.config import Config
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import stores
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.requests import BackOff
 from kvdisk.manager.store_policy import NoStores, Spillover, make_store_policy
 
-GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
 
@@ -44,16 +37,15 @@ def test_the_back_off_doubles_while_nothing_is_taken():
 def test_a_full_tier_is_asked_ever_less_often_until_something_is_taken(is_taken, most, monkeypatch):
     """In each step of 10 ms some room came free; of what is offered one block needs none, or is
     taken, and the rest is refused."""
-    config = Config(cpu_bytes=1, store_decode=True)
-    small = SmallEngine(Sizes(GEOMETRY, config, 400, (4,), (), 0, (), most_outputs=600))
-    planner, asked = small.manager._stores, []
+    bench = TierBench((4,), gpu_blocks=400, store_decode=True)
+    planner, asked = bench.manager._stores, []
     monkeypatch.setattr(
         planner, "_store", lambda offers, *_: (asked.append(1) or (1 if is_taken else None), offers[1:])
     )
-    small.engine.add("one", "aabbcc", 600)
+    bench.engine.add("one", "aabbcc", 600)
     for _ in range(200):
         planner._state.released += 1
-        small.step()
+        bench.step()
     assert most // 2 < len(asked) <= most
 
 
@@ -91,17 +83,13 @@ def test_what_spillover_knows_is_bounded():
 
 @pytest.mark.parametrize("cpu_slots", [4, 16])
 def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(cpu_slots):
-    small = SmallEngine(Sizes(GEOMETRY, Config(cpu_bytes=1, store_policy="spillover"), 14, (cpu_slots,), (), 0, ()))
+    bench = TierBench((cpu_slots,), gpu_blocks=14, store_policy="spillover")
     for prompt in ("aabbccddt", "eeffgghht", "iijjkkllt", "mmnnooppt", "qqrrssttt"):
-        small.add(prompt).finishing = True
-        while small.engine.requests:
-            small.step(seconds=1.0)
-    assert small.manager.stats["stored_blocks"] > 4
-    for _ in range(40):
-        small.step(seconds=1.0)
-        if not small.manager.has_pending_work(small.now):
-            return
-    raise AssertionError("it goes on storing what has been stored")
+        bench.add(prompt)
+        while bench.engine.requests:
+            bench.step(seconds=1.0)
+    assert bench.stats["stored_blocks"] > 4
+    bench.idle(seconds=1.0)
 
 
 def test_the_queue_is_looked_at_when_a_load_has_taken_a_steps_blocks_and_in_each_step_while_it_is_short(monkeypatch):
@@ -155,13 +143,6 @@ class Lacking:
     saves_victims = offers_all = False
 
 
-class Failing(EveryOther):
-    """Cannot be built."""
-
-    def __init__(self, size):
-        self.size = size
-
-
 class Telling(AdmissionPolicy):
     """Has a method of its own that is more than that of the class it is derived from."""
 
@@ -171,34 +152,17 @@ class Telling(AdmissionPolicy):
         self.told.append(free)
 
 
-@pytest.fixture
-def my_policies(monkeypatch):
-    module = types.ModuleType("my_policies")
-    vars(module).update(EveryOther=EveryOther, Lacking=Lacking, Failing=Failing, Telling=Telling, number=1)
-    monkeypatch.setitem(sys.modules, "my_policies", module)
+def test_what_lacks_a_method_is_refused():
+    """``test_admission`` has what else may be wrong with a class of the user's own."""
+    with pytest.raises(ConfigError, match=r"^store_policy names '.*:Lacking', which does not have 'reached'"):
+        make_store_policy(f"{__name__}:Lacking")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nowhere_at_all:Policy", "whose module cannot be imported"),
-        ("my_policies:Missing", "no class of that name"),
-        ("my_policies:number", "no class of that name"),
-        ("my_policies:Lacking", "does not have 'reached'"),
-        ("my_policies:Failing", "cannot be built without arguments"),
-    ],
-)
-def test_what_is_wrong_with_a_class_of_the_users_own_is_said_in_one_sentence(name, said, my_policies):
-    with pytest.raises(ConfigError, match=said) as error:
-        make_store_policy(name)
-    assert "\n" not in str(error.value)
-
-
-def test_a_users_own_policies_decide_and_are_told_of_room(my_policies):
-    config = Config(cpu_bytes=1, store_policy="my_policies:EveryOther", cpu_admission="my_policies:Telling")
-    small = SmallEngine(Sizes(GEOMETRY, config, 14, (16,), (), 0, ()))
+def test_a_users_own_policies_decide_and_are_told_of_room():
+    own = {"store_policy": f"{__name__}:EveryOther", "cpu_admission": f"{__name__}:Telling"}
+    bench = TierBench((16,), gpu_blocks=14, **own)
     Telling.told.clear()
-    small.serve("aabbccddt")
-    assert small.manager.stats["stored_blocks"] == 2
-    small.step()
+    bench.serve("aabbccddt")
+    assert bench.stats["stored_blocks"] == 2
+    bench.step()
     assert Telling.told[-1] == 14

@@ -4,19 +4,18 @@ start."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli_stores import run
+from cli_stores import inspect_json
 from rebuild_stores import home_path, make_store, start
 from tier_bench import TierBench
 
 from kvdisk.assembly import SchedulerParts
-from kvdisk.blocks import Tier, make_block_key
+from kvdisk.blocks import Tier
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.uses import USES_RECORD, Uses, find_uses, read_uses, write_uses
 from kvdisk.geometry import uses_bytes_for
@@ -27,15 +26,11 @@ from kvdisk.geometry import uses_bytes_for
 def test_each_request_that_finds_a_block_counts_once(cpu_slots, cold):
     bench = TierBench((cpu_slots,) if cpu_slots else (), (12,), nvme_admission="all")
     bench.serve("qqx")  # stores begin when the first segment is there
-    catalog = bench.catalog
     for times, text in enumerate(("aabbx", "aabbx", "aabbx", "aaccx")):
-        if cold:
-            bench.engine.pool.forget_all()
         before_s = int(bench.engine.now)
-        bench.serve(text)
+        bench.serve(text, cold=cold)
         bench.step()
-        rows = [catalog.find(make_block_key(text[:end].encode(), 0)) for end in (2, 4)]
-        generations = np.array([catalog.generations[row] for row in rows], np.uint64)
+        generations = np.array([bench.catalog.generations[row] for row in bench.rows(text)], np.uint64)
         found, known = find_uses(bench.parts.nvme.uses.records(), generations)
         assert known.all() and found["uses"].tolist() == [times, times if text == "aabbx" else 0]
         assert times == 0 or before_s <= found["last_use_s"][0] <= bench.engine.now
@@ -136,5 +131,4 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
     orders = [[parts.manager._catalog.keys[row] for _, row in each._policy.proposals()] for each in parts.nvme._orders]
     assert [keys[1], keys[0]] in [order[-2:] for order in orders], "those that were used last leave last"
     parts.close()
-    found = json.loads(run("inspect", path, "--json").stdout)
-    assert found["reuse"]["blocks"] == [18, 1, 0, 1, 0, 0, 0, 0, 0]
+    assert inspect_json(path)["reuse"]["blocks"] == [18, 1, 0, 1, 0, 0, 0, 0, 0]

@@ -11,11 +11,17 @@ from support.fake_requests import FakeRequest
 from support.manager_parts import Sizes
 from support.small_engine import SmallEngine
 
+from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 
 GEOMETRY = Geometry((GroupGeometry(0, 2, 4096),), 1, 2)
 """Blocks of two tokens, which are letters here."""
+
+
+def keys_of(prompt: str) -> list[BlockKey]:
+    """Return the keys of a prompt's full blocks, of one group."""
+    return [make_block_key(prompt[:end].encode(), 0) for end in range(2, len(prompt) + 1, 2)]
 
 
 class TierBench(SmallEngine):
@@ -42,7 +48,18 @@ class TierBench(SmallEngine):
         segments *= bool(nvme_slots)
         tiers = (tuple(cpu_slots), tuple(nvme_slots), segments)
         super().__init__(Sizes(geometry, config, gpu_blocks, *tiers, (), drives=drives, most_running=most_running))
+
+    def live(self, segments: int | None = None) -> None:
+        super().live(segments)
         self.catalog, self.stats = self.parts.catalog, self.manager.stats
+
+    def rows(self, prompt: str) -> list[int]:
+        """Return the rows of a prompt's full blocks; negative: the catalog does not have it."""
+        return [self.catalog.find(key) for key in keys_of(prompt)]
+
+    def held(self, prompt: str, tier: Tier = Tier.NVME) -> list[bool]:
+        """Return which of a prompt's full blocks a tier has."""
+        return [row >= 0 and self.catalog.readable(row, tier) for row in self.rows(prompt)]
 
     def add(self, prompt: str, *, finishing: bool = True) -> FakeRequest:
         """Let a request come, which ends when its prompt is computed, or one token later."""
@@ -54,10 +71,10 @@ class TierBench(SmallEngine):
             self.step()
         self.idle()
 
-    def idle(self) -> None:
-        """Step until the manager asks for no more steps."""
+    def idle(self, *, seconds: float = 0.01) -> None:
+        """Step until the manager asks for no more steps. ``seconds``: of each."""
         for _ in range(40):
-            self.step()
+            self.step(seconds=seconds)
             if not self.manager.has_pending_work(self.now):
                 return
         raise AssertionError("it keeps an idle engine stepping")
