@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import CopyState
+from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
@@ -257,7 +257,7 @@ class ManagerWatch(Watch):
                         self._wants.setdefault(before, set()).add(owner)
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
-                hopes = set() if writes else set(self.reads.hopes.get(move.key, ()))
+                hopes = set(self.reads.hopes.get(move.key, ()))
                 hopes |= {"before"} if move.key in self._known else set()
                 may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
                 assert may_enter, "a block has entered a tier that does not admit it"
@@ -455,7 +455,8 @@ class ManagerWatch(Watch):
         """Nothing is skipped for good: call when all had time, and room, and the requests still
         live.
 
-        Of a prompt that is longer than the CPU tier there may be no more than its head.
+        Of a prompt that is longer than the CPU tier there may be no more than its head. Behind a
+        block that has left all tiers nothing is stored.
         """
         if self.sizes.config.store_policy != "on_compute":
             return
@@ -470,6 +471,10 @@ class ManagerWatch(Watch):
                     self.sizes.cpu_slots[self.sizes.geometry.size_classes[group.group]] if self.sizes.has_cpu else None
                 )
                 if slots is not None and (len(key) - 2) // group.block_tokens > slots:
+                    continue
+                ends = range(group.block_tokens, len(key) - GROUP_BYTES, group.block_tokens)
+                before = [make_block_key(key[:end], group.group) for end in ends]
+                if group.reads_all and NONE in self.parts.catalog.find_all(before):
                     continue
                 stored = (request.id, key) in self._stored | self._not_admitted
                 assert stored, f"{key!r} of {request.id} is never stored"

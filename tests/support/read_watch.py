@@ -42,6 +42,9 @@ class ReadWatch:
     """Requests that have waited for as long as they may."""
     _reads: dict[tuple[int, BlockKey], JobId] = field(default_factory=dict)
     """By epoch and key: the job that is reading a block into a CPU slot."""
+    _last_loads: dict[BlockKey, JobId] = field(default_factory=dict)
+    """The last load of a block: one that two load is the later one's, also when
+    that ends before."""
     _ahead: dict[str, Counter[int]] = field(default_factory=dict)
     """By waiting request: blocks that were read ahead, by size class."""
 
@@ -114,16 +117,20 @@ class ReadWatch:
 
     def _note_load(self, job: Job, owner: str) -> None:
         # Of several groups one may need what another's load does not bring all of.
-        if len(self.sizes.geometry.groups) > 1 or owner in self._gave_up:
+        if len(self.sizes.geometry.groups) > 1 or not job.moves:
+            return
+        key = job.moves[0].key
+        last = self._last_loads.get(key)
+        self._last_loads.update(dict.fromkeys([move.key for move in job.moves], job.id))
+        if owner in self._gave_up:
             return
         for other in self._loads():
             request = self.engine.requests.get(other.request_id or "")
             is_live = request is not None and request.status is Status.LOADING and other.job.epoch == job.epoch
             # Where the cache was emptied meanwhile, the other may bring blocks without those before
             # them: of no use.
-            if is_live and other.job.id < job.id and job.moves:
-                brought = job.moves[0].key in {move.key for move in other.job.moves}
-                assert not brought, f"{job.moves[0].key!r} is loaded again before the first load has ended"
+            again = is_live and other.job.id == last
+            assert not again, f"{key!r} is loaded again before the first load has ended"
 
     def _note_promotion(self, job: Job, owner: str | None) -> None:
         assert self.sizes.config.prefetch, "a promotion that nobody wanted"
