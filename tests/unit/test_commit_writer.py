@@ -4,7 +4,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from support.waits import WAIT_S, until
+from support.waits import until
 
 from kvdisk.errors import DeviceError
 from kvdisk.index.base import IndexState, Progress
@@ -12,6 +12,7 @@ from kvdisk.index.commit_writer import CommitWriter, Operation
 from kvdisk.index.records import Table
 
 ONLY_WHEN_TOLD_S = 3600.0
+WAIT_S = 60.0
 
 
 class FakeTables:
