@@ -24,7 +24,7 @@ from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, Move
+from kvdisk.messages import JobKind, Move, Reason
 
 MOST_LEFT = 1024
 """Blocks of requests that have ended which wait for room: the head of each, and of all the last."""
@@ -203,16 +203,20 @@ class StorePlanner(HasParts):
         """Have the blocks of a store's failed moves offered again; ``request``: whose they are, if
         it still lives.
 
-        Their slots are free again: only the back-off stands before the next offer.
+        Their slots are free again: only the back-off stands before the next offer. What the engine
+        has overwritten is gone, and says nothing of the tier.
         """
         released = self._state.released - 1
+        failed = sorted(at for at, reason in record.failed.items() if reason is not Reason.OVERWRITTEN)
+        if not failed:
+            return
         if record.request_id is None:
-            moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
+            moves = [(record.job.moves[at], record.details[at].group) for at in failed]
             states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
             self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
-            self._refuse_free([record.job.moves[at].key for at in record.failed], released, now)
+            self._refuse_free([move.key for move, _ in moves], released, now)
         elif request is not None:
-            details = [record.details[at] for at in record.failed]
+            details = [record.details[at] for at in failed]
             request.due += [(detail.group, detail.position) for detail in details if detail.position >= 0]
             request.back_off.refuse(released, now)
 

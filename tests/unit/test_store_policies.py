@@ -92,6 +92,19 @@ def test_an_idle_engine_comes_to_rest_though_the_tier_cannot_hold_what_is_free(c
     bench.idle(seconds=1.0)
 
 
+def test_what_the_engine_took_before_its_copy_delays_no_other():
+    """That says nothing of the tier's room. The clock stands still."""
+    bench = TierBench((40,), gpu_blocks=9, store_policy="spillover")
+    bench.rank.most_gathers = 0
+    taken = []
+    for prompt in ("aabbccddt", "eeffgghht", "iijjkkllt"):
+        taken.append(bench.stats["overwritten_blocks"])
+        bench.add(prompt)
+        while bench.engine.requests:
+            bench.step(work=False, seconds=0.0)
+    assert taken == [0, 0, 4] and bench.stats["overwritten_blocks"] == 8
+
+
 def test_the_queue_is_looked_at_when_a_load_has_taken_a_steps_blocks_and_in_each_step_while_it_is_short(monkeypatch):
     bench, asked = TierBench((16,), gpu_blocks=60), []
     bench.serve("aabbccddeeffx")
