@@ -203,22 +203,25 @@ class StorePlanner(HasParts):
         """Have the blocks of a store's failed moves offered again; ``request``: whose they are, if
         it still lives.
 
-        Their slots are free again: only the back-off stands before the next offer. What the engine
-        has overwritten is gone, and says nothing of the tier.
+        Their slots are free again: only the back-off stands before the next offer. Where the engine
+        took a block there is none: it says nothing of the tier, and most of what was given up with
+        it is still there.
         """
-        released = self._state.released - 1
-        failed = sorted(at for at, reason in record.failed.items() if reason is not Reason.OVERWRITTEN)
-        if not failed:
-            return
+        released, taken = self._state.released - 1, set(record.failed.values()) == {Reason.OVERWRITTEN}
         if record.request_id is None:
-            moves = [(record.job.moves[at], record.details[at].group) for at in failed]
+            moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
             states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
             self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
-            self._refuse_free([move.key for move, _ in moves], released, now)
+            self._offer_free_again([move.key for move, _ in moves])
+            back_off = self._free_back_off
         elif request is not None:
-            details = [record.details[at] for at in failed]
+            details = [record.details[at] for at in record.failed]
             request.due += [(detail.group, detail.position) for detail in details if detail.position >= 0]
-            request.back_off.refuse(released, now)
+            back_off = request.back_off
+        else:
+            return
+        if not taken:
+            back_off.refuse(released, now)
 
     # -- preemption ----------------------------------------------------------------------------
 
@@ -297,13 +300,13 @@ class StorePlanner(HasParts):
         if job_id is not None:
             self._free_back_off.accept()
         if refused:
-            self._refuse_free([offer.key for offer in refused], self._state.released, now)
+            self._offer_free_again([offer.key for offer in refused])
+            self._free_back_off.refuse(self._state.released, now)
 
-    def _refuse_free(self, keys: Sequence[BlockKey], released: int, now: float) -> None:
-        """Have free blocks offered again, after a back-off."""
-        self._free_back_off.refuse(released, now)
+    def _offer_free_again(self, keys: Sequence[BlockKey]) -> None:
+        """Have free blocks offered again, as soon as no back-off holds."""
         self._store_policy.refuse_free(keys)
-        self._state.taken_blocks = self._context.step_blocks  # ask as soon as that is over
+        self._state.taken_blocks = self._context.step_blocks
 
     # -- answers -------------------------------------------------------------------------------
 

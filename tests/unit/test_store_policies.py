@@ -11,6 +11,7 @@ from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import stores
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.requests import BackOff
@@ -103,6 +104,40 @@ def test_what_the_engine_took_before_its_copy_delays_no_other():
         while bench.engine.requests:
             bench.step(work=False, seconds=0.0)
     assert taken == [0, 0, 4] and bench.stats["overwritten_blocks"] == 8
+
+
+def test_what_is_given_up_with_a_block_that_the_engine_took_is_offered_again():
+    bench = TierBench((), (200,), gpu_blocks=12, store_policy="spillover")
+    bench.serve("zzx")  # opens a file
+    bench.engine.pool.forget_all()
+    bench.engine.pool.step_blocks = 4
+    bench.add("aabbccddeeffgghhii")
+    for _ in range(4):
+        bench.step(work=False)
+    bench.engine.add("b", "00112", 6)
+    bench.rank.most_gathers = 0
+    assert any(bench.step(work=False).fence for _ in range(9))
+    bench.rank.most_gathers = 1000
+    bench.step()
+    bench.step()
+    assert bench.stats["overwritten_blocks"] == 8
+    assert bench.held("aabbccddeeffgghhii") == [True] * 7 + [False] * 2, "the engine took the tail"
+
+
+def test_a_running_request_stores_again_what_was_given_up_with_a_block_that_it_lost():
+    """Its job was one of both groups, and the engine took a block of the window."""
+    geometry = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096, window_tokens=4)), 1, 2)
+    bench = TierBench((), (200,), geometry=geometry, gpu_blocks=38)
+    bench.serve("zzx")
+    prompt = "aabbccddeeffgghhiijjkkllmmnnooppqqrrssttuuvvwwxxyy"
+    bench.engine.add("a", prompt, 60)
+    bench.rank.most_gathers = 0
+    assert any(bench.step(work=False).fence for _ in range(9))
+    bench.rank.most_gathers = 1000
+    for _ in range(12):
+        bench.step()
+    assert bench.engine.running and bench.stats["overwritten_blocks"] > 4
+    assert all(bench.held(prompt))
 
 
 def test_the_queue_is_looked_at_when_a_load_has_taken_a_steps_blocks_and_in_each_step_while_it_is_short(monkeypatch):
