@@ -100,20 +100,22 @@ def readable_indexes(store: Store, fingerprint: bytes, description: dict[str, An
     fingerprint and geometry may read.
 
     Takes no lock: any of them may vanish, and one that cannot be read hides no other. Raises
-    DeviceError, OSError.
+    DeviceError.
     """
     wanted = json.loads(json.dumps(description))
     found = {}
     for home_id, record in _readable_records(store):
         index_path = store.home_path(home_id) / INDEX
         # An index that was not closed in order is whole only while the machine that wrote it runs.
-        if (
-            home_id != except_id
-            and record.suits(fingerprint, wanted)
-            and (record.index_sum or record.boot_id == store.boot_id)
-            and paths.is_directory(index_path)
-        ):
-            found[home_id] = index_path
+        is_whole = record.index_sum or record.boot_id == store.boot_id
+        with suppress(OSError):
+            if (
+                home_id != except_id
+                and record.suits(fingerprint, wanted)
+                and is_whole
+                and paths.is_directory(index_path)
+            ):
+                found[home_id] = index_path
     return found
 
 

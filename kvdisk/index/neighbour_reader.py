@@ -8,6 +8,7 @@ another engine does, or that a drive does to its files, reaches this process.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -121,7 +122,7 @@ class NeighbourReader:
         self._answers.append(Answer(ticket, {key: tuple(found) for key, found in copies.items()}))
 
     def _leave_alone(self, home_id: str, index_path: Path, error: KvdiskError) -> None:
-        if index_path.exists():
+        if os.path.exists(index_path):  # of a path, it would raise what a drive that has failed says
             logger.warning("kvdisk does not read engine store %s for %.0f s: %s", home_id, LEFT_ALONE_S, error)
         self._left_alone[home_id] = time.monotonic() + LEFT_ALONE_S
         self._homes = {other: path for other, path in self._homes.items() if other != home_id}
