@@ -88,6 +88,11 @@ def fingerprint_of(
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
         facts["max_model_len"] = model.max_model_len
+    context = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
+    if context != [1, 1]:
+        # vLLM: another option, or NIXL, changes which tokens a rank has, in the workers alone.
+        vllm_config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+        facts["context_parallel"] = [*context, parallel.cp_kv_cache_interleave_size]
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
     text = json.dumps(facts, sort_keys=True, default=str)

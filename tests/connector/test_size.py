@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 from vllm.config.model import MODEL_ARCH_CONFIG_CONVERTORS, ModelArchConfigConvertorBase
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
@@ -89,7 +90,7 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
         specs = [SlidingWindowSpec(**sizes, sliding_window=window) if slides else full for slides in slide]
         groups = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
         cache = KVCacheConfig(8, [], groups, hash_block_size=16)
-        parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
+        parallel = ParallelConfig(tensor_parallel_size=ranks)
         geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache)
         assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
         assert ours.geometry(ranks, 16).replicated == geometry.replicated
