@@ -365,13 +365,17 @@ def geometry_of(
         )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
-    # MLA's latent KV has no heads to divide: each rank has all of it, where it has all layers and
-    # tokens.
-    alike = parallel.pipeline_parallel_size == parallel.decode_context_parallel_size == 1
-    replicated = (alike and ranks > 1) and all(
+    replicated = ranks > 1 and ranks_are_alike(vllm_config, kv_cache_config)
+    return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
+
+
+def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a rank has the same of a block however many there are: all of MLA's latent KV, which
+    has no heads to divide, where it has all layers and all tokens."""
+    parallel = vllm_config.parallel_config
+    return parallel.pipeline_parallel_size == parallel.decode_context_parallel_size == 1 and all(
         type(spec) is MLAAttentionSpec for group in kv_cache_config.prefix_cacheable_groups for spec in _specs_of(group)
     )
-    return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
 
 
 def _state_tokens(kv_cache_config: KVCacheConfig, block_tokens: int) -> int:

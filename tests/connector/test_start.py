@@ -377,6 +377,12 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
         {"parallel_config.dcp_kv_cache_interleave_size": 16},  # takes the other's place, in the workers
     ):
         found[f"shards, {more}"] = _fingerprint(folder, shards | more)
+    for spec in (MLA, FULL):
+        by_ranks = [
+            fingerprint_of(_changed(folder, {"parallel_config.tensor_parallel_size": ranks}), _cache(MLA, spec))[0]
+            for ranks in (1, 2, 4)
+        ]
+        assert len(set(by_ranks)) == (1 if spec is MLA else 3), "MLA alone is the same on any number of ranks"
     _change_the_last_weight(folder)
     found["one weight"] = _fingerprint(folder)
     assert len({first, *found.values()}) == 1 + len(found)
