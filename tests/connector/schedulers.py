@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -190,6 +191,7 @@ def kv_groups(
     state_tokens: int | None = None,
     state_only: bool = False,
     checkpoints: bool = False,
+    latent: bool = False,
     other: KVCacheSpec | None = None,
     left_out: KVCacheSpec | None = None,
 ) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
@@ -199,11 +201,13 @@ def kv_groups(
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
     ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
     ``state_tokens``: of a block of recurrent state, and of full attention beside it; with
-    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``other``: the
-    kind of a further group. ``left_out``: that of the first, which vLLM's prefix cache leaves out.
+    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``latent``:
+    MLA in place of full attention. ``other``: the kind of a further group. ``left_out``: that of
+    the first, which vLLM's prefix cache leaves out.
     """
     sizes = {"block_size": state_tokens or BLOCK_TOKENS, **SIZES}
-    groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
+    full = MLAAttentionSpec(**sizes | {"num_kv_heads": 1}) if latent else FullAttentionSpec(**sizes)
+    groups = [KVCacheGroupSpec(["full.0"], full)]
     if state_tokens is not None:
         page = groups[0].kv_cache_spec.page_size_bytes
         shapes, dtypes = ((page // 16,), (page // 8 + page // 32,)), (torch.float32, torch.float32)

@@ -118,6 +118,7 @@ class Rank:
         """Of each request where its last step ended, and before where a drafter's KV is final."""
         self._bench = bench
         self._number = number
+        self._part = bench.connector.scheduler._geometry.part_of(number)
         self._threaded = threaded
         config = copy.copy(bench.config)
         config.parallel_config = copy.copy(config.parallel_config)
@@ -257,7 +258,7 @@ class Rank:
     def _content(self, layer: int, text: Text, start: int, end: int) -> np.ndarray:
         """Return the right KV of some tokens: (tokens, words)."""
         text.grow(end)
-        salt = np.uint64((self._bench.weights * 4 + self._number * 2 + 1) * 0x9E3779B97F4A7C15 + layer & _MASK)
+        salt = np.uint64((self._bench.weights * 4 + self._part * 2 + 1) * 0x9E3779B97F4A7C15 + layer & _MASK)
         words = np.arange(self.views[layer][1].shape[2], dtype=np.uint64)
         return (np.array(text.words[start:end], np.uint64) ^ salt)[:, None] + words
 
