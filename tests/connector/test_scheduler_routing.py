@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import llmd
 import pytest
 import zmq
 from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, prompt_of
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
 from kvdisk.blocks import GROUP_BYTES, Tier
@@ -168,6 +170,14 @@ def test_a_salted_prompt_is_known_where_vllm_has_told_of_it(engines, wire):
     bench.serve("a", PROMPT, cache_salt="tenant")
     digest(router, bench, wire)
     assert believed(router, Tier.CPU) == there(bench, Tier.CPU) and len(there(bench, Tier.CPU)) == BLOCKS
+
+
+def test_the_pages_settings_are_vllms_and_the_routers():
+    page = (Path(__file__).resolve().parents[2] / "docs/ROUTING.md").read_text()
+    (said,) = re.findall(r"--kv-events-config '(.*?)'", page, re.DOTALL)
+    config = KVEventsConfig(**json.loads(said))
+    assert config.enable_kv_cache_events and config.publisher == "zmq" and config.endpoint == "tcp://*:5557"
+    assert llmd.parse_topic(config.topic) == ("10.0.0.7", "MODEL")
 
 
 def test_windows_are_left_out_by_the_router(engines, wire):

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from engine_child import START_S, EngineChild, environment
 from openai import OpenAI
+from test_deploy import probe_paths
 
 from kvdisk.cli import verify
 
@@ -128,6 +129,8 @@ def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_r
         stream.close()
         assert ask(client) == (text, WHOLE), "a client that left has done no harm"
         assert hit_tokens(client)["cpu"] >= 3 * WHOLE
+        for path in probe_paths():
+            assert httpx.get(str(client.base_url).replace("/v1/", path)).status_code == 200, path
         lacking = lacking_for_the_dashboard(scraped(client))
     assert [query for query in lacking if "write_budget_bytes" not in query] == []
     assert len(lacking) == 1, "there is a budget's only where there is one"
