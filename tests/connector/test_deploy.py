@@ -76,6 +76,11 @@ def probe_paths() -> set[str]:
 def test_vllm_and_kvdisk_take_the_servers_arguments(where, tmp_path):
     taken = make_arg_parser(FlexibleArgumentParser()).parse_args(SERVERS[where])
     assert (taken.model_tag, taken.port, taken.enable_prompt_tokens_details) == ("Qwen/Qwen3-8B", 8000, True)
+    patience_s = {
+        "kubernetes": POD["terminationGracePeriodSeconds"],
+        "compose": int(SERVICES["vllm"]["stop_grace_period"].removesuffix("s")),
+    }
+    assert 0 < taken.shutdown_timeout <= patience_s[where] // 2, "else vLLM kills the engine, or is killed"
     whole = taken.kv_transfer_config
     assert (whole.kv_connector, whole.kv_role) == ("KVDiskConnector", "kv_both")
     file = tmp_path / "kvdisk.json"
