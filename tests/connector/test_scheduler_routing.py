@@ -58,7 +58,9 @@ class Wire:
 
 
 @pytest.fixture
-def wire(tmp_path) -> Iterator[Wire]:
+def wire(tmp_path, monkeypatch) -> Iterator[Wire]:
+    for name in ("PYTHONHASHSEED", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"):
+        monkeypatch.delenv(name, raising=False)  # hashes as they are by default
     made = Wire(tmp_path / "events")
     yield made
     made.close()
