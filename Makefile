@@ -16,7 +16,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture test-next demo serve docs clean
+.PHONY: help install install-dev check test torture test-next demo serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ demo: install ## run the main job on real vLLM: cold, warm from memory, warm fro
 serve: install ## start vLLM's real server with kvdisk, and print what to type to see a hit
 	@$(BIN)/python tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")
 
+wheel: install ## build the wheel into dist/, and try it in an empty environment of each Python that is here
+	@$(BIN)/python tools/make_wheel.py
+
 docs: ## build the documentation into site/, which opens without a network
 	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(INSTALL) --docs
@@ -59,5 +62,5 @@ docs: ## build the documentation into site/, which opens without a network
 	@echo "kvdisk: the documentation is in site/index.html"
 
 clean: ## remove .venv, the site, the demo's files and all caches
-	rm -rf .venv .demo site build kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .demo site build dist kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find kvdisk tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -204,9 +204,9 @@ class Config:
     device: str = _setting("auto", _one_of(DEVICES))
     """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
     same, after a small file was written and read at the start, and the log warns where the drive
-    is not served at its best; with a GPU and GPUDirect Storage (`pip install 'kvdisk[gds]'`) it
-    also finds which sizes of blocks are faster straight between drive and GPU. `"gds"`: all that
-    can go that way does, or the engine does not start.
+    is not served at its best; with a GPU and GPUDirect Storage (kvdisk's extra `gds`) it also finds
+    which sizes of blocks are faster straight between drive and GPU. `"gds"`: all that can go that
+    way does, or the engine does not start.
 
     Example: "posix"
     """

@@ -5,6 +5,7 @@ has."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shlex
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvdisk.cli.main import app
 from kvdisk.config import Config
-from kvdisk.stats import METRICS
+from kvdisk.stats import METRICS, Miss
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -130,15 +131,15 @@ def store(tmp_path_factory) -> Iterator[Path]:
 
 
 def runnable() -> list[str]:
-    """Return the calls of the quick start that need nothing but a store."""
-    found = [call for name in ("QUICKSTART.md", "index.md") for call in typed((DOCS / name).read_text())]
+    """Return the calls of the first pages that need nothing but a store."""
+    found = [call for name in ("QUICKSTART.md", "NO_HITS.md", "index.md") for call in typed((DOCS / name).read_text())]
     return sorted({call.partition(" #")[0].strip() for call in found if " /nvme/kv" in call})
 
 
 def test_the_calls_of_the_quick_start_run(store, monkeypatch):
     monkeypatch.chdir(store.parent)
     calls = runnable()
-    assert "inspect /nvme/kv" in calls and "inspect /nvme/kv --json" in calls
+    assert {"inspect /nvme/kv", "top /nvme/kv", "why /nvme/kv --tokens tokens.json"} <= set(calls)
     prompt = demo_store.prompt_of(demo_store.branching_block())
     (store.parent / "tokens.json").write_text(json.dumps({"tokens": prompt}))
     for call in calls:
@@ -146,8 +147,6 @@ def test_the_calls_of_the_quick_start_run(store, monkeypatch):
         assert (done.exit_code, done.stderr) == (0, ""), call
         if call.startswith("why "):
             assert f"Verdict    {len(prompt) - 16:,} of {len(prompt):,} prompt tokens would hit" in done.stdout
-        elif "--json" in call:
-            assert json.loads(done.stdout)
         elif call == "inspect /nvme/kv":
             assert headings(done.stdout) == headings((DOCS / "output" / "inspect.txt").read_text())
         else:
@@ -260,3 +259,49 @@ def test_metrics_that_the_text_names_are_there():
     (section,) = re.findall(r"^## Monitoring\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     named = {span for span in spans(section) if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)}
     assert len(named) > 10 and named <= set(METRICS), named - set(METRICS)
+
+
+# --- Pages that decide. ---
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of each row of a text's tables, heads left out."""
+    lines = re.findall(r"^\| (.*) ?\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines]
+
+
+def test_the_tree_of_misses_has_every_reason_and_each_branch_says_what_to_do():
+    text = (DOCS / "NO_HITS.md").read_text()
+    told = {cells[0]: cells for cells in rows(text) if len(cells) == 3}
+    assert all(told[f"`{miss}`: {miss.words}"][2] for miss in Miss)
+    bullets = re.findall(r"^- \*\*(.*?)(?=^- |^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert len(bullets) >= 11 and not [bullet for bullet in bullets if "*Do:*" not in bullet]
+    named = {word for span in spans(text) for word in re.findall(r"^\w+$", span)}
+    assert {"misses", "lookup_tokens", "left_blocks", "write_pauses", "io_errors", "deadline_misses"} <= named
+    assert {"misses", "lookup_tokens", "left_blocks", "write_pauses", "io_errors", "deadline_misses"} <= set(METRICS)
+
+
+def test_the_tree_of_misses_quotes_what_the_code_says():
+    text = (DOCS / "NO_HITS.md").read_text()
+    said = [span for span in spans(text) if len(span.split()) >= 5 and not span.startswith("kvdisk bench")]
+    assert len(said) >= 11 and not [line for line in said if not is_logged(line)]
+
+
+def test_settings_of_others_are_theirs_and_ours_are_ours():
+    text = (DOCS / "BESIDE.md").read_text()
+    offloading, lmcache = text.partition("## Settings of the Off")[2].split("## Settings of LMCache")
+    for table in (offloading, lmcache.partition("## ")[0]):
+        found = rows(table)[1:]
+        ours = {name for cells in found for name in re.findall(r"`(\w+)`", cells[1])}
+        assert len(found) > 8 and len(ours) > 4 and ours <= set(Config.__dataclass_fields__), ours
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    vllm = Path(spec.submodule_search_locations[0])
+    sources = [*(vllm / "v1/kv_offload").rglob("*.py"), vllm / "config/cache.py"]
+    sources += (vllm / "distributed/kv_transfer/kv_connector/v1/offloading").glob("*.py")
+    known = "\n".join(path.read_text() for path in sources)
+    theirs = {name for cells in rows(offloading)[1:] for name in re.findall(r"`(\w+)`", cells[0])}
+    assert len(theirs) > 9 and not [name for name in theirs if not re.search(rf"\b{name}\b", known)]
+    named = re.findall(r"`([\w/]+\.py)`", text.partition("## When not")[0])
+    of_vllm = [name for name in named if name.startswith("tiering/") or name == "file_mapper.py"]
+    assert len(of_vllm) >= 4 and not [name for name in of_vllm if not (vllm / "v1/kv_offload" / name).exists()]

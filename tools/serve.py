@@ -32,12 +32,14 @@ def server_command(options: argparse.Namespace, model: Path) -> list[str]:
         "nvme_bytes": options.nvme_bytes,
         "cpu_bytes": options.cpu_bytes,
         "min_load_tokens": 0,
+        "log_requests": True,
     }
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": settings}
     return [
         *(sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", NAME, "--port", str(options.port)),
         *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--shutdown-timeout", "30"),  # vLLM kills an engine at once without, before it has ended in order
         *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),
     ]
 

@@ -93,7 +93,7 @@ def _import_pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("a .parquet file needs pyarrow (pip install kvdisk[export]); .csv does not") from None
+        raise ConfigError("a .parquet file needs pyarrow (pip install pyarrow); .csv does not") from None
     return pyarrow
 
 

@@ -11,7 +11,7 @@ seen the hash knows the rest.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of
+from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
 from kvdisk.geometry import Geometry
 from kvdisk.manager.events import Taken
 
@@ -100,17 +100,18 @@ class EventWriter:
         return events
 
     def _stored(self, tier: Tier, keys: Iterable[BlockKey]) -> Iterator[BlockStored]:
-        for key in keys:
-            group = group_of(key)
-            block_tokens = self._geometry.groups[group].block_tokens
-            described = self.descriptions.find(_hash_of(key), block_tokens)
-            parent, tokens = described or (None, [])
+        described = {
+            key: self.descriptions.find(_hash_of(key), self._geometry.groups[group_of(key)].block_tokens)
+            for key in keys
+        }
+        for key in _parents_first(described):
+            group, (parent, tokens) = group_of(key), described[key] or (None, [])
             group_id, kind, window = self._groups[group]
             yield BlockStored(
                 block_hashes=[_external(_hash_of(key))],
                 parent_block_hash=None if parent is None else _external(parent),
                 token_ids=tokens,
-                block_size=block_tokens if described else 0,
+                block_size=self._geometry.groups[group].block_tokens if described[key] else 0,
                 lora_id=None,
                 medium=_MEDIA[tier],
                 lora_name=None,
@@ -127,6 +128,21 @@ class EventWriter:
         for group, hashes in by_group.items():
             group_id = self._groups[group][0]
             yield BlockRemoved(block_hashes=hashes, medium=_MEDIA[tier], group_idx=group_id, locality=_LOCALITY)
+
+
+def _parents_first(described: Mapping[BlockKey, tuple[bytes | None, list[int]] | None]) -> Iterator[BlockKey]:
+    """Yield the keys, each behind its parent where that is among them: the tail of a chain is ready
+    first, and readers skip a block whose parent they do not know."""
+    told: set[BlockKey] = set()
+    for first in described:
+        chain: list[BlockKey] = []
+        key: BlockKey | None = first
+        while key is not None and key in described and key not in told:
+            told.add(key)
+            chain.append(key)
+            parent = (described[key] or (None,))[0]
+            key = None if parent is None else make_block_key(parent, group_of(key))
+        yield from reversed(chain)
 
 
 def _hash_of(key: BlockKey) -> bytes:

@@ -81,8 +81,7 @@ def test_a_stored_block_is_told_with_its_tokens_and_its_parent(engines):
     request = bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS + 1)
     for medium in MEDIA:
         stored = {event.block_hashes[0]: event for event in told(bench, medium)}
-        assert list(stored)[:BLOCKS] == [*reversed(request.block_hashes[:BLOCKS])], "the tail is ready first"
-        assert list(stored)[BLOCKS:] == request.block_hashes[BLOCKS : BLOCKS + 1], "decoded"
+        assert list(stored) == request.block_hashes[: BLOCKS + 1], "parents first, though the tail is ready first"
         for at, event in enumerate(map(stored.__getitem__, request.block_hashes[: BLOCKS + 1])):
             assert event.token_ids == request.all_token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
             assert event.parent_block_hash == (request.block_hashes[at - 1] if at else None)
@@ -120,8 +119,8 @@ def test_tokens_are_remembered_of_the_last_blocks_only(engines):
     bench.connector.scheduler._writer.descriptions._most = 2
     request = bench.serve("a", PROMPT)
     described = [event for event in told(bench) if event.token_ids]
-    assert [event.block_hashes[0] for event in described] == request.block_hashes[3:1:-1]
-    assert described[1].parent_block_hash == request.block_hashes[1]
+    assert [event.block_hashes[0] for event in described] == request.block_hashes[2:4]
+    assert described[0].parent_block_hash == request.block_hashes[1]
 
 
 def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(engines, monkeypatch):

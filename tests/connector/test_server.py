@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,10 +19,14 @@ import httpx
 import pytest
 from engine_child import START_S, EngineChild, environment
 from openai import OpenAI
+from test_deploy import probe_paths
+from typer.testing import CliRunner
 
 from kvdisk.cli import verify
+from kvdisk.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
+LICENSE, LETTERS = (ROOT / "LICENSE").read_text(), 2000
 BLOCK_TOKENS = 32
 PROMPT = [(7 * at + at // 50) % 500 for at in range(1000)]
 WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -29,8 +34,9 @@ WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @contextmanager
-def server(model: Path, store: Path, log: Path) -> Iterator[OpenAI]:
-    """Start the server; yield a client of it, and end it in order."""
+def server(model: Path, store: Path, log: Path, typed: list[str] | None = None) -> Iterator[OpenAI]:
+    """Start the server; yield a client of it, and end it in order. ``typed``: takes the lines that
+    it says to type."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
@@ -46,12 +52,17 @@ def server(model: Path, store: Path, log: Path) -> Iterator[OpenAI]:
         )
         assert process.stdout is not None
         try:
-            said = next((line for line in process.stdout if "# second" in line), "")
-            assert f"localhost:{port}/v1/completions" in said, log.read_text()[-3000:]
+            said = []
+            while not (said and said[-1].endswith("# second\n")) and (line := process.stdout.readline()):
+                said.append(line)
+            lines = [line.strip() for line in said if f"localhost:{port}/v1/completions" in line]
+            assert len(lines) == 2, log.read_text()[-3000:]
+            if typed is not None:
+                typed += lines
             yield OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=START_S, max_retries=0)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.stdout.read()
+            output.write(process.stdout.read())  # where vLLM's log goes, ours with it
             assert process.wait(START_S) == 0
 
 
@@ -74,6 +85,20 @@ def ask_streaming(client: OpenAI) -> tuple[str, int]:
         if piece.usage is not None and piece.usage.prompt_tokens_details is not None:
             cached = piece.usage.prompt_tokens_details.cached_tokens or 0
     return text, cached
+
+
+def type_it(line: str) -> list[str]:
+    """Do what a line does in a shell, without needing curl and grep, with a prompt that is short
+    enough for the tiny model; return what it prints."""
+    asked, _, shown = line.partition(" | ")
+    words = shlex.split(asked)
+    assert words[:2] == ["curl", "-s"] and words[3:6] == ["-H", "Content-Type: application/json", "-d"]
+    body = json.loads(Path(words[6].removeprefix("@")).read_text())
+    answer = httpx.post(f"http://{words[2]}", json=body | {"prompt": body["prompt"][:LETTERS]}, timeout=START_S)
+    assert answer.status_code == 200, answer.text
+    grep = shlex.split(shown, comments=True)
+    assert grep[:2] == ["grep", "-o"]
+    return re.findall(grep[2], answer.text)
 
 
 def hit_tokens(client: OpenAI) -> dict[str, float]:
@@ -115,7 +140,8 @@ def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_r
     with EngineChild(tiny_llama, tmp_path / "engine.log", extra_config=settings) as engine:
         engine.generate([PROMPT])
         engine.drain()
-    with server(tiny_llama, store, tmp_path / "server.log") as client:
+    typed: list[str] = []
+    with server(tiny_llama, store, tmp_path / "server.log", typed) as client:
         text, cached = ask(client, cache_salt="nobody else's")
         assert cached == 0, "the server computes it"
         assert ask(client) == (text, WHOLE), "from NVMe"
@@ -128,7 +154,22 @@ def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_r
         stream.close()
         assert ask(client) == (text, WHOLE), "a client that left has done no harm"
         assert hit_tokens(client)["cpu"] >= 3 * WHOLE
+        for path in probe_paths():
+            assert httpx.get(str(client.base_url).replace("/v1/", path)).status_code == 200, path
         lacking = lacking_for_the_dashboard(scraped(client))
+        first, second = map(type_it, typed)
+        assert first == ['"cached_tokens":0'] and int(second[0].partition(":")[2]) > 300
+        known = httpx.post(
+            str(client.base_url).replace("/v1/", "/tokenize"), json={"model": "demo", "prompt": LICENSE[:LETTERS]}
+        )
+        (tmp_path / "tokens.json").write_text(known.text)
+    log = (tmp_path / "server.log").read_text()
+    told = re.findall(r"kvdisk.*|req cmpl.*", log)
+    line = r"req cmpl-\S+: 1,000 prompt tokens = 0 GPU \+ 0 CPU \+ 992 NVMe \+ 8 computed; load "
+    assert re.search(line, log) and re.search(r"kvdisk ends after .*hit", log), told
+    why = CliRunner().invoke(app, ["why", str(store), "--tokens", str(tmp_path / "tokens.json")])
+    count = known.json()["count"]
+    assert f"{(count - 1) // BLOCK_TOKENS * BLOCK_TOKENS:,} of {count:,} prompt tokens would hit" in why.stdout
     assert [query for query in lacking if "write_budget_bytes" not in query] == []
     assert len(lacking) == 1, "there is a budget's only where there is one"
     assert not verify.verify_store([store]).wrong

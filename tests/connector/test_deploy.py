@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of docs/deploy: that they fit together, that kvdisk and vLLM take what is in them, and
+that linters do. The server's test asks a real one for the probes' paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import make_wheel
+import pytest
+import yaml
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvdisk.cli.check import read_settings
+from kvdisk.config import Config
+from kvdisk.connector.adapter import SUPPORTED_VERSIONS
+from kvdisk.device.drives import check_directories
+from kvdisk.device.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
+OF_VLLM_BYTES = 16 << 30
+"""Host memory that is left for vLLM beside the CPU tier."""
+
+KUBERNETES = {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+POD = KUBERNETES["Deployment"]["spec"]["template"]["spec"]
+(VLLM,) = POD["containers"]
+(CHECK,) = POD["initContainers"]
+DOCKERFILE = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text())
+STEPS = [(step, rest) for step, rest in re.findall(r"^([A-Z]+) (.*)$", DOCKERFILE, re.MULTILINE)]
+
+
+def interpolated(text: str) -> str:
+    """Return a compose file as the tool reads it, with defaults for what the user may set."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    return re.sub(r"\$\{\w+:\?[^}]*\}", "/nvme/kvdisk", text)
+
+
+COMPOSE = yaml.safe_load(interpolated((DEPLOY / "compose.yaml").read_text()))
+SERVICES = COMPOSE["services"]
+
+
+def arguments_of_kubernetes() -> list[str]:
+    """Return the server's arguments, with the variables that Kubernetes puts in."""
+    (variable,) = [one for one in VLLM["env"] if "valueFrom" in one]
+    source = variable["valueFrom"]["configMapKeyRef"]
+    assert source["name"] == KUBERNETES["ConfigMap"]["metadata"]["name"]
+    value = KUBERNETES["ConfigMap"]["data"][source["key"]]
+    return [word.replace(f"$({variable['name']})", value) for word in VLLM["args"]]
+
+
+SERVERS = {"kubernetes": arguments_of_kubernetes(), "compose": SERVICES["vllm"]["command"]}
+
+
+def probe_paths() -> set[str]:
+    """Return what is asked of the server to know whether it lives."""
+    probes = [VLLM[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert {probe["port"] for probe in probes} == {VLLM["ports"][0]["name"]}
+    asked = re.findall(r"http://localhost:8000(/\w+)", " ".join(SERVICES["vllm"]["healthcheck"]["test"]))
+    return {*asked, *(probe["path"] for probe in probes)}
+
+
+@pytest.mark.parametrize("where", SERVERS)
+def test_vllm_and_kvdisk_take_the_servers_arguments(where, tmp_path):
+    taken = make_arg_parser(FlexibleArgumentParser()).parse_args(SERVERS[where])
+    assert (taken.model_tag, taken.port, taken.enable_prompt_tokens_details) == ("Qwen/Qwen3-8B", 8000, True)
+    patience_s = {
+        "kubernetes": POD["terminationGracePeriodSeconds"],
+        "compose": int(SERVICES["vllm"]["stop_grace_period"].removesuffix("s")),
+    }
+    assert 0 < taken.shutdown_timeout <= patience_s[where] // 2, "else vLLM kills the engine, or is killed"
+    whole = taken.kv_transfer_config
+    assert (whole.kv_connector, whole.kv_role) == ("KVDiskConnector", "kv_both")
+    file = tmp_path / "kvdisk.json"
+    (given,) = [word.partition("=")[2] for word in SERVERS[where] if word.startswith("--kv-transfer-config=")]
+    file.write_text(given)
+    assert read_settings(file) == whole.kv_connector_extra_config, "kvdisk check looks at the same"
+    config = Config.from_mapping(whole.kv_connector_extra_config)
+    assert config.store_dirs == (Path("/nvme/kv"),) and config.nvme_bytes == 500 << 30 and config.cpu_bytes == 32 << 30
+
+
+def test_the_parts_of_the_manifest_find_each_other():
+    labels = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert KUBERNETES["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert KUBERNETES["Service"]["spec"]["selector"] == labels
+    assert KUBERNETES["Service"]["spec"]["ports"][0]["targetPort"] == VLLM["ports"][0]["name"]
+    assert f"--port={VLLM['ports'][0]['containerPort']}" in VLLM["args"]
+    claim, volume = KUBERNETES["PersistentVolumeClaim"], KUBERNETES["PersistentVolume"]
+    assert claim["spec"]["storageClassName"] == volume["spec"]["storageClassName"]
+    assert claim["spec"]["storageClassName"] == KUBERNETES["StorageClass"]["metadata"]["name"]
+    volumes = {one["name"]: one for one in POD["volumes"]}
+    assert volumes["nvme"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert volumes["config"]["configMap"]["name"] == KUBERNETES["ConfigMap"]["metadata"]["name"]
+    for container in (VLLM, CHECK):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+    mounts = {mount["name"]: mount["mountPath"] for mount in [*VLLM["volumeMounts"], *CHECK["volumeMounts"]]}
+    assert f"{mounts['config']}/kvdisk.json" in CHECK["command"][-1]
+    assert mounts["nvme"] == "/nvme" and "kvdisk.json" in KUBERNETES["ConfigMap"]["data"]
+    annotations = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/path"] == "/metrics"
+    assert annotations["prometheus.io/port"] == str(VLLM["ports"][0]["containerPort"])
+
+
+def size(text: str) -> int:
+    """Read a size of Kubernetes, as kvdisk does."""
+    return Config.from_mapping({"cpu_bytes": text}).cpu_bytes
+
+
+def test_what_the_tiers_take_is_there():
+    config = Config.from_mapping(
+        json.loads(KUBERNETES["ConfigMap"]["data"]["kvdisk.json"])["kv_connector_extra_config"]
+    )
+    assert config.cpu_bytes + OF_VLLM_BYTES <= size(VLLM["resources"]["limits"]["memory"])
+    capacity = size(KUBERNETES["PersistentVolume"]["spec"]["capacity"]["storage"])
+    assert config.nvme_bytes and config.nvme_bytes * 1.1 <= capacity, "a tenth is left free"
+    assert size(KUBERNETES["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"]) <= capacity
+
+
+# -- users -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def user(uid: int, gid: int, groups: list[int]) -> Iterator[None]:
+    before = os.getgroups()
+    os.setgroups(groups)
+    os.setegid(gid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(before)
+
+
+def test_nothing_runs_as_root_or_may_become_it():
+    pod = POD["securityContext"]
+    assert pod["runAsNonRoot"] and f"{pod['runAsUser']}:{pod['runAsGroup']}" == dict(STEPS)["USER"] == "2000:0"
+    for container in (VLLM, CHECK):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    assert SERVICES["vllm"]["cap_drop"] == ["ALL"] and "user" not in SERVICES["vllm"], "it is the image's"
+    published = [port for service in SERVICES.values() for port in service["ports"]]
+    assert len(published) == 3 and all(port.startswith("127.0.0.1:") for port in published)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_the_volume_serves_the_pods_user_over_restarts():
+    """As the kubelet makes it, and makes it again at each mount where the root's mode is wrong."""
+    pod = POD["securityContext"]
+    around = Path(tempfile.mkdtemp())
+    try:
+        around.chmod(0o755)
+        volume = around / "nvme"
+        volume.mkdir()
+        for _ in range(2):
+            for path in (volume, *volume.rglob("*")):
+                os.chown(path, -1, pod["fsGroup"])
+                path.chmod(stat.S_IMODE(path.stat().st_mode) | (0o2770 if path.is_dir() else 0o660))
+            with user(pod["runAsUser"], pod["runAsGroup"], [pod["fsGroup"]]):
+                check_directories(volume / "kv")
+                assert Store.open(volume / "kv").path == volume / "kv"
+            assert stat.S_IMODE((volume / "kv").stat().st_mode) == 0o700
+    finally:
+        shutil.rmtree(around)
+
+
+# -- the image, and what runs beside it --------------------------------------------------------
+
+
+def test_the_image_is_of_a_supported_vllm_and_has_what_a_wheel_is_made_of():
+    version = re.search(r"^ARG VLLM_VERSION=v([\d.]+)$", DOCKERFILE, re.MULTILINE)
+    assert version is not None and tuple(map(int, version[1].split(".")[:2])) in SUPPORTED_VERSIONS
+    copied = [word for step, rest in STEPS if step == "COPY" for word in rest.split()[:-1]]
+    assert sorted(copied) == sorted(make_wheel.PARTS)
+    let_in = re.findall(r"^!(.*)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    assert sorted(let_in) == sorted(copied)
+    build = SERVICES["vllm"]["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).exists()
+    assert {VLLM["image"], CHECK["image"], SERVICES["vllm"]["image"]} == {"vllm-kvdisk"}
+
+
+def mounted(service: str) -> dict[str, Path]:
+    """Return by path in the container what of the checkout is mounted there."""
+    pairs = [one.split(":")[:2] for one in SERVICES[service]["volumes"] if one.startswith(".")]
+    return {inside: (DEPLOY / outside).resolve() for outside, inside in pairs}
+
+
+def test_prometheus_asks_vllm_and_grafana_shows_the_dashboard():
+    settings = mounted("prometheus")["/etc/prometheus/prometheus.yml"]
+    (job,) = yaml.safe_load(settings.read_text())["scrape_configs"]
+    assert (job["metrics_path"], job["static_configs"][0]["targets"]) == ("/metrics", ["vllm:8000"])
+    assert "vllm" in SERVICES and "--port=8000" in SERVICES["vllm"]["command"]
+    grafana = mounted("grafana")
+    (source,) = yaml.safe_load(grafana["/etc/grafana/provisioning/datasources/kvdisk.yml"].read_text())["datasources"]
+    assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
+    (board,) = yaml.safe_load(grafana["/etc/grafana/provisioning/dashboards/kvdisk.yml"].read_text())["providers"]
+    boards = list(grafana[board["options"]["path"]].glob("*.json"))
+    assert [json.loads(path.read_text())["uid"] for path in boards] == ["kvdisk"]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert Path(home).name == boards[0].name and str(Path(home).parent) in grafana
+    (variable,) = [
+        one for one in json.loads(boards[0].read_text())["templating"]["list"] if one["name"] == "datasource"
+    ]
+    assert variable["query"] == source["type"]
+
+
+@pytest.fixture(scope="module")
+def linters(tmp_path_factory) -> Path:
+    """The programs of requirements/deploy.txt, in an environment of their own."""
+    place = tmp_path_factory.mktemp("deploy")
+    constraints = place / "constraints.txt"
+    constraints.write_text("\n".join(make_wheel.pins()))
+    subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
+    pip = [place / "venv/bin/python", "-m", "pip", "install", "--no-input", "--quiet", "--constraint", constraints]
+    done = subprocess.run([*pip, "-r", ROOT / "requirements/deploy.txt"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.fail(f"pip could not install what this test runs: {done.stderr.strip()[-300:]}", pytrace=False)
+    return place / "venv/bin"
+
+
+def run(*command: object, **more: Any) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1200)
+def test_linters_find_nothing(linters, tmp_path):
+    run(linters / "hadolint", DEPLOY / "Dockerfile")
+    run(linters / "kubernetes-validate", "--strict", "--quiet", DEPLOY / "kubernetes.yaml")
+    compose = tmp_path / "compose.yaml"
+    compose.write_text(interpolated((DEPLOY / "compose.yaml").read_text()))
+    parse = "import sys, compose_spec as c; c.PyCompose.from_yaml(open(sys.argv[1]).read()).validate()"
+    run(linters / "python", "-c", parse, compose)
+    # And they do find something.
+    for name, command, whole in (
+        (
+            "Dockerfile",
+            [linters / "hadolint"],
+            (DEPLOY / "Dockerfile").read_text().replace("COPY kvdisk", "ADD kvdisk"),
+        ),
+        (
+            "kubernetes.yaml",
+            [linters / "kubernetes-validate", "--strict"],
+            (DEPLOY / "kubernetes.yaml").read_text().replace("readinessProbe", "readyProbe"),
+        ),
+        ("compose.yaml", [linters / "python", "-c", parse], compose.read_text().replace("shm_size", "shm_sizes")),
+    ):
+        (tmp_path / name).write_text(whole)
+        done = subprocess.run([*command, tmp_path / name], capture_output=True, check=False)
+        assert done.returncode != 0, name
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1200)
+def test_the_steps_of_the_image_run(linters, tmp_path):
+    """In an empty environment in the place of the image's Python, with the files of the COPY steps
+    alone."""
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    source = tmp_path / "tmp"
+    for step, rest in STEPS:
+        words = rest.split()
+        if step == "COPY":
+            to = tmp_path / words[-1].strip("/")
+            for word in words[:-1]:
+                if (ROOT / word).is_dir():
+                    shutil.copytree(ROOT / word, to, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    to.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(ROOT / word, to)
+        elif step == "RUN":
+            assert rest.startswith("uv pip install --system ")
+            here = rest.replace(" /tmp/", f" {source}/").replace("--system", f"--python {tmp_path / 'venv'}")
+            path = os.pathsep.join([str(tmp_path / "venv/bin"), str(linters), os.environ["PATH"]])
+            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            said = run("sh", "-ec", here, env=environment | {"PATH": path}, cwd=tmp_path)
+            assert re.fullmatch(r"kvdisk \d+\.\d+\.\d+\n", said)
+    assert not (source / "source").exists(), "nothing of the source is left in the image"
+    run(tmp_path / "venv/bin/kvdisk", "--help", cwd=tmp_path)
