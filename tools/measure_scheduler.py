@@ -207,7 +207,11 @@ def _settings() -> Any:
     """Return what both read of a ``VllmConfig``."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, world_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1
+            tensor_parallel_size=1,
+            world_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
         ),
         cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),

@@ -82,6 +82,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Two KV heads, so that TP=2 splits it.
     "tiny-llama": ("LlamaConfig", TINY | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}),
+    "tiny-qwen3": ("Qwen3Config", TINY | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}),
     # A hybrid model, which vLLM puts into three KV-cache groups.
     "tiny-gemma3": (
         "Gemma3TextConfig",

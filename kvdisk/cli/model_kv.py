@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +71,29 @@ class ModelKv(NamedTuple):
     longest_tokens: int | None
     notes: tuple[str, ...]
 
-    def geometry(self, ranks: int, block_tokens: int | None = None) -> Geometry:
-        """Return the sizes of an engine's blocks as vLLM would make them. ``block_tokens``: None
-        where vLLM is told none. Raises ConfigError."""
+    def stages(self, text: str) -> tuple[int, ...]:
+        """Return the layers of each stage of a pipeline: of so many stages, as vLLM cuts them, or
+        as ``VLLM_PP_LAYER_PARTITION`` lists them. Raises ConfigError."""
+        layers = len(self.windows)
+        try:
+            found = tuple(map(int, text.split(",")))
+        except ValueError:
+            raise ConfigError(f"--pp is a number of stages, or the layers of each, and not {text}.") from None
+        if len(found) == 1:
+            (count,) = found
+            if not 0 < count <= layers:
+                raise ConfigError(f"--pp {count} leaves stages without layers: the model has {layers}.")
+            # vLLM: the last stage takes none of what remains; the others do from behind.
+            least, remaining = divmod(layers, count)
+            found = tuple(least + (0 < count - 1 - stage <= remaining) for stage in range(count))
+        if min(found) < 1 or sum(found) != layers:
+            raise ConfigError(f"--pp {text} must list every layer once: the model has {layers}.")
+        return found
+
+    def geometry(self, ranks: int, block_tokens: int | None = None, stages: Sequence[int] = ()) -> Geometry:
+        """Return the sizes of an engine's blocks as vLLM would make them. ``ranks``: of a stage.
+        ``block_tokens``: None where vLLM is told none. ``stages``: layers of each stage of a
+        pipeline; none: there is one. Raises ConfigError."""
         block_tokens = block_tokens or (_MLA_BLOCK_TOKENS if self.mla else _BLOCK_TOKENS)
         if self.heads % ranks:
             raise ConfigError(f"--tp {ranks} does not divide the model's {self.heads} attention heads.")
@@ -80,24 +101,34 @@ class ModelKv(NamedTuple):
         token_bytes = kv_heads * self.head_elements * self.element_bytes
         groups = tuple(
             GroupGeometry(number, block_tokens, layers * block_tokens * token_bytes, window)
-            for number, (layers, window) in enumerate(group_layers(self.windows))
+            for number, (layers, window) in enumerate(group_layers(self.windows, stages))
         )
-        return Geometry(groups, ranks, block_tokens, replicated=self.mla and ranks > 1)
+        count = max(1, len(stages))
+        return Geometry(groups, ranks * count, block_tokens, replicated=self.mla and ranks > 1 == count)
+
+    def filled(self, stages: Sequence[int]) -> float:
+        """Return how much of the slots of all stages is KV: they are as large as the largest stage
+        needs."""
+        slots = max(1, len(stages)) * sum(layers for layers, _ in group_layers(self.windows, stages))
+        return len(self.windows) / slots
 
 
-def group_layers(windows: tuple[int | None, ...]) -> list[tuple[int, int | None]]:
+def group_layers(windows: tuple[int | None, ...], stages: Sequence[int] = ()) -> list[tuple[int, int | None]]:
     """Return layers and window of each KV-cache group that an engine makes of layers of one size.
 
     vLLM: layers of one kind are one group. Of several kinds each is cut into groups of as many
-    layers as the rarest has, or as the most frequent where that is not much more.
+    layers as the rarest has, or as the most frequent where that is not much more, which take turns.
+    ``stages``: layers of each stage of a pipeline; then the most that one has of a group.
     """
     kinds = {window: windows.count(window) for window in dict.fromkeys(windows)}
     least, most = min(kinds.values()), max(kinds.values())
     per_group = most if most < 1.5 * least else least
+    stage_of = [stage for stage, layers in enumerate(stages or [len(windows)]) for _ in range(layers)]
     groups = []
     for window, layers in kinds.items():
         count = -(-layers // per_group)
-        groups += [(len(range(first, layers, count)), window) for first in range(count)]
+        of_kind = [stage for stage, each in zip(stage_of, windows, strict=True) if each == window]
+        groups += [(max(Counter(of_kind[first::count]).values()), window) for first in range(count)]
     return groups
 
 

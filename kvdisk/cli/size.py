@@ -88,13 +88,15 @@ class Answer:
 
     ``model``: kind, layers, kv_heads and head_elements (of a layer and token; MLA: one head), mla,
     dtype (of the KV), longest_tokens. ``token_bytes``: of one token on all ranks together, in GPU
-    and CPU memory; ``_rank``: on one rank; ``_drive``: on the drive, without headers and padding.
-    ``groups``: KV-cache groups, sizes of blocks on one rank. ``context_tokens``: of a
-    conversation. ``notes``: sentences about what had to be assumed.
+    and CPU memory; ``_rank``: on one rank, of the largest stage; ``_drive``: on the drive, without
+    headers and padding. ``pipeline``: layers of each stage. ``groups``: KV-cache groups, sizes of
+    blocks on one rank. ``context_tokens``: of a conversation. ``notes``: sentences about what had
+    to be assumed.
     """
 
     model: Mapping[str, object]
     tensor_parallel: int
+    pipeline: Sequence[int]
     block_tokens: int
     token_bytes: int
     token_bytes_rank: int
@@ -106,7 +108,7 @@ class Answer:
     writes: Writes | None = None
     endurance: Endurance | None = None
     notes: list[str] = field(default_factory=list)
-    json_version: int = 1
+    json_version: int = 2
     kvdisk_version: str = __version__
 
 
@@ -115,6 +117,10 @@ def size(
         Path, typer.Option("--model", metavar="CONFIG", help="A model's directory, or its config.json.", readable=False)
     ],
     tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=MOST_RANKS, help="Tensor-parallel size.")] = 1,
+    pp: Annotated[
+        str,
+        typer.Option("--pp", metavar="N", help="Pipeline stages, or what VLLM_PP_LAYER_PARTITION says: 2, or 17,15."),
+    ] = "1",
     nvme: Annotated[str | None, typer.Option("--nvme", metavar="BYTES", help="The NVMe tier: 500GiB.")] = None,
     cpu: Annotated[str | None, typer.Option("--cpu", metavar="BYTES", help="The CPU tier, over all ranks.")] = None,
     context: Annotated[
@@ -158,10 +164,11 @@ def size(
     try:
         known = read_model(model, dtype, kv_dtype)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
-        geometry, writes = known.geometry(tp, block_size), _writes(write_rate)
-        answer = _answer(known, geometry, tokens)
-        answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens) if cpu else None
-        answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens) if nvme else None
+        stages = known.stages(pp)
+        geometry, filled, writes = known.geometry(tp, block_size, stages), known.filled(stages), _writes(write_rate)
+        answer = _answer(known, geometry, stages, tokens)
+        answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens, filled) if cpu else None
+        answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens, filled) if nvme else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
         if block_size is None:
             answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
@@ -174,14 +181,16 @@ def size(
         _print(answer, known, report_console())
 
 
-def _answer(model: ModelKv, geometry: Geometry, context_tokens: int) -> Answer:
+def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_tokens: int) -> Answer:
+    filled = model.filled(stages)
     return Answer(
         model={name: getattr(model, name) for name in _MODEL_FIELDS} | {"layers": len(model.windows)},
-        tensor_parallel=geometry.rank_count,
+        tensor_parallel=geometry.rank_count // len(stages),
+        pipeline=stages,
         block_tokens=geometry.hash_tokens,
-        token_bytes=round(token_bytes(geometry, geometry.rank_count)),
+        token_bytes=round(token_bytes(geometry, geometry.rank_count * filled)),
         token_bytes_rank=round(token_bytes(geometry, 1)),
-        token_bytes_drive=round(token_bytes(geometry, geometry.part_count)),
+        token_bytes_drive=round(token_bytes(geometry, geometry.part_count * filled)),
         groups=[{name: getattr(group, name) for name in _GROUP_FIELDS} for group in geometry.groups],
         context_tokens=context_tokens,
         notes=list(model.notes),
@@ -208,23 +217,33 @@ def _writes(text: str | None) -> Writes | None:
 # -- what fits, and what was written -----------------------------------------------------------
 
 
-def token_bytes(geometry: Geometry, parts: int) -> float:
-    """Return the bytes of KV of one token on so many parts: ranks in memory, parts on the drive."""
+def token_bytes(geometry: Geometry, parts: float) -> float:
+    """Return the bytes of KV of one token on so many parts: ranks in memory, parts on the drive;
+    fewer than there are, where some have less than the largest."""
     return sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * parts
 
 
-def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
-    """Return what fits into the CPU tier, over all ranks. Raises ConfigError where nothing does."""
-    return _fit(geometry, cpu_slots_in(cpu_bytes, geometry), cpu_bytes, geometry.rank_count, context_tokens)
+def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS, filled: float = 1.0) -> Fit:
+    """Return what fits into the CPU tier, over all ranks. ``filled``: how much of all payloads is
+    KV. Raises ConfigError where nothing does."""
+    return _fit(geometry, cpu_slots_in(cpu_bytes, geometry), cpu_bytes, geometry.rank_count * filled, context_tokens)
 
 
-def fit_nvme(geometry: Geometry, nvme_bytes: int, drive_count: int, context_tokens: int = _CONTEXT_TOKENS) -> Fit:
-    """Return what fits into the NVMe tier. Raises ConfigError where nothing does."""
+def fit_nvme(
+    geometry: Geometry,
+    nvme_bytes: int,
+    drive_count: int,
+    context_tokens: int = _CONTEXT_TOKENS,
+    filled: float = 1.0,
+) -> Fit:
+    """Return what fits into the NVMe tier. ``filled``: how much of all payloads is KV. Raises
+    ConfigError where nothing does."""
     layout = nvme_layout_in(nvme_bytes, Config().segment_bytes, geometry, drive_count)
-    return _fit(geometry, layout.class_slots(geometry), nvme_bytes, geometry.part_count, context_tokens)
+    parts = geometry.part_count * filled
+    return _fit(geometry, layout.class_slots(geometry), nvme_bytes, parts, context_tokens)
 
 
-def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: int, context_tokens: int) -> Fit:
+def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: float, context_tokens: int) -> Fit:
     """Count what has slots. ``slots``: by size class."""
     tokens = geometry.tokens_in(slots)
     blocks = sum(tokens // group.tokens_each for group in geometry.groups)
@@ -255,10 +274,11 @@ def measure_writes(directories: Sequence[Path]) -> Writes:
 
 
 def _print(answer: Answer, model: ModelKv, console: Console) -> None:
-    lines, ranks = make_lines(), answer.tensor_parallel
+    lines, ranks = make_lines(), answer.tensor_parallel * len(answer.pipeline)
     lines.add_row("Model", printable(_described(model)))
     each = in_words(answer.token_bytes_rank)
-    of_ranks = f", {each} on each of {ranks} ranks" if ranks > 1 else ""
+    most = "" if len(set(answer.pipeline)) == 1 else "at most "
+    of_ranks = f", {most}{each} on each of {ranks} ranks" if ranks > 1 else ""
     lines.add_row("KV", f"{in_words(answer.token_bytes)} a token{of_ranks}")
     if answer.token_bytes_drive != answer.token_bytes:
         lines.add_row("", f"the same on every rank: {each} a token on the drive")
@@ -266,6 +286,8 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
         window = "full attention" if group["window_tokens"] is None else f"window of {number(group['window_tokens'])}"
         payload = f"{in_words(group['payload_bytes'])} in a slot of {in_words(group['slot_bytes'])}"
         lines.add_row("" if at else "Blocks", f"{group['block_tokens']} tokens, {window}: {payload} on each rank")
+    if len(answer.pipeline) > 1:
+        lines.add_row("Stages", f"{len(answer.pipeline)}, of {', '.join(map(str, answer.pipeline))} layers")
     long = in_words(answer.token_bytes * answer.context_tokens)
     lines.add_row("Conversation", f"{number(answer.context_tokens)} tokens, {long}")
     for name, fit in (("CPU", answer.cpu), ("NVMe", answer.nvme)):

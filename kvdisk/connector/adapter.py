@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     get_group_id,
     hash_block_tokens,
+    resolve_dcp_kv_block_size,
     resolve_none_hash_seed,
 )
 from vllm.v1.kv_cache_interface import (
@@ -160,7 +161,7 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     if sleeps(vllm_config) and vllm_minor_version() < _TELLS_OF_SLEEP:
         yield "sleep mode with this vLLM, which does not tell when it unmaps the KV cache (0.33 does)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        yield "context parallelism"
+        yield "context parallelism (DCP, PCP), with which it has not run on GPUs"
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in SUPPORTED_DRAFTERS:
         yield f"speculative decoding by the method {speculative.method}"
@@ -342,12 +343,14 @@ def geometry_of(
     ``sizes_are_certain``; without layers of a group its blocks have no bytes.
     """
     groups = []
+    parallel = vllm_config.parallel_config
     for index, group in enumerate(kv_cache_config.prefix_cacheable_groups):
         reaches = {_REACHES[type(spec)](spec) for spec in _specs_of(group)}
         if len(reaches) > 1:
             raise ConfigError("kvdisk does not support KV-cache groups whose layers have different windows.")
         window, chunk = reaches.pop()
-        block_tokens = group.kv_cache_spec.block_size
+        # With DCP a block's tokens are divided among so many ranks.
+        block_tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, parallel.decode_context_parallel_size)
         groups.append(
             GroupGeometry(
                 index,
@@ -361,13 +364,18 @@ def geometry_of(
             )
         )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
+    ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
+    replicated = ranks > 1 and ranks_are_alike(vllm_config, kv_cache_config)
+    return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
+
+
+def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a rank has the same of a block however many there are: all of MLA's latent KV, which
+    has no heads to divide, where it has all layers and all tokens."""
     parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    # MLA's latent KV has no heads to divide: each rank computes all of it, where it has all layers.
-    replicated = ranks == parallel.tensor_parallel_size > 1 and all(
+    return parallel.pipeline_parallel_size == parallel.decode_context_parallel_size == 1 and all(
         type(spec) is MLAAttentionSpec for group in kv_cache_config.prefix_cacheable_groups for spec in _specs_of(group)
     )
-    return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
 
 
 def _state_tokens(kv_cache_config: KVCacheConfig, block_tokens: int) -> int:
@@ -383,10 +391,17 @@ def _payload_bytes(group: KVCacheGroupSpec) -> int:
     return sum(spec.real_page_size_bytes for spec in specs.values())
 
 
+def ranks_of_stage(vllm_config: VllmConfig) -> int:
+    """Return how many workers have the layers of a stage. vLLM: DCP divides tokens among them, and
+    adds none."""
+    parallel = vllm_config.parallel_config
+    return parallel.tensor_parallel_size * parallel.prefill_context_parallel_size  # type: ignore[no-any-return]
+
+
 def rank_of(vllm_config: VllmConfig) -> int:
     """Return a worker's number among those that share its engine's blocks."""
     parallel = vllm_config.parallel_config
-    return parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)  # type: ignore[no-any-return]
+    return parallel.rank % (ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size)  # type: ignore[no-any-return]
 
 
 def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any]:

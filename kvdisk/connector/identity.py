@@ -21,7 +21,14 @@ import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
-from kvdisk.connector.adapter import group_descriptions, hash_chain, is_plain, model_module, vllm_minor_version
+from kvdisk.connector.adapter import (
+    group_descriptions,
+    hash_chain,
+    is_plain,
+    model_module,
+    ranks_are_alike,
+    vllm_minor_version,
+)
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
@@ -67,6 +74,7 @@ def fingerprint_of(
     code = None if module is None else code_digest(Path(vllm.__file__).parents[1], module)
     if code is not None:
         final_config.pop("transformers_version", None)  # it computes nothing of such a model
+    tensor_parallel = None if ranks_are_alike(vllm_config, kv_cache_config) else parallel.tensor_parallel_size
     facts: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "vllm": vllm_minor_version() if code is None else None,
@@ -80,7 +88,7 @@ def fingerprint_of(
         "groups": group_descriptions(stages),
         "kv_layout": kv_cache_config.kv_cache_layout,
         "hash_tokens": kv_cache_config.hash_block_size,
-        "tensor_parallel": parallel.tensor_parallel_size,
+        "tensor_parallel": tensor_parallel,
         "hash": [algorithm, os.environ.get("PYTHONHASHSEED")],
         "hash_chain": hash_chain(algorithm),
         "platform": _platform_facts(vllm_config),
@@ -88,6 +96,11 @@ def fingerprint_of(
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
         facts["max_model_len"] = model.max_model_len
+    context = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
+    if context != [1, 1]:
+        # vLLM: another option, or NIXL, changes which tokens a rank has, in the workers alone.
+        vllm_config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+        facts["context_parallel"] = [*context, parallel.cp_kv_cache_interleave_size]
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -95,7 +108,7 @@ def fingerprint_of(
         "model": str(model.model),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
-        "tensor_parallel": parallel.tensor_parallel_size,
+        "tensor_parallel": tensor_parallel,
         "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
-from kvdisk.connector.adapter import geometry_of, groups_by_stage, handshake_of, layer_blocks, rank_of, sleeps
+from kvdisk.connector.adapter import (
+    geometry_of,
+    groups_by_stage,
+    handshake_of,
+    layer_blocks,
+    rank_of,
+    ranks_of_stage,
+    sleeps,
+)
 from kvdisk.connector.off import WorkerOff
 from kvdisk.messages import Job, JobKind, Plan, Report
 
@@ -56,7 +64,7 @@ class WorkerSide:
     def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
         """Return what the scheduler cannot know of the KV cache, None where it knows all, or hears
         it from the first stage: vLLM's connectors refuse to hear of others, unless they say so."""
-        first = rank_of(self._vllm_config) < self._vllm_config.parallel_config.tensor_parallel_size
+        first = rank_of(self._vllm_config) < ranks_of_stage(self._vllm_config)
         return handshake_of(self._stages) if first else None
 
     @property

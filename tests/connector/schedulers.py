@@ -31,7 +31,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_dcp_kv_block_size
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -109,6 +110,7 @@ def vllm_config(
     max_model_len: int = 2048,
     ranks: int = 1,
     stages: int = 1,
+    shards: int = 1,
     pipelined: bool = False,
     events: bool = False,
     prefix_caching: bool = True,
@@ -121,8 +123,9 @@ def vllm_config(
     """Return an engine's configuration. ``extra``: kvdisk's own.
 
     ``others``: the classes of a ``MultiConnector``'s children, kvdisk's being ``KVDISK``; none:
-    kvdisk alone. ``ranks``, ``stages``: of tensor and of pipeline parallelism. ``pipelined``:
-    vLLM's asynchronous scheduler. ``prefix_caching``: its own. ``adapters``: LoRA.
+    kvdisk alone. ``ranks``, ``stages``: of tensor and of pipeline parallelism. ``shards``: of a
+    block's tokens, by DCP, each of ``BLOCK_TOKENS // shards``. ``pipelined``: vLLM's asynchronous
+    scheduler. ``prefix_caching``: its own. ``adapters``: LoRA.
     ``retention_tokens``: the interval in which that keeps recurrent states; 0: those at a prompt's
     end; None: all. ``sleeps``: sleep mode. ``drafts``: tokens of
     speculation by ``method``, which for "mtp" has a module for each.
@@ -141,7 +144,7 @@ def vllm_config(
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
         ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS // shards, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_seqs,
             max_num_batched_tokens=max_batched_tokens,
@@ -159,6 +162,7 @@ def vllm_config(
     config.cache_config.num_gpu_blocks = num_blocks
     config.parallel_config.tensor_parallel_size = ranks
     config.parallel_config.pipeline_parallel_size = stages
+    config.parallel_config.decode_context_parallel_size = shards
     config.scheduler_config.async_scheduling = pipelined
     config.cache_config.enable_prefix_caching = prefix_caching
     config.cache_config.prefix_cache_retention_interval = retention_tokens
@@ -187,6 +191,7 @@ def kv_groups(
     state_tokens: int | None = None,
     state_only: bool = False,
     checkpoints: bool = False,
+    latent: bool = False,
     other: KVCacheSpec | None = None,
     left_out: KVCacheSpec | None = None,
 ) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
@@ -196,11 +201,13 @@ def kv_groups(
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
     ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
     ``state_tokens``: of a block of recurrent state, and of full attention beside it; with
-    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``other``: the
-    kind of a further group. ``left_out``: that of the first, which vLLM's prefix cache leaves out.
+    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``latent``:
+    MLA in place of full attention. ``other``: the kind of a further group. ``left_out``: that of
+    the first, which vLLM's prefix cache leaves out.
     """
     sizes = {"block_size": state_tokens or BLOCK_TOKENS, **SIZES}
-    groups = [KVCacheGroupSpec(["full.0"], FullAttentionSpec(**sizes))]
+    full = MLAAttentionSpec(**sizes | {"num_kv_heads": 1}) if latent else FullAttentionSpec(**sizes)
+    groups = [KVCacheGroupSpec(["full.0"], full)]
     if state_tokens is not None:
         page = groups[0].kv_cache_spec.page_size_bytes
         shapes, dtypes = ((page // 16,), (page // 8 + page // 32,)), (torch.float32, torch.float32)
@@ -255,6 +262,12 @@ class Bench:
         self.config = vllm_config(folder, extra=extra, **engine)
         found, self.worker_groups = kv_groups(**groups)
         self.group_count = len(found)
+        self.shards = self.config.parallel_config.decode_context_parallel_size
+        for group in found:
+            if group.kv_cache_spec.dcp_sharded:
+                group.kv_cache_spec = replace(
+                    group.kv_cache_spec, block_size=group.kv_cache_spec.block_size // self.shards
+                )
         # Layers that differ lie in KV tensors of their own.
         tensors = [KVCacheTensor(0, [name], 0, 0) for name in found[0].layer_names if found not in self.worker_groups]
         num_blocks = self.config.cache_config.num_gpu_blocks
@@ -274,7 +287,7 @@ class Bench:
             vllm_config=self.config,
             kv_cache_config=self.cache,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in found)),
+            block_size=math.lcm(*(resolve_dcp_kv_block_size(group.kv_cache_spec, self.shards) for group in found)),
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )

@@ -22,16 +22,23 @@ block's end, and so would have to leave a state within."""
 class Kind(NamedTuple):
     """``block_tokens``: of the largest block, which hits are multiples of. ``groups``: how many.
     ``few_blocks``: of a pool in which requests are preempted. ``batched``: whether vLLM alone gives
-    a request the same tokens alone and among others."""
+    a request the same tokens alone and among others. ``model``: where it is not the kind's name."""
 
     limits: dict[str, Any]
     block_tokens: int
     groups: int
     few_blocks: int
     batched: bool = True
+    model: str = ""
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 KINDS = {
+    "qwen3": Kind({}, 32, 1, 40),
+    "8-bit KV": Kind({"kv_cache_dtype": "fp8"}, 32, 1, 40, model="llama"),
+    "n-gram": Kind({"speculative_config": NGRAM}, 32, 1, 40, model="llama"),
+    "gemma3": Kind({}, 32, 3, 110),
+    "gemma4": Kind({}, 64, 2, 60),
     "granite4": Kind(MAMBA_STEPS, 64, 4, 60),
     "nemotron": Kind(MAMBA_STEPS, 64, 4, 60),
     "falcon": Kind(MAMBA_STEPS, 64, 2, 40),
@@ -58,7 +65,7 @@ def _together(engine: EngineChild, prompts: list[list[int]], max_tokens: int = 8
     "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.torture) for name in KINDS]
 )
 def test_kind(name, models, tmp_path):
-    kind, model, log = KINDS[name], models(name), tmp_path / "log"
+    kind, model, log = KINDS[name], models(KINDS[name].model or name), tmp_path / "log"
     config = {"cpu_bytes": "64MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "256MiB", "device": "posix"}
     limits: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 400, **kind.limits}
     whole = [(len(prompt) - 1) // kind.block_tokens * kind.block_tokens for prompt in PROMPTS]
@@ -84,7 +91,9 @@ def test_kind(name, models, tmp_path):
         assert engine.counters()["hit_tokens.nvme"] >= whole[0]
         assert tokens_of(_together(engine, many, 60)) == tokens_of(preempted), "victims come back"
         # With nothing but states a request needs no more blocks as it grows.
-        assert (engine.metrics()["num_preemptions"] > 0) == (kind.batched and kind.groups > 1)
+        metrics = engine.metrics()
+        assert (metrics["num_preemptions"] > 0) == (kind.batched and name != "mamba2")
+        assert metrics.get("spec_decode_num_accepted_tokens", 1) > 0, metrics
         assert tokens_of(_together(engine, batches)) == tokens_of(together)
         engine.drain()
         counters = engine.counters()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 from vllm.config.model import MODEL_ARCH_CONFIG_CONVERTORS, ModelArchConfigConvertorBase
+from vllm.distributed.utils import get_pp_indices
 from vllm.transformers_utils.config import get_config, get_hf_text_config
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.cli.model_kv import read_model
+from kvdisk.cli.size import token_bytes
 from kvdisk.connector.adapter import geometry_of
 
 LLAMA = {
@@ -70,7 +74,7 @@ def written(path: Path, case: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
+def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, monkeypatch, case):
     path = written(tmp_path / "model", case)
     config = get_config(path, trust_remote_code=False)
     text = get_hf_text_config(config)
@@ -82,17 +86,33 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, case):
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     slide = [kind == "sliding_attention" for kind in kinds] if kinds else [window is not None] * layers
     assert ours.windows == tuple(window if slides else None for slides in slide)
-    for ranks in (1, 2):
+    for ranks, stages in itertools.product((1, 2), ("1", "2", "3", "4", "5", f"{layers - 1},1")):
+        if "," in stages:
+            monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", stages)
+        else:
+            monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+        cut = ours.stages(stages)
         kv_heads = 1 if mla else max(1, theirs.total_num_kv_heads // ranks)
         sizes = {"block_size": 16, "num_kv_heads": kv_heads, "head_size": theirs.head_size, "dtype": torch.bfloat16}
         full = MLAAttentionSpec(**sizes) if mla else FullAttentionSpec(**sizes)
         specs = [SlidingWindowSpec(**sizes, sliding_window=window) if slides else full for slides in slide]
-        groups = _get_kv_cache_groups_uniform_page_size({f"layer.{at}": spec for at, spec in enumerate(specs)})
+        by_name = {f"layer.{at}": spec for at, spec in enumerate(specs)}
+        groups = _get_kv_cache_groups_uniform_page_size(by_name)
+        of_stages = [
+            _project_kv_cache_groups_to_worker(
+                groups, dict(list(by_name.items())[slice(*get_pp_indices(layers, at, len(cut)))])
+            )
+            for at in range(len(cut))
+        ]
         cache = KVCacheConfig(8, [], groups, hash_block_size=16)
-        parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
-        geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache)
-        assert describe_geometry(ours.geometry(ranks, 16)) == describe_geometry(geometry)
-        assert ours.geometry(ranks, 16).replicated == geometry.replicated
+        parallel = ParallelConfig(tensor_parallel_size=ranks)
+        parallel.pipeline_parallel_size = len(cut)
+        geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache, of_stages)
+        mine = ours.geometry(ranks, 16, cut)
+        assert describe_geometry(mine) == describe_geometry(geometry)
+        assert mine.replicated == geometry.replicated
+        kv_bytes = ranks * sum(spec.page_size_bytes for spec in specs)
+        assert round(token_bytes(mine, mine.rank_count * ours.filled(cut)) * 16) == kv_bytes
 
 
 def test_the_tool_that_measures_vllm_can_be_imported():

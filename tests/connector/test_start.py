@@ -21,7 +21,7 @@ import torch
 from schedulers import vllm_config
 from transformers import configuration_utils
 from vllm import LLM
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvdisk.connector import adapter, identity
-from kvdisk.connector.adapter import geometry_of, layer_blocks, refuse_unsupported
+from kvdisk.connector.adapter import geometry_of, layer_blocks, rank_of, refuse_unsupported
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.plugin import register
@@ -259,12 +259,26 @@ def test_a_state_is_as_large_as_it_is_and_counts_as_often_as_it_is_kept(interval
 
 
 @pytest.mark.parametrize(
-    ("specs", "ranks", "replicated"), [((MLA, MLA), 4, True), ((MLA,), 1, False), ((MLA, FULL), 2, False)]
+    ("specs", "tensor", "prefill", "decode", "replicated"),
+    [
+        ((MLA, MLA), 4, 1, 1, True),
+        ((MLA,), 1, 1, 1, False),
+        ((MLA, FULL), 2, 1, 1, False),
+        ((MLA,), 2, 2, 1, True),  # PCP alone divides the work on a prompt, and not its KV
+        ((MLA,), 1, 2, 1, True),
+        ((MLA,), 4, 1, 2, False),  # each rank has half the tokens
+        ((MLA,), 2, 2, 4, False),
+    ],
 )
-def test_mla_is_the_same_on_every_rank(specs, ranks, replicated):
-    geometry = geometry_of(_config(tensor_parallel_size=ranks), _cache(*specs))
+def test_mla_is_the_same_on_every_rank(specs, tensor, prefill, decode, replicated):
+    sizes = {"tensor_parallel_size": tensor, "prefill_context_parallel_size": prefill}
+    config = _config(**sizes, decode_context_parallel_size=decode)
+    geometry = geometry_of(config, _cache(*specs))
     assert geometry.replicated == replicated
-    assert geometry.part_count == (1 if replicated else ranks)
+    assert geometry.part_count == (1 if replicated else tensor * prefill)
+    assert {group.block_tokens for group in geometry.groups} == {32 * decode}
+    ranks = [ParallelConfig(**sizes, rank=rank) for rank in range(2 * tensor * prefill)]  # of two engines
+    assert [rank_of(SimpleNamespace(parallel_config=rank)) for rank in ranks] == [*range(tensor * prefill)] * 2
 
 
 def test_a_stage_without_kv_is_refused():
@@ -355,6 +369,20 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
     stages = [KVCacheGroupSpec([f"layer.{at}" for at in some], FULL) for some in ((0,), (1, 2), (0, 1), (2,))]
     for cut in (stages[:2], stages[2:]):
         found[str(cut)] = fingerprint_of(vllm_config(folder), _cache(FULL), [[group] for group in cut])[0]
+    shards = {"parallel_config.decode_context_parallel_size": 2}
+    for more in (
+        {},
+        {"parallel_config.prefill_context_parallel_size": 2},
+        {"parallel_config.cp_kv_cache_interleave_size": 8},
+        {"parallel_config.dcp_kv_cache_interleave_size": 16},  # takes the other's place, in the workers
+    ):
+        found[f"shards, {more}"] = _fingerprint(folder, shards | more)
+    for spec in (MLA, FULL):
+        by_ranks = [
+            fingerprint_of(_changed(folder, {"parallel_config.tensor_parallel_size": ranks}), _cache(MLA, spec))[0]
+            for ranks in (1, 2, 4)
+        ]
+        assert len(set(by_ranks)) == (1 if spec is MLA else 3), "MLA alone is the same on any number of ranks"
     _change_the_last_weight(folder)
     found["one weight"] = _fingerprint(folder)
     assert len({first, *found.values()}) == 1 + len(found)

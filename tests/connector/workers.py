@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_dcp_kv_block_size
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, RSWASpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -118,6 +118,7 @@ class Rank:
         """Of each request where its last step ended, and before where a drafter's KV is final."""
         self._bench = bench
         self._number = number
+        self._part = bench.connector.scheduler._geometry.part_of(number)
         self._threaded = threaded
         config = copy.copy(bench.config)
         config.parallel_config = copy.copy(config.parallel_config)
@@ -194,10 +195,10 @@ class Rank:
             content[min(right, known - ahead) - first :] ^= np.uint64(_MASK)
             blocks, places = self._places(request_id, group, first, end)
             read = (settled if ahead else start) - first
-            if isinstance(spec, RSWASpec):  # between prompt and window nothing is read
-                there = np.flatnonzero(blocks)
-                content, blocks, places = content[there], blocks[there], places[there]
-                read = len(there) - (end - start)
+            # R-SWA reads nothing between prompt and window.
+            there = np.flatnonzero(blocks) if isinstance(spec, RSWASpec) else self._held(group, first, end)
+            content, blocks, places = content[there], blocks[there], places[there]
+            read = int(np.searchsorted(there, read))
             assert blocks.all(), f"{request_id} reads or writes the null block of group {group}"
             read_blocks.update(blocks[:read].tolist())
             written_blocks.update(blocks[read:].tolist())
@@ -243,14 +244,21 @@ class Rank:
 
     def _places(self, request_id: str, group: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the GPU block of each of a request's tokens, and its place there."""
-        size = self._bench.cache.kv_cache_groups[group].kv_cache_spec.block_size
-        at, places = np.divmod(np.arange(start, end), size)
-        return np.array(self._bench.table(request_id, group))[at], places
+        spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
+        shards = self._bench.shards if spec.dcp_sharded else 1
+        at, places = np.divmod(np.arange(start, end), spec.block_size * shards)
+        return np.array(self._bench.table(request_id, group))[at], places // shards
+
+    def _held(self, group: int, start: int, end: int) -> np.ndarray:
+        """Return which of some tokens, counted from the first, this rank has. With DCP they take
+        turns."""
+        shards = self._bench.shards if self._bench.cache.kv_cache_groups[group].kv_cache_spec.dcp_sharded else 1
+        return np.flatnonzero(np.arange(start, end) % shards == self._number % shards)
 
     def _content(self, layer: int, text: Text, start: int, end: int) -> np.ndarray:
         """Return the right KV of some tokens: (tokens, words)."""
         text.grow(end)
-        salt = np.uint64((self._bench.weights * 4 + self._number * 2 + 1) * 0x9E3779B97F4A7C15 + layer & _MASK)
+        salt = np.uint64((self._bench.weights * 4 + self._part * 2 + 1) * 0x9E3779B97F4A7C15 + layer & _MASK)
         words = np.arange(self.views[layer][1].shape[2], dtype=np.uint64)
         return (np.array(text.words[start:end], np.uint64) ^ salt)[:, None] + words
 
@@ -262,11 +270,13 @@ class Rank:
             text, end = self._bench.named(get_block_hash(block.block_hash))
             for layer, (group, view) in enumerate(self.views):
                 if group == get_group_id(block.block_hash):
-                    size = self._bench.cache.kv_cache_groups[group].kv_cache_spec.block_size
+                    spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
+                    size = resolve_dcp_kv_block_size(spec, self._bench.shards)
                     start = (end - 1) // size * size if view.shape[1] > 1 else end - 1
                     ahead = self._ahead(group)
-                    found = view[block.block_id][: end - start - ahead]
-                    right = self._content(layer, text, start + ahead, end)
+                    held = self._held(group, start, end - ahead)
+                    found = view[block.block_id][: len(held)]
+                    right = self._content(layer, text, start + ahead, end)[held]
                     assert (found == right).all(), f"block {block.block_id} is cached, and its bytes are wrong"
 
     # -- failures ------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ MODEL = LiveModel(ranks=RANKS, windowed=True, replicated=True)
 GROUPS = MODEL.geometry.groups
 
 
-def start(store: Path, **config: object) -> LiveEngine:
+def start(store: Path, model: LiveModel = MODEL, *, blocks: int = 200, **config: object) -> LiveEngine:
     values = {"store_decode": True, "cpu_bytes": "1MiB"} | config
-    return LiveEngine(MODEL.config(str(store), blocks=200, **values), MODEL)
+    return LiveEngine(model.config(str(store), blocks=blocks, **values), model)
 
 
 def _files(store: Path) -> dict[int, list[str]]:
@@ -61,6 +61,25 @@ def test_each_block_is_written_once_and_read_by_all(cpu_bytes: object, quick_pat
     assert read
     audit(again)
     again.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_any_other_number_of_ranks_goes_on(ranks: int, quick_path: Path) -> None:
+    """It reads what they have written, and writes and removes where others did."""
+    engine = start(quick_path / "store")
+    engine.serve(PROMPTS)
+    blocks = audit(engine)
+    engine.close()
+    other = LiveModel(ranks=ranks, windowed=True, replicated=ranks > 1)
+    again = start(quick_path / "store", other, blocks=blocks)
+    assert audit(again) == blocks
+    again.serve(PROMPTS)
+    assert again.manager.stats["hit_tokens.nvme"] > 0 and again.manager.stats["failed_loads"] == 0
+    again.serve([f"{letter * 40} and what is behind it" for letter in "hijklmnop"])
+    assert again.manager.stats["evicted_blocks.nvme"] > 0
+    audit(again)
+    again.close()
+    assert {name for names in _files(quick_path / "store").values() for name in names} == {"rank0.kv"}
 
 
 def test_a_lost_index_is_rebuilt_from_the_one_file_of_each_segment(quick_path: Path) -> None:

@@ -10,7 +10,7 @@ any process knows at any time what any slot of any engine must hold.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b, sha256
 
@@ -66,7 +66,8 @@ class LiveModel:
 
     @property
     def fingerprint(self) -> bytes:
-        return sha256(repr(self).encode()).digest()
+        alone = replace(self, ranks=1, replicated=False)  # as alike as replicas, however many there are
+        return sha256(repr(alone if self.replicated else self).encode()).digest()
 
     def layer_bytes(self, group: int) -> tuple[int, ...]:
         """Return the bytes of each layer of a group: two, of unequal length."""

@@ -69,6 +69,11 @@ def test_what_a_configuration_says(changes, options, element_bytes, groups, assu
         ({"sliding_window": -1}, [], "sliding_window in this model's configuration (llama) cannot be -1"),
         ({"quantization_config": {"kv_cache_scheme": {"type": "float"}}}, [], "say which with --kv-dtype"),
         ({}, ["--tp", "3"], "--tp 3 does not divide the model's 32 attention heads."),
+        ({}, ["--pp", "33"], "--pp 33 leaves stages without layers: the model has 32."),
+        ({}, ["--pp", "0"], "--pp 0 leaves stages without layers"),
+        ({}, ["--pp", "two"], "--pp is a number of stages, or the layers of each, and not two."),
+        ({}, ["--pp", "17,16"], "--pp 17,16 must list every layer once: the model has 32."),
+        ({}, ["--pp", "33,-1"], "--pp 33,-1 must list"),
         ({}, ["--nvme", "1MiB"], "--nvme leaves "),
         ({}, ["--cpu", "1MiB"], "--cpu 1048576 holds no block of each kind"),
         ({}, ["--kv-dtype", "int3"], "--kv-dtype is one of"),
@@ -110,7 +115,7 @@ def test_the_report_and_its_json(tmp_path):
     done = run("size", *arguments, "--json", PYTHONPATH=os.pathsep.join([str(absent), *filter(None, sys.path)]))
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    wanted = {"json_version": 1, "tensor_parallel": 4, "block_tokens": 16, "context_tokens": 32768}
+    wanted = {"json_version": 2, "pipeline": [32], "tensor_parallel": 4, "block_tokens": 16, "context_tokens": 32768}
     wanted |= {"token_bytes": 131072, "token_bytes_rank": 32768, "token_bytes_drive": 131072}
     wanted["writes"] = {"bytes_per_day": 2 * 10**12, "measured_s": None, "at_least": False}
     assert found == found | wanted | {"endurance": {"bytes": 12 * 10**14, "days": 600.0}}
@@ -124,6 +129,21 @@ def test_the_report_and_its_json(tmp_path):
         "blocks of 16 tokens are assumed; see --block-size",
     ):
         assert words in said, said
+
+
+def test_what_a_pipeline_pads(tmp_path):
+    """A slot is as large on each stage as the largest needs."""
+    arguments = ["--model", written(tmp_path / "model", LLAMA), "--pp", "3", "--tp", "2", "--nvme", "1TiB"]
+    found = json_of("size", *arguments)
+    assert (found["tensor_parallel"], found["pipeline"]) == (2, [11, 11, 10])
+    assert found["token_bytes"] == found["token_bytes_drive"] == 131072
+    assert found["token_bytes_rank"] == 11 * 131072 // 32 // 2
+    assert found["nvme"]["used_bytes"] == found["nvme"]["tokens"] * 131072
+    alone = json_of("size", *arguments[:2], *arguments[4:])
+    assert found["nvme"]["tokens"] < alone["nvme"]["tokens"] * 32 / 33 * 1.01
+    said = " ".join(run_here("size", *arguments).stdout.split())
+    assert "128.0 KiB a token, at most 22.0 KiB on each of 6 ranks" in said
+    assert "Stages 3, of 11, 11, 10 layers" in said
 
 
 def test_the_rate_of_a_store(tmp_path):
