@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, group_of
 from kvdisk.config import make_own
 from kvdisk.errors import ConfigError
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.reuse import NEW_STATE, STATES, ReuseHistory
 
 
 class AdmissionPolicy:
@@ -65,7 +65,8 @@ class AdmitLearned(AdmissionPolicy):
     bring more hits while it is kept than what leaves for it, by ``LEAST_GAIN`` hits a block.
 
     Where copies of several sizes would leave, those that bring most are compared with: a hit needs
-    the blocks of all groups.
+    the blocks of all groups. With recurrent states KV is worth what a new state is: it serves only
+    with the one behind it.
     """
 
     LEAST_GAIN: Final = 0.02
@@ -93,6 +94,8 @@ class AdmitLearned(AdmissionPolicy):
         answers: list[bool] = []
         for key in keys:
             _, number, age = history.known(key)
+            if history.state_groups and group_of(key) not in history.state_groups:
+                number, age = NEW_STATE, 0
             kind = (number, age.bit_length())  # as far as the history tells ages apart
             if kind not in gains:
                 gains[kind] = history.gain(number, age, rate) >= self.LEAST_GAIN
@@ -112,15 +115,34 @@ class Demand:
         self._history = history
         self._admissions = admissions
 
-    def reach(self, request: RequestState, group: int, stop: int) -> None:
-        """A request has come to its first ``stop`` blocks of a group, or will."""
+    def reach(self, request: RequestState, group: int, stop: int) -> Sequence[BlockKey]:
+        """A request has come to its first ``stop`` blocks of a group, or will. Return those that it
+        wants and did not before: of recurrent states the last of its prompt that any request left.
+        """
         start = request.counted[group]
-        if start < stop:
-            keys = request.keys[group]
-            request.counted[group] = stop
-            request.kin[group] = self._history.count(keys, start, stop, request.kin[group])
-            for admission in self._admissions:
-                admission.want(keys[start:stop], request.request_id)
+        if start >= stop:
+            return ()
+        keys = request.keys[group]
+        request.counted[group] = stop
+        if group in self._history.state_groups:
+            last = None if start else self._history.last_known(keys)
+            return () if last is None else self._want_state(request, last)
+        request.kin[group] = self._history.count(keys, start, stop, request.kin[group])
+        return self._want(request, keys[start:stop])
+
+    def leave_state(self, request: RequestState, key: BlockKey) -> None:
+        """A request leaves a recurrent state; the first that does wants it, too."""
+        if not self._history.known(key)[0]:
+            self._want_state(request, key)
+
+    def _want_state(self, request: RequestState, key: BlockKey) -> Sequence[BlockKey]:
+        self._history.count((key,), 0, 1, STATES)
+        return self._want(request, (key,))
+
+    def _want(self, request: RequestState, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        for admission in self._admissions:
+            admission.want(keys, request.request_id)
+        return keys
 
 
 def make_admission(text: str, history: ReuseHistory, key: str = "admission") -> AdmissionPolicy:

@@ -15,16 +15,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey, Tier
+from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS
 from kvdisk.errors import ConfigError
-from kvdisk.manager.catalog import NONE, Catalog
+from kvdisk.manager.catalog import NONE, READY, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
 _NOBODY: Final = (math.inf, NONE)
+_USELESS: Final = -1.0
+"""Worth less than anything else."""
 
 
 class EvictionPolicy:
@@ -179,8 +181,11 @@ class TailFirst:
 
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
     its tier follows it, and only those are proposed: what a policy proposes too early is parked
-    until something that follows it goes. ``insert``, ``access`` (of one chain the tail first) and
-    ``fill`` are the policy's own.
+    until something that follows it goes. ``insert``, ``access`` (of one
+    chain the tail first), ``fill`` and ``call_back`` are the policy's own.
+
+    Where a recurrent state leaves all tiers, the KV that it follows serves nobody any more, back to
+    where another state or prompt follows: it leaves next, unless something follows it by then.
     """
 
     MAX_SKIPPED = 1024
@@ -192,21 +197,48 @@ class TailFirst:
         self._policy = policy
         self._history = history
         self.insert, self.access, self.fill = policy.insert, policy.access, policy.fill
+        self.call_back = policy.call_back
         self._catalog = catalog
         self._tier = tier
         self._steps = 0
+        self._useless: set[int] = set()
+        """Tails behind which a state has left."""
 
-    def remove(self, rows: Sequence[int]) -> None:
-        """Copies end, or are of use to nobody any more: what they follow may be a tail now."""
+    def remove(self, rows: Sequence[int]) -> list[int]:
+        """Copies end, or are of use to nobody any more. Return what they follow, which may be tails
+        now: where another order has it, that is to be told (``call_back``)."""
         parent_rows = self._catalog.parent_rows
+        before = [parent_rows[row] for row in rows if parent_rows[row] != NONE]
+        if self._history.state_groups:
+            gone = dict.fromkeys(rows)
+            for row in rows:
+                self._note_useless(row, self._useless, gone)
+            self._useless.difference_update(rows)
         self._policy.remove(rows)
-        self._policy.call_back([parent_rows[row] for row in rows if parent_rows[row] != NONE])
+        self._policy.call_back(before)
+        return before
+
+    def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:
+        """Add to ``useless`` what a copy follows, if that serves nobody once it and all that is
+        ``gone`` have left."""
+        catalog = self._catalog
+        parent = catalog.parent_rows[row]
+        is_state = group_of(catalog.keys[row]) in self._history.state_groups
+        if (
+            (row in useless or (is_state and catalog.is_only_in(self._tier, row)))
+            and parent != NONE
+            and catalog.state(parent, self._tier) == READY
+            and not self._is_followed(parent, gone, {})
+        ):
+            useless.add(parent)
 
     def least_rate(self) -> float:
         """Return what the copy that would leave next brings (``ReuseHistory.rate``); 0: there is
         none."""
         self._steps = self.MAX_STEPS
         for row in self._tails({}):
+            if row in self._useless:
+                return 0.0
             _, number, age = self._history.known(self._catalog.keys[row])
             return self._history.rate(number, age)
         return 0.0
@@ -240,8 +272,11 @@ class TailFirst:
         The caller adds to ``found`` what it was given, or does not.
         """
         policy, parent_rows = self._policy, self._catalog.parent_rows
-        proposals, freed, given = policy.proposals(), [_NOBODY], set[int]()
         staying: dict[int, int] = {}
+        useless = self._useless.copy()
+        freed = sorted((_USELESS, row) for row in useless if not self._is_followed(row, found, staying))
+        freed.append(_NOBODY)
+        proposals, given = policy.proposals(), set[int]()
         proposed = next(proposals, _NOBODY)
         while self._steps > 0:
             self._steps -= 1
@@ -263,7 +298,9 @@ class TailFirst:
             yield row
             parent = parent_rows[row]
             if row in found and parent != NONE and not self._is_followed(parent, found, staying):
-                heappush(freed, (policy.worth_of(parent), parent))
+                if self._history.state_groups:
+                    self._note_useless(row, useless, found)
+                heappush(freed, (_USELESS if parent in useless else policy.worth_of(parent), parent))
 
     def _is_followed(self, row: int, found: dict[int, None], staying: dict[int, int]) -> bool:
         """Whether a copy in the tier follows a row's that does not leave before it.

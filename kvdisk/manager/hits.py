@@ -167,6 +167,10 @@ class HitCounts(HasParts):
                 first = first_needed(group, start_tokens, end)
             keys = request.keys[group.group][first : end // group.block_tokens]
             for at, presence in enumerate(self._catalog.presences(keys)):
+                if presence != READY and group.state_tokens is not None:
+                    # There may never be one just here: what counts is the last that there was.
+                    last = self._history.last_known(request.keys[group.group][first:])
+                    return last or keys[at], presence, False
                 if presence != READY:
                     return keys[at], presence, request.counted[group.group] > first + at
         return None, ABSENT, False

@@ -40,14 +40,15 @@ class Parts:
     context: SchedulerContext
     catalog: Catalog
     transfers: Transfers
-    history: ReuseHistory = field(default_factory=ReuseHistory)
+    history: ReuseHistory
     stats: Stats = field(default_factory=Stats)
     state: StepState = field(default_factory=StepState)
 
     @classmethod
     def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:
         """Return the parts of a new manager."""
-        return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count))
+        states = frozenset(group.group for group in geometry.groups if group.state_tokens is not None)
+        return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count), ReuseHistory(states))
 
 
 class HasParts:

@@ -9,24 +9,29 @@ came to.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, group_of
 from kvdisk.manager.catalog import number_of
 
 MOST_PLACES: Final = 1 << 22
 FEWEST_PLACES: Final = 1 << 18
 MOST_USES: Final = 65
 """That are told apart."""
-_KINS: Final = 3
+_KINS: Final = 4
+_MOST_USED_KIN: Final = 2
+STATES: Final = 3
+"""The kin of recurrent states: a class for each number of uses, of their own."""
 _LEVEL_OF: Final = bytes(max(0, uses - 1).bit_length() for uses in range(MOST_USES + 1))
 """Of a number of uses: how often it can be halved, rounded up."""
 CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
 _CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
+NEW_STATE: Final = _CLASS_OF[_KINS + STATES]
+"""The class of a state that nobody has wanted since it came."""
 _BUCKETS: Final = 33
 """Of ages: an age is in the bucket of its bit length."""
 _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
@@ -59,13 +64,17 @@ class ReuseHistory:
     The class of a block is made of its uses, in doublings, and of its kin: the uses of the last
     known block before it in the prompt that first brought it. So what extends a conversation is
     told from what begins one. Of a prompt that came no block has more uses than the one before it.
+    Recurrent states are classes of their own: a request wants one of its prompt, and the next one
+    mostly takes its place.
 
-    A key takes 9 bytes of a place, and has two places: of two that are taken, the one that was
+    A key takes 10 bytes of a place, and has two places: of two that are taken, the one that was
     wanted longest ago gives way. About once in 2**30 times a key is taken for another: that decides
-    nothing but who is stored and who is evicted. ``now``: blocks wanted so far.
+    nothing but who is stored and who is evicted. ``now``: blocks wanted so far. ``state_groups``:
+    the KV-cache groups that keep recurrent states.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state_groups: Collection[int] = ()) -> None:
+        self.state_groups = state_groups
         self.now = 0
         self._places = FEWEST_PLACES
         self._lately_blocks = _LATELY * FEWEST_PLACES / 8
@@ -91,7 +100,7 @@ class ReuseHistory:
     def clear(self) -> None:
         """Forget all keys: their KV is gone. What was learnt of classes holds."""
         self._tags, self._times = array("I", [0]) * self._places, array("I", [0]) * self._places
-        self._marks = bytearray(self._places)
+        self._marks = array("H", [0]) * self._places
         """Of a key, ``_KINS`` times its uses, and its kin."""
 
     # -- keys ----------------------------------------------------------------------------------
@@ -100,7 +109,8 @@ class ReuseHistory:
         """A request came to these blocks of its prompt, from ``start`` on, for the first time.
 
         ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
-        ``start``; 0 at first. Each request counts once: the caller sees to that.
+        ``start``; 0 at first; of a state, which comes alone, ``STATES``. Each request counts once:
+        the caller sees to that.
         """
         tags, times, marks, entered, reused, now, mask = (
             self._tags, self._times, self._marks, self._entered, self._reused, self.now, self._places - 1,
@@ -111,7 +121,7 @@ class ReuseHistory:
             if tags[place] != tag:
                 place, _ = self._find(name)
             if tags[place] == tag:
-                kin = min(_LEVEL_OF[marks[place] // _KINS] + 1, _KINS - 1)
+                kin = min(_LEVEL_OF[marks[place] // _KINS] + 1, _MOST_USED_KIN)
             found.append((place, kin, tag))
         new, again = [0] * _KINS, [0] * _KINS
         least = 0
@@ -175,6 +185,10 @@ class ReuseHistory:
             found.append(_CLASS_OF[marks[place]] if is_known else 0)
         return found
 
+    def last_known(self, keys: Sequence[BlockKey]) -> BlockKey | None:
+        """Return the last of some keys that is known."""
+        return next((key for key in reversed(keys) if self._find(number_of(key))[1]), None)
+
     def known(self, key: BlockKey) -> tuple[int, int, int]:
         """Return a key's uses, its class and its age; of one not known 0, the lowest, and as old as
         can be."""
@@ -189,14 +203,16 @@ class ReuseHistory:
         places; return the class of each."""
         names = np.fromiter(map(number_of, keys), np.uint64, len(keys))
         of_names = (names >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint8) + np.uint8(1)) * np.uint8(_KINS)
+        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint16) + np.uint16(1)) * np.uint16(_KINS)
+        if self.state_groups:
+            marks += np.fromiter((STATES * (group_of(key) in self.state_groups) for key in keys), np.uint16, len(keys))
         tags, times = (np.frombuffer(each, np.uint32) for each in (self._tags, self._times))
         left = np.arange(len(keys), dtype=np.uint64)
         for bits in (0, 22):  # as in _find
             places = names >> np.uint64(bits) & np.uint64(self._places - 1)
             able = left[tags[places[left]] == 0]  # of several with one place the last has it
             tags[places[able]], times[places[able]] = of_names[able], able + np.uint64(self.now + 1)
-            np.frombuffer(self._marks, np.uint8)[places[able]] = marks[able]
+            np.frombuffer(self._marks, np.uint16)[places[able]] = marks[able]
             left = left[tags[places[left]] != of_names[left]]
         self.now += len(keys)
         classes: NDArray[np.uint8] = np.array(_CLASS_OF, np.uint8)[marks]

@@ -107,8 +107,8 @@ class StorePlanner(HasParts):
             request.reached[group.group] = stop
             if start < stop:
                 keys = request.keys[group.group]
-                self._demand.reach(request, group.group, stop)
-                self._use(keys[start:stop])
+                wanted = self._demand.reach(request, group.group, stop)
+                self._use(keys[start:stop] if group.state_tokens is None else wanted)
                 if group.state_tokens is None:
                     positions = self._store_policy.reached(request.request_id, keys, start, stop)
                     request.due += [(group.group, at) for at in positions]
@@ -140,10 +140,23 @@ class StorePlanner(HasParts):
                 0 <= at < len(keys)
                 and self._context.get_block(gpu_block).key == keys[at]
                 and self._storable_tokens(request, tokens) == tokens
-                and self._store_policy.reached(request.request_id, keys, at, at + 1)
             ):
-                offers.append(_Offer(keys[at], keys[at - 1] if at else None, gpu_block, group))
+                self._demand.leave_state(request, keys[at])
+                if self._store_policy.reached(request.request_id, keys, at, at + 1):
+                    offers.append(_Offer(keys[at], self._before_state(request, group, tokens), gpu_block, group))
         self._leave(self._store(offers, None, now)[1])
+
+    def _before_state(self, request: RequestState, group: int, tokens: int) -> BlockKey | None:
+        """Return what a state after so many tokens follows: of what else a hit there needs, the
+        last of those that end there too, KV first. So they leave together."""
+        groups, keys = self._geometry.groups, request.keys
+        beside = [other for other in groups if other.reads_all]
+        beside += [other for other in groups[:group] if other.state_tokens is not None]
+        for other in reversed(beside):
+            if tokens % other.block_tokens == 0:
+                return keys[other.group][tokens // other.block_tokens - 1]
+        at = tokens // groups[group].block_tokens - 1
+        return keys[group][at - 1] if at else None
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:

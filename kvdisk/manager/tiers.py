@@ -264,7 +264,9 @@ class TierSpace:
 
     def _forget(self, rows: Sequence[int]) -> None:
         for size_class, alike in self._by_class(rows):
-            self._orders[size_class].remove(alike)
+            before = self._orders[size_class].remove(alike)
+            for order in self._orders if len(self._orders) > 1 else ():
+                order.call_back(before)  # a state may be of another size than what it follows
         if self.lower is not None:
             self.lower.forget(rows)
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import make_block_key
 from kvdisk.errors import ConfigError
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, Demand, make_admission
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.reuse import NEW_STATE, ReuseHistory
 
 PROMPT = "aabbccx"
 KEYS = keys_of(PROMPT)
@@ -47,6 +50,43 @@ def test_a_policy_is_told_once_who_wants_what():
     for stop in (0, 2, 1, 3):
         demand.reach(one, 0, stop)
     assert told == [(KEYS[:2], "one")] * 2 + [(KEYS[2:], "one")] * 2
+
+
+def test_of_a_prompts_states_a_request_wants_the_last_that_was_left():
+    """Each request leaves one at the end of its prompt; the third shares two blocks with the
+    first."""
+    group = GroupGeometry(0, 2, 4096, 2, state_tokens=2)
+    history = ReuseHistory({0})
+    demand = Demand(history, ())
+
+    def come(prompt):
+        hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]
+        state = RequestState(prompt, hashes, len(prompt), Geometry((group,), 1, 2))
+        state.update_keys()
+        wanted = demand.reach(state, 0, 1), demand.reach(state, 0, 9)
+        demand.leave_state(state, state.keys[0][-1])
+        return wanted
+
+    ends = keys_of("aabbccddeeff")
+    assert come("aabb") == ((), ())
+    assert come("aabbccdd") == ((ends[1],), ())
+    assert come("aabbccddeeff") == ((ends[3],), ())
+    assert come("aabbcczz") == ((ends[1],), ())
+    assert [history.known(key)[0] for key in ends] == [0, 3, 0, 2, 0, 1]
+    assert history.known(ends[5])[1] == NEW_STATE
+
+
+def test_with_states_kv_is_worth_what_a_new_state_is():
+    history = ReuseHistory({1})
+    history.gain = lambda number, age, rate: float((number, age) == (NEW_STATE, 0))
+    policy = AdmitLearned(history)
+    policy._is_full = True
+    policy.watch([SimpleNamespace(least_rate=lambda: 0.0)])
+    kv, state = make_block_key(b"h", 0), make_block_key(b"h", 1)
+    history.count((kv,), 0, 1, 0)
+    assert policy.admits([kv, state]) == [True, False], "nobody knows the state"
+    history.state_groups = ()
+    assert policy.admits([kv]) == [False]
 
 
 @pytest.mark.parametrize("admission", ["reuse(2)", "learned"])

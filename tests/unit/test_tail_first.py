@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from support.fake_pool import FakePool
 from tier_bench import GEOMETRY, TierBench
 
-from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
 from kvdisk.config import EVICTIONS, Config
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, Catalog
@@ -20,6 +21,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import SegmentSpec
 
 
@@ -28,11 +30,12 @@ def key_of(number: int) -> BlockKey:
 
 
 class Copies:
-    """Copies of blocks in one tier. ``parents``: by number, who follows whom."""
+    """Copies of blocks in one tier. ``parents``: by number, who follows whom. ``states``: the
+    numbers of recurrent states."""
 
-    def __init__(self, eviction: str, parents: list[int]) -> None:
+    def __init__(self, eviction: str, parents: list[int], states: Collection[int] = ()) -> None:
         self.catalog = Catalog()
-        self.history = ReuseHistory()
+        self.history = ReuseHistory({group_of(key_of(number)) for number in states})
         policy = make_eviction(eviction, self.catalog.keys, self.history)
         self.order = TailFirst(policy, self.catalog, Tier.CPU, self.history)
         self.parents = parents
@@ -83,9 +86,9 @@ steps = st.lists(st.tuples(st.sampled_from(["store", "use", "lose", "pin", "evic
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @settings(max_examples=200)
-@given(parents=parents_of, steps=steps)
-def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parents, steps):
-    copies = Copies(eviction, parents)
+@given(parents=parents_of, steps=steps, states=st.sets(st.integers(0, 7)))
+def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parents, steps, states):
+    copies = Copies(eviction, parents, states)
     for step, number in steps:
         row = copies.ready().get(number, -1)
         if step == "store":
@@ -109,6 +112,53 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
     while copies.ready():
         assert copies.evict(3)
     assert len(copies.catalog._vacant) == len(copies.catalog.generations), "a row is lost"
+    assert not copies.order._useless
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_what_a_state_that_has_left_alone_made_useful_leaves_next(eviction, at_once):
+    """Two prompts, 0 1 3 4 and 0 2 5, with their states 6 and 7; of the first also an earlier one,
+    8, after 0 1."""
+    copies = Copies(eviction, [-1, 0, 0, 1, 3, 2, 4, 5, 1], states={6, 7, 8})
+    rows = [copies.store(number) for number in range(9)]
+    for row in (rows[6], rows[8], rows[7]):
+        copies.history.now += 1
+        copies.order.access((row,))
+    copies.history.now += 1
+    copies.order.access([rows[number] for number in (5, 2, 4, 3, 1, 0)])  # used last of all
+    left: list[int] = []
+    while copies.ready():
+        found = copies.victims(at_once)
+        left += [rows.index(row) for row in found]
+        for row in found:
+            copies.drop(row)
+    assert left == [6, 4, 3, 8, 1, 7, 5, 2, 0]
+
+
+def test_what_a_state_made_useful_stays_while_a_tier_has_the_state():
+    copies = Copies("lru", [-1, 0, -1], states={1})
+    rows = [copies.store(number) for number in range(3)]
+    copies.catalog.begin(rows[1:2], Tier.NVME, (Slot(0, 1),))
+    copies.catalog.finish(rows[1:2], Tier.NVME)
+    copies.history.now += 1
+    copies.order.access(rows[:1])
+    for row in (rows[1], rows[2], rows[0]):
+        assert copies.victims(1) == [row]
+        copies.drop(row)
+
+
+def test_a_state_of_another_size_lets_what_it_followed_leave():
+    geometry = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 8192, 2, state_tokens=2)), 1, 2)
+    parts = Parts.make(Config(cpu_bytes=1), geometry, FakePool(9, lambda _: None))
+    space = CpuSpace(parts, (1, 1), AdmissionPolicy())
+    keys = [make_block_key(b"h", 0), make_block_key(b"h", 1)]
+    rows = parts.catalog.add(keys, [1, 2], 0, [None, keys[0]])
+    for row, size_class in zip(rows, (0, 1), strict=True):
+        parts.catalog.begin((row,), Tier.CPU, space.allocate(size_class, 1))
+        space.finish((row,), 0)
+    assert not space.allocate(0, 1), "the state follows it"
+    assert len(space.allocate(1, 1)) == len(space.allocate(0, 1)) == 1
 
 
 class Watched(Copies):
