@@ -161,10 +161,13 @@ class SchedulerSide:
 
     def _follow(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        limits = self._controls.read(request.kv_transfer_params)
+        limits = self._controls.limits(request.kv_transfer_params)
         if request.skip_reading_prefix_cache:
             limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
         self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
+        kv_hints = self._controls.hints(request.kv_hints, request.kv_transfer_params)
+        if kv_hints:
+            self._manager.hint(request.request_id, kv_hints, time.monotonic())
         self._describe(request)
 
     def _follow_known(self, now: float) -> None:
