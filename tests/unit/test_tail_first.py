@@ -186,6 +186,20 @@ def test_standings_go_before_what_the_policy_says_and_hold_back_no_more_than_may
         assert copies.evict(3)
 
 
+@pytest.mark.parametrize("is_demoted", [False, True])
+def test_what_stays_does_not_hold_back_what_comes_back_before_it_and_does_not_stay(is_demoted):
+    copies = Copies("lru", list(range(-1, 3)))
+    for number in (1, 2):
+        copies.store(number)
+    copies.tell(2, STAYS)
+    if is_demoted:  # before they were stored, and has left since
+        copies.standings.forget(key_of(0))
+    assert copies.order._policy.count(STAYS) == MOST_STAYING
+    copies.store(0)
+    copies.check_standings()
+    assert copies.evict(3) == 3
+
+
 class Watched(Copies):
     """Notes how many rows a search looks at."""
 
