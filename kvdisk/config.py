@@ -84,6 +84,9 @@ def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], b
 _parse_seconds = _checked(
     "a number of seconds", lambda value: type(value) in {int, float} and 0 <= value < float("inf"), float
 )
+_parse_share = _checked(
+    "a number from 0 to 0.5", lambda value: type(value) in {int, float} and 0 <= value <= 0.5, float
+)
 _parse_file = _checked(
     "the absolute path of a file",
     lambda value: isinstance(value, str | Path) and Path(value).is_absolute() and Path(value).name,
@@ -200,6 +203,12 @@ class Config:
     was used longest ago. With both the tail of a chain of blocks is evicted before its head.
 
     Example: "lru"
+    """
+    pin_share: float = _setting(0.25, _parse_share)
+    """How much of each tier [KV hints](OPERATING.md#kv-hints) may pin, as a share of its blocks, at
+    most 0.5. What is pinned beyond it leaves after all that is not hinted. 0: nothing is pinned.
+
+    Example: 0.1
     """
     device: str = _setting("auto", _one_of(DEVICES))
     """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -29,12 +29,12 @@ from kvdisk.connector.adapter import (
     step_blocks_of,
     unfilled_blocks,
 )
+from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.lora import Adapters
 from kvdisk.connector.off import SchedulerOff
-from kvdisk.errors import ConfigError, QuietLog
-from kvdisk.manager.requests import RequestLimits
+from kvdisk.errors import ConfigError
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
 
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from kvdisk.manager.manager import TierManager
 
 logger = logging.getLogger("kvdisk.connector")
-
-MOST_LOAD = "max_load_tokens"
-STORE_LIMIT = "max_offload_tokens"
 
 _SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
@@ -164,10 +161,13 @@ class SchedulerSide:
 
     def _follow(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        limits = self._controls.read(request.kv_transfer_params)
+        limits = self._controls.limits(request.kv_transfer_params)
         if request.skip_reading_prefix_cache:
             limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
         self._manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
+        kv_hints = self._controls.hints(request.kv_hints, request.kv_transfer_params)
+        if kv_hints:
+            self._manager.hint(request.request_id, kv_hints, time.monotonic())
         self._describe(request)
 
     def _follow_known(self, now: float) -> None:
@@ -337,36 +337,3 @@ class SchedulerSide:
         self._adapters.close()
         if self._parts is not None:
             self._parts.close()
-
-
-class Controls:
-    """Reads a request's limits from its ``kv_transfer_params``.
-
-    A wrong value is ignored, and logged at most once a minute. Other keys belong to other
-    connectors. The names are those of vLLM's own offloading connector.
-    """
-
-    def __init__(self) -> None:
-        self._log = QuietLog(time.monotonic, logger)
-
-    def read(self, params: Any) -> RequestLimits:
-        """Return the limits of a request; ``params``: what came with it, of any form."""
-        if params is None:
-            return RequestLimits()
-        if not isinstance(params, Mapping):
-            self._log.warn("params", f"kv_transfer_params must be a mapping, not {type(params).__name__}; ignored.")
-            return RequestLimits()
-        return RequestLimits(self._tokens(params, MOST_LOAD), self._tokens(params, STORE_LIMIT))
-
-    def _tokens(self, params: Mapping[Any, Any], name: str) -> int | None:
-        value = params.get(name)
-        if value is None or (type(value) is int and value >= 0):
-            return value
-        self._log.warn(name, f"{name} must be a number of tokens, 0 or more, not {_short(value)}; ignored.")
-        return None
-
-
-def _short(value: Any) -> str:
-    """Return a value that came from outside so that a log can take it."""
-    text = repr(value) if isinstance(value, str | int | float) else type(value).__name__
-    return text if len(text) <= 40 else f"{text[:40]}..."

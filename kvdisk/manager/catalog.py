@@ -198,6 +198,10 @@ class Catalog:
         parent_row = self.parent_rows[row]
         return None if parent_row == NONE else self.keys[parent_row]
 
+    def follower_count(self, row: int) -> int:
+        """Return how many blocks follow a row's, with copies or not yet."""
+        return self._child_counts[row]
+
     def add(
         self,
         keys: Sequence[BlockKey],

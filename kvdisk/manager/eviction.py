@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who leaves a tier: the policies by name, and the rule that of one chain the tail leaves before
-the head.
+"""Who leaves a tier: the policies by name; what KV hints change of it; and the rule that of one
+chain the tail leaves before the head.
 
 A policy knows rows of the catalog and their order, nothing else. Scheduler thread only."""
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -21,12 +22,15 @@ from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import NONE, READY, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
+from kvdisk.manager.standings import FIRST, LATE, STAYS, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
 _NOBODY: Final = (math.inf, NONE)
 _USELESS: Final = -1.0
 """Worth less than anything else."""
+_WORTH_OF: Final = (-1.0, 2.0**1000, math.inf)
+"""What a copy is worth, by its standing: less than any that has none, or more."""
 
 
 class EvictionPolicy:
@@ -39,7 +43,8 @@ class EvictionPolicy:
     higher row comes.
 
     Rows that cannot leave, whatever they are worth, are parked: they are nobody's oldest until they
-    are used, or called back.
+    are used, or called back. Rows with a standing are in lists of their own, behind those of the
+    classes: one for each standing, of which those that stay are never proposed.
 
     ``keys``: of the catalog's rows, read when a row is given. ``history``: what is known of them.
     """
@@ -52,8 +57,9 @@ class EvictionPolicy:
         assert self.classes in (1, CLASSES)
         self._keys = keys
         self._history = history
-        self._lists = RowLists(2 * self.classes)
-        """Of each class, then what is parked of each."""
+        self._kinds = self.classes + 3
+        self._lists = RowLists(2 * self._kinds)
+        """Of each class and standing, then what is parked of each."""
         self._last = array("Q")
         """By row: when it was last used or postponed."""
 
@@ -98,12 +104,12 @@ class EvictionPolicy:
 
     def park(self, row: int) -> None:
         """Propose a row, the oldest of its class, no more until it is called back, or used."""
-        self._lists.move(row, self.classes + self._class(row))
+        self._lists.move(row, self._kinds + self._class(row))
 
     def call_back(self, rows: Iterable[int]) -> None:
         """Propose parked rows again: each was older than all of its class when it was parked."""
         for row in self._lists.held(rows):
-            number = self._lists.number_of(row) - self.classes
+            number = self._lists.number_of(row) - self._kinds
             if number >= 0:
                 self._lists.move(row, number, oldest=True)
 
@@ -121,11 +127,45 @@ class EvictionPolicy:
         self._last = array("Q", last.tobytes())
         self._lists.fill(rows, np.minimum(numbers, self.classes - 1))
 
+    # -- standings -------------------------------------------------------------------------------
+
+    def holds(self, row: int) -> bool:
+        """Return whether a row is here."""
+        return row in self._lists
+
+    def count(self, standing: int) -> int:
+        """Return how many rows have a standing."""
+        number = self.classes + standing
+        return self._lists.counts[number] + self._lists.counts[number + self._kinds]
+
+    def standing(self, row: int) -> int | None:
+        """Return a row's standing; None: it has none, or is not here."""
+        number = self._class(row) - self.classes if row in self._lists else -1
+        return number if number >= 0 else None
+
+    def place(self, row: int, standing: int | None) -> bool:
+        """Give a row a standing, or (None) none: as if it was used now. Return whether it had
+        another one; one that is not here has none."""
+        if row not in self._lists or self.standing(row) == standing:
+            return False
+        if standing is None:
+            self._last[row] = self._history.now
+        self._lists.move(row, self.classes_of((row,))[0] if standing is None else self.classes + standing)
+        return True
+
+    def oldest(self, standing: int) -> int:
+        """Return the row that has a standing and was used longest ago. There is one, and it is not
+        parked."""
+        return self._lists.oldest(self.classes + standing)
+
     # -- who is next -----------------------------------------------------------------------------
 
     def worth_of(self, row: int) -> float:
         """Return what a row is worth now; infinite where it is not here."""
-        return self.worth(self._class(row), self._last[row]) if row in self._lists else math.inf
+        return self._worth(self._class(row), self._last[row]) if row in self._lists else math.inf
+
+    def _worth(self, number: int, last: int) -> float:
+        return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]
 
     def proposals(self) -> Iterator[tuple[float, int]]:
         """Yield worth and row, the lowest worth first. A step reads only the first of them: find
@@ -135,17 +175,19 @@ class EvictionPolicy:
         Between two rows the caller may park the first, and nothing else.
         """
         lists, last = self._lists, self._last
-        rows = [lists.oldest(number) for number in range(self.classes)]
-        worths = [self.worth(number, last[row]) if row >= 0 else math.inf for number, row in enumerate(rows)]
+        hinted = self.count(FIRST) or self.count(LATE)
+        worth = self._worth if hinted else self.worth
+        rows = [lists.oldest(number) for number in range(self.classes + (2 if hinted else 0))]
+        worths = [worth(number, last[row]) if row >= 0 else math.inf for number, row in enumerate(rows)]
         while (least := min(worths)) < math.inf:
             number = worths.index(least)
             row = rows[number]
             newer = rows[number] = lists.newer(row)
             yield least, row
-            worths[number] = self.worth(number, last[newer]) if newer >= 0 else math.inf
+            worths[number] = worth(number, last[newer]) if newer >= 0 else math.inf
 
     def _class(self, row: int) -> int:
-        return self._lists.number_of(row) % self.classes
+        return self._lists.number_of(row) % self._kinds
 
 
 class LruPolicy(EvictionPolicy):
@@ -181,11 +223,16 @@ class TailFirst:
 
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
     its tier follows it, and only those are proposed: what a policy proposes too early is parked
-    until something that follows it goes. ``insert``, ``access`` (of one
-    chain the tail first), ``fill`` and ``call_back`` are the policy's own.
+    until something that follows it goes. ``insert`` and ``access`` take of one chain the tail
+    first; ``fill`` and ``call_back`` are the policy's own.
+
+    What a block's standing says goes before what the policy says. Of copies whose blocks stay, no
+    more do than ``most_staying`` returns, the heads of chains before their tails; the others leave
+    late. So a copy that stays holds back only copies that stay.
 
     Where a recurrent state leaves all tiers, the KV that it follows serves nobody any more, back to
-    where another state or prompt follows: it leaves next, unless something follows it by then.
+    where something else follows: unless it has a standing, it leaves next, if nothing follows it by
+    then.
     """
 
     MAX_SKIPPED = 1024
@@ -193,21 +240,43 @@ class TailFirst:
     MAX_STEPS = 4096
     """Rows that one search parks or looks at, besides four a victim."""
 
-    def __init__(self, policy: EvictionPolicy, catalog: Catalog, tier: Tier, history: ReuseHistory) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        catalog: Catalog,
+        tier: Tier,
+        history: ReuseHistory,
+        standings: Standings,
+        most_staying: Callable[[], int],
+    ) -> None:
         self._policy = policy
         self._history = history
-        self.insert, self.access, self.fill = policy.insert, policy.access, policy.fill
-        self.call_back = policy.call_back
+        self.fill, self.call_back = policy.fill, policy.call_back
         self._catalog = catalog
         self._tier = tier
+        self._standings = standings
+        self._most_staying = most_staying
         self._steps = 0
         self._useless: set[int] = set()
         """Tails behind which a state has left."""
+
+    def insert(self, rows: Sequence[int]) -> None:
+        """Copies became READY: the earliest first."""
+        self._policy.insert(rows)
+        if self._standings.held:
+            self.rank(rows)
+
+    def access(self, rows: Sequence[int]) -> None:
+        """Copies were used: the earliest first. None of them is to leave first any more."""
+        for row in self._forget_first(rows):
+            self._policy.place(row, None)
+        self._policy.access(rows)
 
     def remove(self, rows: Sequence[int]) -> list[int]:
         """Copies end, or are of use to nobody any more. Return what they follow, which may be tails
         now: where another order has it, that is to be told (``call_back``)."""
         parent_rows = self._catalog.parent_rows
+        self._forget_first(rows)
         before = [parent_rows[row] for row in rows if parent_rows[row] != NONE]
         if self._history.state_groups:
             gone = dict.fromkeys(rows)
@@ -231,6 +300,64 @@ class TailFirst:
             and not self._is_followed(parent, gone, {})
         ):
             useless.add(parent)
+
+    # -- standings -------------------------------------------------------------------------------
+
+    def rank(self, rows: Sequence[int]) -> None:
+        """Place copies by the standing that their blocks have by now, and with them what follows
+        them, which stays only if they do. ``rows``: of one chain the tail first."""
+        todo = [*chain.from_iterable(map(self._followers, rows)), *rows]
+        while todo:
+            row = todo.pop()
+            if self._policy.holds(row) and self._policy.place(row, self._standing_of(row)):
+                todo += self._followers(row)
+
+    def keep_at_most(self, count: int) -> None:
+        """Let more than ``count`` copies not stay any more, for there is less room than there
+        was."""
+        while self._policy.count(STAYS) > count:
+            row = self._policy.oldest(STAYS)
+            self._policy.place(row, LATE)
+            self.rank(self._followers(row))
+
+    def may_stay(self) -> bool:
+        """Whether one more copy may stay."""
+        return self._policy.count(STAYS) < self._most_staying()
+
+    def _standing_of(self, row: int) -> int | None:
+        key, had = self._catalog.keys[row], self._policy.standing(row)
+        standing = self._standings.of(key)
+        if standing is None or self._catalog.find(key) != row:  # or it is of another epoch
+            return FIRST if had == FIRST else None  # until it is used
+        if standing == STAYS:
+            if had != STAYS and not self.may_stay():
+                self._standings.clipped = True
+                return LATE
+            parent = self._catalog.parent_rows[row]
+            if parent != NONE and self._policy.holds(parent) and self._policy.standing(parent) != STAYS:
+                return LATE
+        return standing
+
+    def _followers(self, row: int) -> list[int]:
+        """Return the rows whose copies in the tier follow a row's."""
+        columns, found = self._catalog.columns(self._tier), []
+        child = columns.first_child[row]
+        while child != NONE:
+            found.append(child)
+            child = columns.next_child[child]
+        return found
+
+    def _forget_first(self, rows: Sequence[int]) -> list[int]:
+        """Return which of some rows were to leave first; they are not any more elsewhere, nor
+        later."""
+        if not self._policy.count(FIRST):
+            return []
+        found = [row for row in rows if self._policy.standing(row) == FIRST]
+        for row in found:
+            self._standings.forget(self._catalog.keys[row])
+        return found
+
+    # -- who is next -----------------------------------------------------------------------------
 
     def least_rate(self) -> float:
         """Return what the copy that would leave next brings (``ReuseHistory.rate``); 0: there is
@@ -274,8 +401,10 @@ class TailFirst:
         policy, parent_rows = self._policy, self._catalog.parent_rows
         staying: dict[int, int] = {}
         useless = self._useless.copy()
-        freed = sorted((_USELESS, row) for row in useless if not self._is_followed(row, found, staying))
-        freed.append(_NOBODY)
+        freed = sorted(
+            (self._worth_of(row, useless), row) for row in useless if not self._is_followed(row, found, staying)
+        )
+        heappush(freed, _NOBODY)
         proposals, given = policy.proposals(), set[int]()
         proposed = next(proposals, _NOBODY)
         while self._steps > 0:
@@ -300,7 +429,12 @@ class TailFirst:
             if row in found and parent != NONE and not self._is_followed(parent, found, staying):
                 if self._history.state_groups:
                     self._note_useless(row, useless, found)
-                heappush(freed, (_USELESS if parent in useless else policy.worth_of(parent), parent))
+                heappush(freed, (self._worth_of(parent, useless), parent))
+
+    def _worth_of(self, row: int, useless: Collection[int]) -> float:
+        if row in useless and self._policy.standing(row) is None:
+            return _USELESS
+        return self._policy.worth_of(row)
 
     def _is_followed(self, row: int, found: dict[int, None], staying: dict[int, int]) -> bool:
         """Whether a copy in the tier follows a row's that does not leave before it.

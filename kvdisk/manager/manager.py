@@ -21,11 +21,12 @@ from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import StoreSources, Transfers
+from kvdisk.manager.kv_hints import KVHints
 from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.prefetch import Promotions
-from kvdisk.manager.requests import NO_LIMITS, Outcome, RequestLimits, RequestState
+from kvdisk.manager.requests import NO_LIMITS, KVHint, Outcome, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -75,6 +76,7 @@ class TierManager(HasParts):
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
         self._promotions = Promotions(parts, tiers, demand, self._neighbours, self._gpu_loads)
+        self._kv_hints = KVHints(parts, tiers, self._promotions)
         self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, self._gpu_loads, self._threshold)
         self._stores = StorePlanner(
             parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
@@ -100,6 +102,13 @@ class TierManager(HasParts):
             self._neighbours.ask(request)
             self._promotions.enqueue(request)
 
+    def hint(self, request_id: str, kv_hints: tuple[KVHint, ...], now: float) -> None:
+        """Do what a new request's sender says of its blocks, now and when it has ended."""
+        request = self._requests[request_id]
+        request.kv_hints = kv_hints
+        self._kv_hints.refresh(now)
+        self._kv_hints.apply(request, ended=False)
+
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
         """Take in a session's new prompt: its last answer is a part of it, less that answer's last
         token."""
@@ -116,6 +125,8 @@ class TierManager(HasParts):
             self._promotions.leave(request)
             self._stores.finished(request)
             self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
+            if request.kv_hints:
+                self._kv_hints.apply(request, ended=True)
 
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
         """Save what the victims have lost; they wait again. Call it once a step, before stores are
@@ -214,6 +225,7 @@ class TierManager(HasParts):
         for space in self._tiers:
             self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
+        self._kv_hints.refresh(now)
         self._neighbours.absorb(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
         for demotions in self._demotions:
@@ -310,6 +322,7 @@ class TierManager(HasParts):
             self._settlement.cancel(record)
         self._promotions.reset()
         self._gpu_loads.clear()
+        self._kv_hints.reset()
         for space in self._tiers:
             space.reset()
         self._history.clear()
@@ -335,7 +348,7 @@ class TierManager(HasParts):
             self._stores.has_left(now)
             or self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
-            or (not silent and self.gauges.busy)
+            or (not silent and (self.gauges.busy or self._promotions.is_asked))
         )
 
 

@@ -12,6 +12,7 @@ from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.standings import Standings
 from kvdisk.stats import Stats
 
 
@@ -41,6 +42,7 @@ class Parts:
     catalog: Catalog
     transfers: Transfers
     history: ReuseHistory
+    standings: Standings = field(default_factory=Standings)
     stats: Stats = field(default_factory=Stats)
     state: StepState = field(default_factory=StepState)
 

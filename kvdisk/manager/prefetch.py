@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read ahead for requests that wait. Scheduler thread only.
+"""What is read ahead for requests that wait, and because a KV hint asks for it. Scheduler thread
+only.
 
 A request that waits in the engine's queue has its NVMe blocks promoted, so that the queue hides the
 disk. A promoted copy is an ordinary CPU copy: once evicted, its request reads the block from NVMe.
@@ -31,6 +32,8 @@ MOST_SEEN = 16
 """Requests at the head of the queue that one step passes over or looks at."""
 MOST_FOUND = 4
 """Requests whose hits one step looks for."""
+MOST_ASKED = 16
+"""Prefetches that KV hints ask for and that have not begun, or are not planned to their end."""
 
 
 _Wanted = deque[Read]
@@ -38,8 +41,8 @@ _Wanted = deque[Read]
 
 
 class Promotions(HasParts):
-    """Reads ahead for the requests that wait, in order of arrival. Does nothing without a slower
-    tier, or if told so.
+    """Reads ahead for the requests that wait, in order of arrival, unless told not to; and what KV
+    hints ask for. Does nothing without a slower tier.
 
     Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
@@ -49,7 +52,7 @@ class Promotions(HasParts):
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
-        self._landing = tiers.landing_tier if parts.config.prefetch and len(tiers) > 1 else None
+        self._landing = tiers.landing_tier if len(tiers) > 1 else None
         self._demand = demand
         self._neighbours = neighbours
         self._gpu_loads = gpu_loads
@@ -61,12 +64,14 @@ class Promotions(HasParts):
         """By waiting request: slots by size class that were taken for it."""
         self._taken: Counter[int] = Counter()
         """The same of all."""
+        self._asked: set[RequestState] = set()
+        """Those of the waiting that stand for a prompt, and no request of the engine."""
 
     # -- the queue -----------------------------------------------------------------------------
 
     def enqueue(self, request: RequestState, *, first: bool = False) -> None:
         """Read ahead for a request that waits; with ``first`` before all others."""
-        if self._landing is not None:
+        if self._landing is not None and self._config.prefetch:
             self.leave(request)
             self._waiting[request] = None
             self._waiting.move_to_end(request, last=not first)
@@ -77,6 +82,33 @@ class Promotions(HasParts):
         ahead = self._ahead.pop(request.request_id, None)
         if ahead is not None:  # asked of every request in every step, of few there is any
             self._taken.subtract(ahead)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a prefetch that a KV hint asks for is not planned to its end."""
+        return bool(self._asked)
+
+    def ask(self, request: RequestState, tokens: int) -> bool:
+        """Read a prompt's first ``tokens`` ahead, after what waits by now and whatever becomes of
+        the request, as far as there is room. Return False where too many wait already."""
+        if self._landing is None:
+            return True
+        if len(self._asked) >= MOST_ASKED:
+            return False
+        hashes = request.hashes[: tokens // self._geometry.hash_tokens]
+        asked = RequestState(f"{request.request_id}, prefetch", hashes, tokens + 1, self._geometry)
+        asked.update_keys()
+        asked.counted = [len(keys) for keys in asked.keys]  # their demand is the request's
+        self._waiting[asked] = None
+        self._asked.add(asked)
+        return True
+
+    def _end(self, request: RequestState) -> None:
+        """Read nothing more for a request that still waits."""
+        del self._waiting[request]
+        if request in self._asked:
+            self._asked.remove(request)
+            self.leave(request)
 
     def reset(self) -> None:
         """Forget what was read ahead, which is gone with the weights, and look for it anew."""
@@ -95,6 +127,8 @@ class Promotions(HasParts):
         if self._landing is None or awaited or not self._waiting:
             return
         if not any(space.status.is_open for space in self._tiers if space is not self._landing):
+            for asked in list(self._asked):
+                self._end(asked)
             return
         found = 0
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
@@ -107,8 +141,10 @@ class Promotions(HasParts):
                 if self._transfers.count(JobKind.PROMOTE) >= MAX_PROMOTE_JOBS:
                     return
                 if not self._plan_job(request.request_id, wanted):
-                    return  # for want of room: those behind it would take what comes free
-            del self._waiting[request]
+                    if request not in self._asked:
+                        return  # for want of room: those behind it would take what comes free
+                    wanted.clear()
+            self._end(request)
 
     def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as

@@ -26,6 +26,19 @@ class RequestLimits(NamedTuple):
 
 NO_LIMITS = RequestLimits()
 
+
+class KVHint(NamedTuple):
+    """What a request's sender says of its blocks.
+
+    ``action``: one of ``kv_hints.ACTIONS``. ``tokens``: of the prompt, from its start; None: all.
+    ``seconds``: how long it holds, from the request's arrival and again from its end.
+    """
+
+    action: str
+    tokens: int | None = None
+    seconds: float = 0.0
+
+
 FIRST_BACK_OFF_S = 0.05
 LAST_BACK_OFF_S = 2.0
 
@@ -149,6 +162,7 @@ class RequestState:
     """What came of it, while its load is out."""
     waited_since_s: float | None = None
     """When the wait that goes on began, whatever for."""
+    kv_hints: tuple[KVHint, ...] = ()
 
     first_prompt_tokens: int = field(init=False)
     """Of a session: before its prompt took in what it generated."""

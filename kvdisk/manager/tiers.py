@@ -8,6 +8,7 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.standings import STAYS
 
 if TYPE_CHECKING:
     from kvdisk.manager.demotions import Demotions
@@ -57,6 +59,8 @@ class TierSpace:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._stats = parts.stats
+        self._standings = parts.standings
+        self._pin_share = parts.config.pin_share
         self._parts_of_block = parts.geometry.rank_count
         """Slots that one block takes, over all ranks."""
         classes = range(len(parts.geometry.slot_sizes))
@@ -68,8 +72,10 @@ class TierSpace:
                 parts.catalog,
                 tier,
                 parts.history,
+                parts.standings,
+                partial(self._most_staying, size_class),
             )
-            for _ in classes
+            for size_class in classes
         ]
         admission.watch(self._orders)
 
@@ -117,18 +123,33 @@ class TierSpace:
         }
 
     def admits(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[bool]:
-        """Return of each block whether it may enter now; never what follows a refused one, which it
-        would be of no use without. ``keys``: of one chain the tail comes first, or last.
-        ``parents``: of each."""
+        """Return of each block whether it may enter now: also what is to stay; never what follows a
+        refused one, which it would be of no use without. ``keys``: of one chain the tail comes
+        first, or last. ``parents``: of each."""
         if self.admission.is_open:
             return [True] * len(keys)
         answers = list(self.admission.admits(keys))
+        if self._standings.held:
+            answers = [answer or self._is_to_stay(key) for key, answer in zip(keys, answers, strict=True)]
         refused = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
         for at in chain(range(len(keys)), reversed(range(len(keys)))) if refused else ():
             if parents[at] in refused:
                 answers[at] = False
                 refused.add(keys[at])
         return answers
+
+    def _is_to_stay(self, key: BlockKey) -> bool:
+        order = self._orders[self._geometry.size_classes[group_of(key)]]
+        return self._standings.of(key) == STAYS and order.may_stay()
+
+    def _most_staying(self, size_class: int) -> int:
+        """Return how many copies of a size class may stay, of all that there may be."""
+        return int(self._pin_share * self.capacity[size_class])
+
+    def rank(self, rows: Sequence[int]) -> None:
+        """Blocks have another standing than before; of one chain the tail comes first."""
+        for size_class, alike in self._by_class(rows):
+            self._orders[size_class].rank(alike)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -178,6 +199,8 @@ class TierSpace:
         their ancestors.
         """
         order, lower, evictable = self._orders[size_class], self.lower, self._evictable()
+        if self._standings.held:
+            order.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if lower is None:
             return order.victims(count, evictable)
         rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))

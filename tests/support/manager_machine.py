@@ -19,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdisk.blocks import JobId, make_block_key
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager.kv_hints import ACTIONS
+from kvdisk.manager.requests import KVHint
 from kvdisk.messages import Reason
 from support.fake_engine import Phase
 from support.fake_neighbours import FakeHome
@@ -39,6 +41,7 @@ _picks = st.integers(0, 7)
 _budgets = st.sampled_from((1, 2, 4, BUDGET_TOKENS))
 _rarely = st.integers(0, 7).map(lambda number: number == 7)
 _mostly = st.integers(0, 3).map(bool)
+_seconds = st.sampled_from((1.0, 5.0, 1000.0))
 
 
 class Event(Enum):
@@ -124,6 +127,13 @@ class ManagerMachine(Life, RuleBasedStateMachine):
             request.finishing = True
         elif self.engine.phase is not Phase.SCHEDULED:
             self.engine.abort(request)
+
+    @precondition(lambda self: self.engine.queued and self.engine.phase is Phase.IDLE)
+    @rule(pick=_picks, action=st.sampled_from(ACTIONS), tokens=st.sampled_from((None, 2, 4)), seconds=_seconds)
+    def hint(self, pick: int, action: str, tokens: int | None, seconds: float) -> None:
+        """A request turns out to have come with a KV hint."""
+        request = self.engine.queued[pick % len(self.engine.queued)]
+        self.parts.manager.hint(request.id, (KVHint(action, tokens, seconds),), self.now)
 
     # -- steps ---------------------------------------------------------------------------------
 

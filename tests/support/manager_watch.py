@@ -20,6 +20,7 @@ from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.requests import RequestState
+from kvdisk.manager.standings import FIRST, STAYS
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
 from support.fake_requests import FakeRequest, Status, key_of
@@ -76,6 +77,8 @@ class ManagerWatch(Watch):
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
     _io_errors: list[Move] = field(default_factory=list)
     """Reads that failed with IO_ERROR, of the report that is being settled."""
+    _pinned: set[BlockKey] = field(default_factory=set)
+    """Blocks that a KV hint has pinned, ever."""
     _late: dict[JobId, tuple[Job, set[int]]] = field(default_factory=dict)
     _late_ranks: Counter[JobId] = field(default_factory=Counter)
     """Jobs with late moves, and how many ranks have not released them."""
@@ -260,6 +263,8 @@ class ManagerWatch(Watch):
                 hopes = set(self.reads.hopes.get(move.key, ()))
                 hopes |= {"before"} if move.key in self._known else set()
                 may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
+                self._note_pinned()
+                may_enter |= move.key in self._pinned
                 assert may_enter, "a block has entered a tier that does not admit it"
 
     def _spend(self, written_bytes: int) -> None:
@@ -390,12 +395,15 @@ class ManagerWatch(Watch):
             if space is not None:
                 check_pool(space.pool)
                 self._check_slots(tier, space.pool)
+        self._note_pinned()
         self._check_copies()
+        self._check_standings()
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
-            assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
+            idle = not parts.manager.has_pending_work(now) or parts.manager._promotions.is_asked
+            assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
                 assert parts.demotions.count(size_class) <= max(1, count // 2), "the backlog is not bounded"
@@ -430,6 +438,25 @@ class ManagerWatch(Watch):
                     key, epoch = catalog.keys[row], catalog.epochs[row]
                     assert epoch in self.weights, "a copy of weights that this process never had"
                     self._check_slot(tier, catalog.slot(row, tier), epoch, key, catalog.generations[row])
+
+    def _note_pinned(self) -> None:
+        held = self.parts.manager._kv_hints._standings.held
+        self._pinned |= {key for key, (standing, _) in held.items() if standing == STAYS}
+
+    def _check_standings(self) -> None:
+        """Of each tier no more stays than may, and what it follows stays, too. What has no standing
+        any more leaves as others."""
+        catalog, standings = self.parts.catalog, self.parts.manager._kv_hints._standings
+        for space in self.parts.manager._tiers:
+            for size_class, order in enumerate(space._orders):
+                assert order._policy.count(STAYS) <= space._most_staying(size_class)
+            for row in catalog.rows_in(space.tier):
+                policy = space._orders[space.class_of(row)]._policy
+                told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
+                is_so, parent = policy.standing(row), catalog.parent_rows[row]
+                assert is_so in {None, FIRST} or told in {is_so, STAYS}
+                if is_so == STAYS and parent != NONE and policy.holds(parent):
+                    assert policy.standing(parent) == STAYS
 
     def _check_records(self) -> None:
         """Invariant 2: a committed record's slot holds that key's bytes on every rank."""

@@ -133,8 +133,10 @@ class ReadWatch:
             assert not again, f"{key!r} is loaded again before the first load has ended"
 
     def _note_promotion(self, job: Job, owner: str | None) -> None:
-        assert self.sizes.config.prefetch, "a promotion that nobody wanted"
         assert owner is not None
+        if owner.endswith(", prefetch"):  # a KV hint asks for it
+            return
+        assert self.sizes.config.prefetch, "a promotion that nobody wanted"
         assert self.engine.requests[owner].status is Status.WAITING, "a block is read ahead for one that does not wait"
         assert len(job.moves) <= MAX_PROMOTE_MOVES
         classes = self.sizes.geometry.size_classes

@@ -19,6 +19,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.eviction import LruPolicy, TailFirst
 from kvdisk.manager.nvme_restore import Restored, restore_blocks
 from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.standings import Standings
 
 GEOMETRY = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096), GroupGeometry(2, 4, 8192)), 1, 2)
 SMALL, LARGE = GEOMETRY.slot_sizes
@@ -54,7 +55,10 @@ def restore(
 ) -> tuple[Catalog, list[TailFirst], Restored]:
     catalog = Catalog()
     history = ReuseHistory()
-    orders = [TailFirst(LruPolicy(catalog.keys, history), catalog, Tier.NVME, history) for _ in geometry.slot_sizes]
+    orders = [
+        TailFirst(LruPolicy(catalog.keys, history), catalog, Tier.NVME, history, Standings(), lambda: 0)
+        for _ in geometry.slot_sizes
+    ]
     known = np.zeros(0, USES_RECORD) if uses is None else uses
     return catalog, orders, restore_blocks(index, geometry, catalog, orders, segments, Uses(), known)
 

@@ -21,12 +21,16 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.standings import FIRST, LATE, STAYS, Standings
 from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import SegmentSpec
 
 
 def key_of(number: int) -> BlockKey:
     return BlockKey(b"key %d" % number)
+
+
+MOST_STAYING = 2
 
 
 class Copies:
@@ -37,7 +41,8 @@ class Copies:
         self.catalog = Catalog()
         self.history = ReuseHistory({group_of(key_of(number)) for number in states})
         policy = make_eviction(eviction, self.catalog.keys, self.history)
-        self.order = TailFirst(policy, self.catalog, Tier.CPU, self.history)
+        self.standings = Standings()
+        self.order = TailFirst(policy, self.catalog, Tier.CPU, self.history, self.standings, lambda: MOST_STAYING)
         self.parents = parents
         self.stored = 0
 
@@ -67,13 +72,50 @@ class Copies:
         assert len(rows) == len(set(rows)) <= count
         for row in rows:
             assert self.catalog.columns(Tier.CPU).first_child[row] == NONE, "a head leaves before its tail"
+            tails = [tail for tail in self.free() if self.catalog.columns(Tier.CPU).first_child[tail] == NONE]
+            assert self.rank(row) == min(map(self.rank, tails)), "one with another standing was to leave before"
             self.drop(row)
         return len(rows)
 
+    def rank(self, row: int) -> float:
+        """Whether a row is to leave before, among, or after others."""
+        return {FIRST: 0, LATE: 2}.get(self.order._policy.standing(row), 1)
+
+    def free(self) -> list[int]:
+        """Return the rows that may leave."""
+        held = self.held()
+        return [row for number, row in self.ready().items() if number not in held]
+
+    def tell(self, number: int, standing: int, seconds: float = 1.0) -> None:
+        """Give a block, and those before it in its chain, a standing."""
+        rows = []
+        while number >= 0:
+            self.standings.set(key_of(number), standing, seconds)
+            rows.append(self.catalog.find(key_of(number)))
+            number = self.parents[number]
+        self.order.rank([row for row in rows if row >= 0])
+
+    def end_standings(self) -> None:
+        """Let more than a second pass."""
+        ended = self.standings.take_ended(self.standings.now + 2.0)
+        self.order.rank([row for row in self.catalog.find_all(ended) if row >= 0])
+
+    def check_standings(self) -> None:
+        """Of what is to stay no more does than may, and not behind what may leave; the rest leaves
+        late."""
+        stays = 0
+        for number, row in self.ready().items():
+            told, is_so = self.standings.of(key_of(number)), self.order._policy.standing(row)
+            assert is_so == told or (is_so, told) in {(LATE, STAYS), (FIRST, None)}
+            stays += is_so == STAYS
+            if is_so == STAYS and self.parents[number] in self.ready():
+                assert self.order._policy.standing(self.ready()[self.parents[number]]) == STAYS
+        assert stays <= MOST_STAYING
+
     def held(self) -> set[int]:
-        """What may not leave: what is pinned, and what that follows."""
-        ready = self.ready()
-        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU)}
+        """What may not leave: what is pinned or stays, and what that follows."""
+        ready, standing = self.ready(), self.order._policy.standing
+        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU) or standing(row) == STAYS}
         for number in range(len(self.parents) - 1, -1, -1):  # parents come before their children
             if number in found and self.parents[number] in ready:
                 found.add(self.parents[number])
@@ -82,6 +124,10 @@ class Copies:
 
 parents_of = st.tuples(*(st.integers(-1, number - 1) for number in range(8))).map(list)
 steps = st.lists(st.tuples(st.sampled_from(["store", "use", "lose", "pin", "evict"]), st.integers(0, 7)), max_size=50)
+STANDINGS = {"first": FIRST, "late": LATE, "stays": STAYS}
+hints = st.lists(
+    st.tuples(st.sampled_from(["store", "use", "lose", "evict", *STANDINGS, "wait"]), st.integers(0, 7)), min_size=20
+)
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -159,6 +205,49 @@ def test_a_state_of_another_size_lets_what_it_followed_leave():
         space.finish((row,), 0)
     assert not space.allocate(0, 1), "the state follows it"
     assert len(space.allocate(1, 1)) == len(space.allocate(0, 1)) == 1
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@settings(max_examples=200)
+@given(parents=parents_of, steps=hints)
+def test_standings_go_before_what_the_policy_says_and_hold_back_no_more_than_may_stay(eviction, parents, steps):
+    copies = Copies(eviction, parents)
+    for step, number in steps:
+        row = copies.ready().get(number, -1)
+        if step == "store":
+            copies.store(number)
+        elif step in STANDINGS:
+            copies.tell(number, STANDINGS[step])
+        elif step == "wait":
+            copies.end_standings()
+        elif step == "evict":
+            room = len(copies.ready()) - len(copies.held())
+            assert copies.evict(number // 3) == min(number // 3, room)
+        elif row >= 0 and step == "use":
+            copies.order.access((row,))
+            assert copies.order._policy.standing(row) != FIRST
+        elif row >= 0:
+            copies.drop(row)
+            assert copies.standings.of(key_of(number)) != FIRST, "it leaves first once"
+        copies.check_standings()
+    copies.end_standings()
+    assert not any(map(copies.order._policy.count, (LATE, STAYS)))
+    while copies.ready():
+        assert copies.evict(3)
+
+
+@pytest.mark.parametrize("is_demoted", [False, True])
+def test_what_stays_does_not_hold_back_what_comes_back_before_it_and_does_not_stay(is_demoted):
+    copies = Copies("lru", list(range(-1, 3)))
+    for number in (1, 2):
+        copies.store(number)
+    copies.tell(2, STAYS)
+    if is_demoted:  # before they were stored, and has left since
+        copies.standings.forget(key_of(0))
+    assert copies.order._policy.count(STAYS) == MOST_STAYING
+    copies.store(0)
+    copies.check_standings()
+    assert copies.evict(3) == 3
 
 
 class Watched(Copies):
