@@ -80,7 +80,10 @@ class Miss(StrEnum):
 JOBS = ("store", "load", "demote", "promote")
 ROUTES = tuple(
     f"{start.label}_to_{end.label}"
-    for near, far in sorted(combinations(Tier, 2), key=lambda pair: pair[1] - pair[0])
+    for near, far in (
+        *sorted(combinations((Tier.GPU, *KEPT_TIERS), 2), key=lambda pair: pair[1] - pair[0]),
+        (Tier.CPU, Tier.REMOTE),
+    )
     for start, end in ((near, far), (far, near))
 )
 _TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
