@@ -88,6 +88,33 @@ class Objects(Protocol):
         """Give up what is under way. Nothing touches a buffer afterwards. Idempotent."""
 
 
+class RemoteAnswer(NamedTuple):
+    """What the store was thought to have of a question's blocks. It may evict them at any time."""
+
+    ticket: int
+    found: list[BlockKey]
+
+
+class RemoteIndex(Protocol):
+    """Which blocks a store has. One thread calls everything; no call waits."""
+
+    @property
+    def any(self) -> bool:
+        """Whether questions are tried now."""
+
+    def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
+        """Queue a question, which ``poll`` answers some time later; False where too many wait.
+
+        ``chains``: blocks of which each is of use only with those before it. ``alone``: others.
+        """
+
+    def poll(self) -> list[RemoteAnswer]:
+        """Return the answers since the last call."""
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+
+
 def object_name(namespace: Namespace, key: BlockKey, part: int, part_count: int) -> str:
     """Return the name of one rank's part of a block."""
     shown = key.hex()
