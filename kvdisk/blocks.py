@@ -45,6 +45,8 @@ class Tier(IntEnum):
 
 KEPT_TIERS = (Tier.CPU, Tier.NVME)
 """Those that kvdisk keeps copies in, the fastest first."""
+HIT_TIERS = (*KEPT_TIERS, Tier.REMOTE)
+"""Those that it loads from, the fastest first."""
 
 
 _add: Any = bytes.__add__

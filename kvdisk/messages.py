@@ -73,7 +73,8 @@ class Move(NamedTuple):
 
 
 class HomeSpec(NamedTuple):
-    """Names the home that ranks shall open: its id (32 hex digits) and namespace fingerprint.
+    """Names the home that ranks shall open: its id (32 hex digits; empty: there is none) and
+    namespace fingerprint.
 
     ``known_segments``: what the index knows; files of other segments were left by a crash and go.
     """

@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.errors import QuietLog
+from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.remote.base import ANSWERS, Health, ObjectOp, ObjectsOutcome, RemoteObject, Result
 
 logger = logging.getLogger("kvdisk.remote")
@@ -30,6 +31,7 @@ MOST_OBJECTS = 1 << 14
 PARALLEL = 64
 """Requests at the store at a time."""
 SEAL_BYTES = 32
+LEAST_SECRET_BYTES = 32
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -48,6 +50,21 @@ class Bucket(Protocol):
 
     async def put(self, name: str, body: Any) -> None:
         """Write an object, a buffer that nobody changes any more."""
+
+
+def seal_key(path: Path) -> bytes:
+    """Return the key that a file's secret stands for. Raises ConfigError."""
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise ConfigError("remote_key_file needs blake3: pip install 'kvdisk[s3]'.") from error
+    try:
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"remote_key_file {str(path)!r} cannot be read: {error.strerror}.") from error
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(f"remote_key_file {str(path)!r} has {len(secret)} bytes, of {LEAST_SECRET_BYTES} at least.")
+    return blake3(secret, derive_key_context="kvdisk remote_key_file 1").digest()
 
 
 class _Ended(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvdisk.errors import ConfigError
 
-SCHEMES = ("s3", "gs", "az")
 _RETRIES = 2
 _FIRST_RETRY_S = 0.05
 
@@ -17,7 +16,7 @@ _FIRST_RETRY_S = 0.05
 class S3Bucket:
     """See ``client.Bucket``.
 
-    ``url``: ``s3://bucket/prefix`` or of another of SCHEMES. ``options``: obstore's settings of
+    ``url``: ``s3://bucket/prefix`` or another. ``options``: obstore's settings of
     that kind of store, such as ``aws_endpoint``; what they lack is taken from the environment as
     its clients do. ``deadline_s``: after which the caller gives a request up. Nothing is asked
     yet. Raises ConfigError.

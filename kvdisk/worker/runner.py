@@ -122,7 +122,10 @@ class Runner:
         if job.kind in FILE_KINDS:
             if job.home is not None:
                 self._headers.fingerprint = job.home.fingerprint
-            self._files.add(job)
+            if job.home is not None and not job.home.home_id:
+                self._finish(work)
+            else:
+                self._files.add(job)
             return
         if self._files.delay(job):
             self._waiting.append(work)

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
@@ -19,7 +18,7 @@ from support.s3_server import S3Server
 
 from kvdisk.errors import ConfigError
 from kvdisk.remote.base import FIRST_PAUSE_S, LONGEST_PAUSE_S, Health, ObjectOp, Objects, RemoteObject, Result
-from kvdisk.remote.client import MOST_OBJECTS, BucketObjects
+from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
 from kvdisk.remote.memory import MemoryObjects
 from kvdisk.remote.s3 import S3Bucket
 from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
@@ -27,14 +26,6 @@ from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, 
 URL = "s3://kvdisk-tests/some/prefix"
 PATIENT_S = 30.0
 """A deadline that a server that works never misses, however busy the machine is."""
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    server.start()
-    yield server
-    server.kill()
 
 
 class TestMemory(ObjectsConformance):
@@ -58,9 +49,9 @@ class S3Case(ObjectsCase):
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _server(cls, server) -> None:
-        cls.server = server
-        cls.bucket = from_url(URL, config=server.options, client_options={"allow_http": True})
+    def _server(cls, s3_server) -> None:
+        cls.server = s3_server
+        cls.bucket = from_url(URL, config=s3_server.options, client_options={"allow_http": True})
 
     def make_objects(self) -> Objects:
         self.clock_s = 0.0
@@ -252,6 +243,20 @@ def test_what_cannot_be_opened_is_one_sentence(url, options, said):
     assert "\n" not in str(raised.value)
 
 
+def test_what_seals_is_a_file_of_32_bytes_or_more(tmp_path):
+    path = tmp_path / "key"
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        seal_key(path)
+    path.write_bytes(b"x" * 31)
+    with pytest.raises(ConfigError, match="has 31 bytes, of 32 at least"):
+        seal_key(path)
+    keys = set()
+    for secret in (b"x" * 32, b"x" * 33, b"y" * 5000):
+        path.write_bytes(secret)
+        keys.add(seal_key(path))
+    assert {len(key) for key in keys} == {32} and len(keys) == 3
+
+
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"needs obstore: pip install 'kvdisk\[s3\]'"):
@@ -290,12 +295,12 @@ def test_pauses_double_and_end_with_an_answer():
     assert health.begin(21) and health.begin(22)
 
 
-def test_a_process_that_never_closes_its_store_ends(server):
+def test_a_process_that_never_closes_its_store_ends(s3_server):
     program = f"""
 from kvdisk.remote.base import ObjectOp, RemoteObject
 from kvdisk.remote.client import BucketObjects
 from kvdisk.remote.s3 import S3Bucket
-objects = BucketObjects(S3Bucket({URL!r}, {server.options!r}, deadline_s=5.0), deadline_s=5.0)
+objects = BucketObjects(S3Bucket({URL!r}, {s3_server.options!r}, deadline_s=5.0), deadline_s=5.0)
 objects.submit(ObjectOp.GET, [RemoteObject(str(at), memoryview(bytearray(1))) for at in range(100)])
 print("ends")
 """

@@ -167,7 +167,7 @@ class ManagerParts:
 
     def neighbour_has(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have a block."""
-        return self.manager._neighbours.holds(key, Tier.NVME)
+        return self.manager._hints.neighbours.holds(key, Tier.NVME)
 
     @property
     def demotions(self) -> Demotions | None:

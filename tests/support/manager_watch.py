@@ -486,7 +486,7 @@ class ManagerWatch(Watch):
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
         self.reads.check_quiet()
-        assert self._late or not parts.manager._neighbours._open, "another home's segment stays open"
+        assert self._late or not parts.manager._hints.neighbours._open, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
                 state = catalog.state(row, tier)
