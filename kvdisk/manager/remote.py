@@ -94,7 +94,7 @@ class RemoteCopies(HasParts):
             for keys in self._unanswered.pop(answer.ticket, ()):
                 for key in keys:
                     self.hints.pop(key, None)
-            self._hint([key for key in answer.found if key not in self._rejected], now)
+            self._hint(answer.found, now)
         for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
             key = next(iter(self.hints))
             if len(self.hints) <= MOST_HINTS and now - self.hints[key] <= HINT_LIFE_S:
@@ -104,8 +104,9 @@ class RemoteCopies(HasParts):
     def _hint(self, keys: Sequence[BlockKey], now: float) -> None:
         self.changes += 1
         for key in keys:
-            self.hints[key] = now
-            self.hints.move_to_end(key)
+            if key not in self._rejected:
+                self.hints[key] = now
+                self.hints.move_to_end(key)
 
     def _forget(self, key: BlockKey) -> None:
         self.changes += 1
@@ -145,7 +146,8 @@ class RemoteCopies(HasParts):
             return
         keys, states = self._catalog.keys, self._catalog.columns(Tier.CPU).states
         wanted = [keys[row] for row in rows if states[row] == READY]
-        wanted = [key for key in wanted if key not in self._queue and key not in self.hints]
+        known = (self._queue, self.hints, self._rejected)
+        wanted = [key for key in wanted if not any(key in each for each in known)]
         if not self.admission.is_open:
             wanted = list(compress(wanted, self.admission.admits(wanted)))
         self._queue.update(dict.fromkeys(wanted[: max(0, MOST_QUEUED - len(self._queue))]))

@@ -19,6 +19,7 @@ from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
+from kvdisk.manager.remote import MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
@@ -149,7 +150,7 @@ class ManagerWatch(Watch):
         have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
-        return own or self.parts.neighbour_has(key)
+        return own or self.parts.neighbour_has(key) or self.parts.remote_has(key)
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""
@@ -217,8 +218,9 @@ class ManagerWatch(Watch):
             self._note_job(job)
         self._check_stores(plan, preempted)
         self.reads.check_bounds([job for job, _ in self._jobs.values()])
-        kinds = [job.kind for job, _ in self._jobs.values()]
-        assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
+        far = [Tier.REMOTE in job.moves[0].slots for job, _ in self._jobs.values() if job.kind is JobKind.DEMOTE]
+        assert far.count(False) <= MAX_DEMOTE_JOBS
+        assert far.count(True) <= MOST_SEND_JOBS
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
@@ -249,7 +251,8 @@ class ManagerWatch(Watch):
             if job.kind in _READS:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
                 foreign = is_neighbours(move.slots.get(Tier.NVME))
-                assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
+                foreign |= Tier.REMOTE in move.slots
+                assert not foreign or self.weights[job.epoch] == 0, "another engine's block, of other weights"
                 if owner is not None:  # it came to those before it as well, which the GPU may have had
                     tokens = self.sizes.geometry.groups[group_of(move.key)].block_tokens
                     for end in range(tokens, len(move.key) - GROUP_BYTES + 1, tokens):
@@ -257,6 +260,9 @@ class ManagerWatch(Watch):
                         self._wants.setdefault(before, set()).add(owner)
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
+                if job.kind is JobKind.DEMOTE and not writes:
+                    admission = config.remote_admission
+                    assert self.weights[job.epoch] == 0, "sent, and of other weights"
                 hopes = set(self.reads.hopes.get(move.key, ()))
                 hopes |= {"before"} if move.key in self._known else set()
                 may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
@@ -346,7 +352,9 @@ class ManagerWatch(Watch):
         if position < 0:
             return
         move = job.moves[position]
-        if job.kind in _READS and reason in _BAD_COPY:
+        if Tier.REMOTE in move.slots and reason not in {Reason.HEADER, Reason.CHECKSUM}:
+            pass  # its bytes may be as good as before, and what is gone may come back
+        elif job.kind in _READS and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
             if reason is Reason.IO_ERROR:
                 self._io_errors.append(move)
@@ -355,6 +363,8 @@ class ManagerWatch(Watch):
             if job.kind is JobKind.STORE:
                 for keys in self._saved.values():
                     keys.discard(move.key)
+                if reason is Reason.OVERWRITTEN:  # the block is gone from the GPU, and is not offered again
+                    self._not_admitted.add((owner, move.key))
             if job.kind is JobKind.LOAD:
                 limit = len(move.key) - 2 - self.sizes.geometry.groups[group_of(move.key)].block_tokens
                 self._load_limits[owner] = min(limit, self._load_limits.get(owner, limit))
@@ -395,7 +405,8 @@ class ManagerWatch(Watch):
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
-            assert not parts.manager.has_pending_work(now), "an idle engine steps although nothing may be written"
+            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.any_queued
+            assert not pending, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
                 assert parts.demotions.count(size_class) <= max(1, count // 2), "the backlog is not bounded"
@@ -521,11 +532,13 @@ class ManagerWatch(Watch):
 
 def _writes(job: Job) -> bool:
     """Whether a job writes blocks to NVMe."""
-    return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and Tier.NVME in job.moves[0].slots)
+    return job.kind in {JobKind.DEMOTE, JobKind.STORE} and Tier.NVME in job.moves[0].slots
 
 
 def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a load reads."""
+    if Tier.REMOTE in move.slots:
+        return move.key, 0, Tier.REMOTE, None
     if Tier.NVME not in move.slots:
         return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU)
     # The number that a foreign segment is opened under changes; generations do not repeat.
@@ -536,7 +549,9 @@ def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
 def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a move of a job writes, if any."""
     if job.kind in _READS:
-        return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU) if Tier.NVME in move.slots else None
+        return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU) if len(move.slots) > 1 else None
+    if Tier.REMOTE in move.slots:
+        return move.key, -1, Tier.REMOTE, None  # nobody knows what it does with a write
     return _source(move)
 
 

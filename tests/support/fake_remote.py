@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A remote store without network: what it has of each rank, and questions that wait until they are
+answered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import takewhile
+
+from kvdisk.blocks import BlockKey
+from kvdisk.geometry import FILE_EPOCH
+from kvdisk.remote.base import RemoteAnswer
+from support.fake_slots import TORN, Content
+
+
+class FakeRemote:
+    """``RemoteIndex``, and the objects. ``any``: whether it answers now."""
+
+    def __init__(self, most_questions: int = 4) -> None:
+        self.any = True
+        self.objects: dict[tuple[int, BlockKey, int], Content] = {}
+        """By epoch, key and rank."""
+        self._most_questions = most_questions
+        self._questions: deque[tuple[int, Sequence[Sequence[BlockKey]], Sequence[BlockKey]]] = deque()
+        self._answers: list[RemoteAnswer] = []
+
+    @property
+    def waiting(self) -> int:
+        """Questions that are not answered."""
+        return len(self._questions)
+
+    def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
+        if len(self._questions) >= self._most_questions:
+            return False
+        self._questions.append((ticket, chains, alone))
+        return True
+
+    def answer(self, count: int | None = None) -> None:
+        """Answer the oldest ``count`` questions, by default all, with what rank 0 has now; nothing
+        where it does not answer."""
+        for _ in range(len(self._questions) if count is None else min(count, len(self._questions))):
+            ticket, chains, alone = self._questions.popleft()
+            found = [key for chain in chains for key in takewhile(self._has, chain)] + list(filter(self._has, alone))
+            self._answers.append(RemoteAnswer(ticket, found if self.any else []))
+
+    def _has(self, key: BlockKey) -> bool:
+        return (FILE_EPOCH, key, 0) in self.objects
+
+    def poll(self) -> list[RemoteAnswer]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def close(self) -> None:
+        """See ``RemoteIndex``."""
+
+    def lose(self, pick: int, *, whole: bool) -> None:
+        """It evicts one object, or has other bytes in it from now on."""
+        names = sorted(self.objects)
+        if names:
+            name = names[pick % len(names)]
+            if whole:
+                del self.objects[name]
+            else:
+                self.objects[name] = self.objects[name]._replace(payload=TORN)
