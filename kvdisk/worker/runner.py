@@ -258,8 +258,9 @@ class Runner:
     def close(self) -> None:
         """Close device and files, after ``await_copies``. Waits for what has begun, and reports
         nothing of it."""
-        if self._remote_io is not None:
-            self._remote_io.close()
+        with suppress(Exception):
+            if self._remote_io is not None:
+                self._remote_io.close()
         with suppress(Exception):
             self._resources.device.drain()
         self._files.close()
