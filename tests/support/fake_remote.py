@@ -4,14 +4,17 @@ answered."""
 
 from __future__ import annotations
 
-from collections import deque
+import random
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import takewhile
 
 from kvdisk.blocks import BlockKey
-from kvdisk.geometry import FILE_EPOCH
-from kvdisk.remote.base import RemoteAnswer
+from kvdisk.geometry import FILE_EPOCH, Namespace
+from kvdisk.remote.base import ObjectsOutcome, RemoteAnswer, Result, object_name
+from kvdisk.remote.memory import MemoryObjects
 from support.fake_slots import TORN, Content
+from support.sim_drive import Weather
 
 
 class FakeRemote:
@@ -63,3 +66,48 @@ class FakeRemote:
                 del self.objects[name]
             else:
                 self.objects[name] = self.objects[name]._replace(payload=TORN)
+
+
+class SimRemote(FakeRemote):
+    """The same over the bytes that ranks have put. ``contents``: by name."""
+
+    def __init__(self, fingerprint: bytes, ranks: int) -> None:
+        super().__init__()
+        self.contents: dict[str, bytes] = {}
+        self._namespace = Namespace(fingerprint, FILE_EPOCH)
+        self._ranks = ranks
+
+    def _has(self, key: BlockKey) -> bool:
+        return object_name(self._namespace, key, 0, self._ranks) in self.contents
+
+
+class SimObjects(MemoryObjects):
+    """What one rank asks of it: batches end late, or fail, as the weather says of drives.
+
+    ``waits``: a batch may be under way for a while. ``seen``: how often what came of an object.
+    """
+
+    waits = True
+
+    def __init__(self, contents: dict[str, bytes], weather: Weather, rng: random.Random) -> None:
+        super().__init__(contents)
+        self._weather, self._rng = weather, rng
+        self.seen: Counter[str] = Counter()
+
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
+        """See ``Objects.poll``."""
+        batches, self._batches = self._batches, []
+        outcomes: list[ObjectsOutcome] = []
+        for batch in batches:
+            ticket, op, objects = batch
+            fate = self._rng.random()
+            if self.waits and fate < 0.5:
+                self._batches.append(batch)
+                continue
+            failure = self._rng.choices(
+                (None, Result.FAILED, Result.LATE), (1.0, self._weather.eio, self._weather.hang)
+            )[0]
+            results = tuple(self._do(op, each) if failure is None else failure for each in objects)
+            self.seen.update(f"{op.value} {result.name}" for result in results)
+            outcomes.append(ObjectsOutcome(ticket, results))
+        return outcomes

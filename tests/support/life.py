@@ -38,7 +38,7 @@ class Life:
     def begin(self, sizes: Sizes, index: MemoryIndex) -> None:
         """Start the first process."""
         self.sizes, self.index = sizes, index
-        self.ranks, self.neighbours, self.remote = (), FakeNeighbours([]), FakeRemote()
+        self.ranks, self.neighbours, self.remote = (), FakeNeighbours([]), self.make_remote()
         self.now = 1000.0
         self.lives = self.request_count = 0
         self.live()
@@ -71,6 +71,10 @@ class Life:
     def start_ranks(self) -> Sequence[Any]:
         """Return the ranks of a new process, which find what is on their drives."""
         raise NotImplementedError
+
+    def make_remote(self) -> FakeRemote:
+        """Return the remote store of all processes."""
+        return FakeRemote()
 
     def note(self, event: str) -> None:
         """Something happens: for a trace."""
@@ -127,6 +131,7 @@ class Life:
     def end_round(self) -> None:
         """Let everything end that is under way, and run a step."""
         self.index.refuse_puts = False
+        self.remote.answer()
         self.work()
         self.advance(2.5)
         self.run_step(self.budget_tokens)

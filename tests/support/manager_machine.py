@@ -360,7 +360,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
 
     def end_round(self) -> None:
         self.neighbours.answer()
-        self.remote.answer()
         super().end_round()
 
     @invariant()
