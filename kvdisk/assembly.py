@@ -29,7 +29,7 @@ from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import FILE_EPOCH, Geometry, Namespace
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
@@ -40,7 +40,12 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.recovery import open_index, rebuild_index
+from kvdisk.remote.base import object_name
+from kvdisk.remote.client import BucketObjects, seal_key
+from kvdisk.remote.reader import RemoteReader
+from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
 from kvdisk.request_trace import RequestTrace
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
@@ -81,6 +86,7 @@ class SchedulerParts:
     index: LmdbIndex | None
     home: Home | None
     neighbours: NeighbourReader | None
+    remote: RemoteReader | None
     nvme: NvmeSpace | None
     telemetry: Telemetry
     trace: RequestTrace | None
@@ -93,8 +99,9 @@ class SchedulerParts:
         for background in self.backgrounds:
             background.close()
         self.telemetry.log_end()
-        if self.neighbours is not None:
-            self.neighbours.close()
+        for reader in (self.neighbours, self.remote):
+            if reader is not None:
+                reader.close()
         try:
             if self.index is not None:
                 committed = self.index.flush(_CLOSE_TIMEOUT_S)
@@ -129,6 +136,8 @@ def check_settings(values: Mapping[str, Any]) -> Config:
             find_own(key, getattr(config, key), protocol)
     if config.store_dirs:
         check_directories(config.store_dirs)
+    if config.remote is not None:
+        _open_remote(config).close()
     if config.trace_file is not None and not config.trace_file.parent.is_dir():
         raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that is there.")
     return config
@@ -144,9 +153,9 @@ def assemble_scheduler(
     """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its
     index.
 
-    ``fingerprint``: of the namespace, None without an NVMe tier. Waits for the disk: for start
-    only. Where a drive lets us have no home, the CPU tier serves alone. Raises ConfigError,
-    StoreLocked, DeviceError.
+    ``fingerprint``: of the namespace, None with neither NVMe tier nor remote store. Waits for the
+    disk: for start only. Where a drive lets us have no home, the CPU tier serves alone. Raises
+    ConfigError, StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
     cpu_slots = cpu_slots_in(config.cpu_bytes, geometry)
@@ -169,9 +178,15 @@ def assemble_scheduler(
             if cpu is None or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
+    remote = None
+    if config.remote is not None:
+        assert fingerprint is not None
+        remote = _ask_remote(config, geometry, fingerprint)
+        if nvme is None:
+            parts.transfers.add(JobKind.OPEN_HOME, [], [], home=HomeSpec("", fingerprint))
     tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
     policy = make_store_policy(config.store_policy)
-    manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell)
+    manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell, remote)
     _log_start(parts, cpu_slots, home, nvme)
     if others:
         text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
@@ -189,7 +204,22 @@ def assemble_scheduler(
         backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
-    return SchedulerParts(manager, index, home, neighbours, nvme, telemetry, trace, backgrounds)
+    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds)
+
+
+def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
+    """Return who asks the remote store: for the first rank's objects, as a load fails where one
+    rank's is missing."""
+    namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.part_count
+    return RemoteReader(_open_remote(config), lambda key: object_name(namespace, key, 0, parts))
+
+
+def _open_remote(config: Config) -> BucketObjects:
+    """Return the remote store, which nobody has asked yet. Raises ConfigError."""
+    assert config.remote is not None
+    key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
+    bucket = S3Bucket(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+    return BucketObjects(bucket, deadline_s=config.remote_deadline_s, key=key)
 
 
 def cpu_slots_in(cpu_bytes: int, geometry: Geometry) -> Sequence[int]:
@@ -375,6 +405,8 @@ def _log_start(parts: Parts, cpu_slots: Sequence[int], home: Home | None, nvme: 
         for size, name, slots in tiers
     )
     logger.info("kvdisk ready: %s%s.", fits, found)
+    if config.remote is not None:
+        logger.info("kvdisk shares blocks with other hosts in %s.", config.remote)
 
 
 def _short(value: float) -> str:
@@ -430,7 +462,8 @@ def assemble_worker(
     directories = list_directories(config.store_dirs) if config.store_dirs else ()
     host = choose_device(config.device, directories)
     disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
-    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct)
+    remote = None if config.remote is None else _open_remote(config)
+    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote)
     mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
     return WorkerParts(mover, tuple(each for each in memory if each is not None))

@@ -29,6 +29,7 @@ class Tier(IntEnum):
     GPU = 0, "GPU"
     CPU = 1, "CPU"
     NVME = 2, "NVMe"
+    REMOTE = 3, "remote"
 
     def __new__(cls, number: int, word: str) -> Tier:
         """Make a member of its two values."""
@@ -42,8 +43,10 @@ class Tier(IntEnum):
         return self.name.lower()
 
 
-KEPT_TIERS: tuple[Tier, ...] = tuple(tier for tier in Tier if tier is not Tier.GPU)
+KEPT_TIERS = (Tier.CPU, Tier.NVME)
 """Those that kvdisk keeps copies in, the fastest first."""
+HIT_TIERS = (*KEPT_TIERS, Tier.REMOTE)
+"""Those that it loads from, the fastest first."""
 
 
 _add: Any = bytes.__add__
@@ -58,6 +61,10 @@ class Slot(NamedTuple):
 
     segment: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which no slot needs
+
+
+BY_KEY = Slot(0, 0)
+"""The place of every block in a tier that names blocks by key."""
 
 
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:

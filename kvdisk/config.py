@@ -22,10 +22,12 @@ for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("Gi
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "gds")
+REMOTES = ("s3", "gs", "az")
 EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _NEAR_MISS = 0.8
 """From which likeness on, of 1, an unknown key is taken for a misspelt one."""
+_REUSE = r"reuse\(([1-9]|1[0-6])\)"
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -72,7 +74,7 @@ def _is_class_name(value: Any) -> bool:
 
 
 def _is_admission(value: Any) -> bool:
-    known = r"all|learned|reuse\(([1-9]|1[0-6])\)"
+    known = rf"all|learned|{_REUSE}"
     return isinstance(value, str) and (re.fullmatch(known, value) is not None or _is_class_name(value))
 
 
@@ -97,6 +99,18 @@ _parse_tokens = _checked(
     "'auto' or a whole number that is not negative",
     lambda value: value == "auto" or (type(value) is int and value >= 0),
     lambda value: None if value == "auto" else value,
+)
+_parse_remote_admission = _checked(
+    "'all' or 'reuse(n)' with n from 1 to 16", lambda value: value == "all" or re.fullmatch(_REUSE, str(value))
+)
+_parse_remote = _checked(
+    f"an address that begins with {', '.join(f'{scheme}://' for scheme in REMOTES[:-1])} or {REMOTES[-1]}://",
+    lambda value: isinstance(value, str) and re.fullmatch(rf"({'|'.join(REMOTES)})://[^/\s]+(/\S*)?", value),
+)
+_parse_options = _checked(
+    "an object of text by name, such as {'aws_region': 'us-east-1'}",
+    lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for pair in value.items() for each in pair),
+    lambda value: tuple(value.items()),
 )
 _parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
 _parse_admission = _checked("'all', 'learned', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
@@ -239,6 +253,46 @@ class Config:
 
     Example: 0.5
     """
+    remote: str | None = _setting(None, _parse_remote)
+    """A bucket in which hosts share blocks: `"s3://bucket/prefix"`, `"gs://..."` or `"az://..."`
+    (`pip install 'kvdisk[s3]'`). Behind memory and drive: blocks are sent there from memory, and
+    found there by every engine of the same model. It may be down, at the start too. Nothing is
+    deleted there by kvdisk: give the bucket a lifecycle rule.
+
+    Default: none
+    Example: "s3://my-bucket/kv"
+    """
+    remote_options: tuple[tuple[str, str], ...] = _setting((), _parse_options)
+    """Settings of `remote`, as [obstore](https://developmentseed.org/obstore/) names them; what is
+    not said is taken from the environment, as the clients of these stores do.
+
+    Default: `{}`
+    Example: {"aws_endpoint": "http://minio:9000", "aws_region": "us-east-1"}
+    """
+    remote_admission: str = _setting("reuse(2)", _parse_remote_admission)
+    """Which blocks are sent to `remote`: `"all"`, or `"reuse(n)"`: those that n distinct requests
+    have wanted here.
+
+    Example: "all"
+    """
+    remote_read_only: bool = _setting(False, _parse_flag)
+    """Load from `remote`, and send nothing there.
+
+    Example: true
+    """
+    remote_deadline_s: float = _setting(3.0, _parse_seconds)
+    """The longest that `remote` may take for a batch of blocks: what has not come then is computed.
+    A store that fails is left alone, for a second at first and a minute at most.
+
+    Example: 1.5
+    """
+    remote_key_file: Path | None = _setting(None, _parse_file)  # noqa: RUF009 - a field
+    """A file with a secret of 32 bytes or more, the same on all hosts: blocks in `remote` are then
+    sealed with it, and none is used that somebody without it wrote.
+
+    Default: none: whoever can write the bucket is trusted
+    Example: "/etc/kvdisk/key"
+    """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
     """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
     than the quickest recent load took. 0: every hit is loaded.
@@ -304,6 +358,14 @@ class Config:
             raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
         if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
             raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
+        if self.remote is None:
+            for name in ("remote_options", "remote_read_only", "remote_key_file"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} needs remote, the store that hosts share, such as 's3://bucket/prefix'.")
+        elif self.cpu_bytes == 0:
+            raise ConfigError("remote needs a CPU tier, from which blocks are sent there: cpu_bytes is 0.")
+        elif self.remote_deadline_s == 0:
+            raise ConfigError("remote_deadline_s must be more than 0.")
         if not self.store_dirs and self.cpu_bytes == 0:
             raise ConfigError("With cpu_bytes 0 and no store_dirs there is no tier to keep anything in.")
 

@@ -21,7 +21,8 @@ class JobKind(IntEnum):
 
     STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
     slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to
-    the GPU block. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified.
+    the GPU block. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified. In place
+    of the NVMe slot of the last three there may be the remote store, as ``BY_KEY``.
     OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the
     plan.
     """
@@ -52,7 +53,7 @@ class Reason(IntEnum):
     """The leg had not started when its time was over, or the device had not ended it
     (``JobResult.late``)."""
     CANCELLED = 7
-    """The worker shut down first."""
+    """Not tried: the worker shut down first, or the remote store is left alone."""
     OVERWRITTEN = 8
     """The engine needed the GPU block of a store before its copy had ended, or could begin."""
 
@@ -72,7 +73,8 @@ class Move(NamedTuple):
 
 
 class HomeSpec(NamedTuple):
-    """Names the home that ranks shall open: its id (32 hex digits) and namespace fingerprint.
+    """Names the home that ranks shall open: its id (32 hex digits; empty: there is none) and
+    namespace fingerprint.
 
     ``known_segments``: what the index knows; files of other segments were left by a crash and go.
     """

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from kvdisk.blocks import KEPT_TIERS, Tier
+from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier
 
 MOST_SAMPLES = 1024
 """Samples of one series that are kept one by one between two reports; of what is beyond, number and
@@ -50,6 +50,7 @@ class Metric(NamedTuple):
 
 TIER_WORDS: Mapping[str, str] = {tier.label: tier.word for tier in Tier}
 TIERS = tuple(tier.label for tier in KEPT_TIERS)
+SOURCES = tuple(tier.label for tier in HIT_TIERS)
 REFUSALS = ("reuse", "room", "budget")
 """Why a tier refuses what it is offered."""
 
@@ -80,7 +81,10 @@ class Miss(StrEnum):
 JOBS = ("store", "load", "demote", "promote")
 ROUTES = tuple(
     f"{start.label}_to_{end.label}"
-    for near, far in sorted(combinations(Tier, 2), key=lambda pair: pair[1] - pair[0])
+    for near, far in (
+        *sorted(combinations((Tier.GPU, *KEPT_TIERS), 2), key=lambda pair: pair[1] - pair[0]),
+        (Tier.CPU, Tier.REMOTE),
+    )
     for start, end in ((near, far), (far, near))
 )
 _TRANSFER_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -96,10 +100,10 @@ METRICS: Mapping[str, Metric] = {
         # NVMe tier (other engines' stores included) for those that the CPU tier has not got: hit
         # / (hit + missed) is a tier's rate.
         Metric("lookup_tokens", _C, "tokens beyond the GPU's own cache that requests asked the tiers for"),
-        Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", TIERS),
-        Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", TIERS),
-        Metric("hit_blocks", _C, "blocks that requests were given from a tier", "tier", TIERS),
-        Metric("missed_blocks", _C, "blocks that a tier was asked for, and that it did not give", "tier", TIERS),
+        Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", SOURCES),
+        Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", SOURCES),
+        Metric("hit_blocks", _C, "blocks that requests were given from a tier", "tier", SOURCES),
+        Metric("missed_blocks", _C, "blocks that a tier was asked for, and that it did not give", "tier", SOURCES),
         Metric("hit_ratio", _H, "share of such tokens that one request was given, 0 to 1", buckets=_RATIOS),
         Metric(
             "misses",
@@ -121,6 +125,7 @@ METRICS: Mapping[str, Metric] = {
         # Blocks that moved.
         Metric("stored_blocks", _C, "blocks copied from the GPU to the CPU tier (or through staging to NVMe)"),
         Metric("demoted_blocks", _C, "blocks written from the CPU tier to NVMe"),
+        Metric("sent_blocks", _C, "blocks that were sent from the CPU tier to the remote store, or were there already"),
         Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
         Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another engine's store"),
         Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
@@ -159,6 +164,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
         Metric("foreign_questions", _C, "requests for which other engines' stores were asked"),
+        Metric("remote_questions", _C, "requests for which the remote store was asked"),
+        Metric("remote_rejects", _C, "blocks of the remote store that were not what was sent there"),
         Metric("foreign_failures", _C, "blocks of another engine's store whose slot did not hold what its index said"),
         Metric(
             "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
@@ -193,6 +200,7 @@ FAILURES = {
     "segment_failures": "segments not made",
     "drive_quarantines": "drive quarantines",
     "foreign_failures": "gone from other engines",
+    "remote_rejects": "bad in the remote store",
     "switched_off": "switched off",
 }
 """Series that count what has failed, and what they are in words."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvdisk import __version__
-from kvdisk.blocks import KEPT_TIERS
+from kvdisk.blocks import HIT_TIERS, KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import Outcome
@@ -31,7 +31,7 @@ once."""
 WRITE_S = 1.0
 LOG_S = 60.0
 _MOVED = {"GPU to memory": "gpu_to_*"}
-for _tier in KEPT_TIERS[1:]:  # behind memory
+for _tier in HIT_TIERS[1:]:  # behind memory
     _MOVED |= {f"to {_tier.word}": f"*_to_{_tier.label}", f"from {_tier.word}": f"{_tier.label}_to_*"}
 _MOVED["memory to GPU"] = "*_to_gpu"
 """Which routes have bytes moved so."""
@@ -234,7 +234,7 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     amounts.
     """
     found: dict[str, str] = {}
-    for tier in KEPT_TIERS:
+    for tier in HIT_TIERS:
         hit, missed = rose[f"hit_tokens.{tier.label}"], rose[f"missed_tokens.{tier.label}"]
         if hit or missed:
             found[f"{tier.word} hits"] = f"{100 * hit / (hit + missed):.1f} % ({hit:,} tokens)"

@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: how Hypothesis searches."""
+"""What all tests share: how Hypothesis searches, and a server that is slow to start."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+from support.s3_server import S3Server
 
 # No deadline: two shared cores make no promise. Where every change is tested, the same examples
 # each time, so that a change is judged by what it changed; elsewhere new ones, and a failure prints
 # how to repeat it.
 settings.register_profile("kvdisk", deadline=None, print_blob=True, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("kvdisk")
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory) -> Iterator[S3Server]:
+    """A real S3 server. A test that stops or kills it has it run again when it ends."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.kill()

@@ -31,6 +31,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "lmdb": ("kvdisk/index/lmdb_tables.py",),
     "kvikio": ("kvdisk/device/gds.py",),
+    "obstore": ("kvdisk/remote/s3.py",),
+    "blake3": ("kvdisk/remote/client.py",),
     "numpy": ("kvdisk/",),
     "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/catalog.py"),
     "rich": ("kvdisk/cli/",),

@@ -52,7 +52,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.connector")
 
-_SOURCES = {Tier.CPU: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+_SOURCES = {
+    Tier.CPU: CacheHitSource.HOST,
+    Tier.NVME: CacheHitSource.DISK,
+    Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
 
 
 class SchedulerSide:
@@ -140,7 +144,7 @@ class SchedulerSide:
         assert self._manager  # or it says what is missing
 
     def _make_namespace(self, stages: Sequence[list[KVCacheGroupSpec]] = ()) -> tuple[bytes | None, dict[str, Any]]:
-        if not self._config.store_dirs:
+        if not self._config.store_dirs and self._config.remote is None:
             return None, {}
         return fingerprint_of(self._vllm_config, self._kv_cache_config, stages)
 

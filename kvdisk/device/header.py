@@ -67,6 +67,8 @@ _REST_OFFSET = _IDENTITY.size
 _REST = _struct_of(REST_FIELDS, _REST_OFFSET)
 _CHECKSUM_END = _REST_OFFSET + CHECKSUM_BYTES
 _KIND_OFFSET = 10
+_GENERATION = struct.Struct("<Q")
+_GENERATION_OFFSET = 24
 _HEADER_SUM = struct.Struct("<Q")
 FIELDS_BYTES = _REST_OFFSET + _REST.size
 HEADER_SUM_OFFSET = HEADER_BYTES - _HEADER_SUM.size
@@ -121,6 +123,17 @@ def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
         return Reason.HEADER
     kind, checksum = named
     return None if payload_checksum(slot_view[HEADER_BYTES:end], kind) == checksum else Reason.CHECKSUM
+
+
+def adopt_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
+    """Verify a slot as ``check_slot`` does, of whatever generation, and give it that of
+    ``identity``: somebody else wrote it."""
+    (generation,) = _GENERATION.unpack_from(slot_view, _GENERATION_OFFSET)
+    reason = check_slot(slot_view, identity._replace(generation=generation))
+    if reason is None:
+        _GENERATION.pack_into(slot_view, _GENERATION_OFFSET, identity.generation)
+        _HEADER_SUM.pack_into(slot_view, HEADER_SUM_OFFSET, xxh3_64_intdigest(slot_view[:HEADER_SUM_OFFSET]))
+    return reason
 
 
 def named_checksum(header_view: memoryview, identity: SlotIdentity) -> tuple[int, bytes] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvdisk.blocks import KEPT_TIERS, BlockKey, Tier
+from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, Tier
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import first_needed
@@ -40,6 +40,7 @@ class HitCounts(HasParts):
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
+        self._sources = HIT_TIERS if parts.config.remote else KEPT_TIERS
         self._threshold = threshold
         self._tell = tell
         self._began: tuple[float, int] | None = None
@@ -86,8 +87,9 @@ class HitCounts(HasParts):
             miss = Miss.SHORT
         elif missed_tokens:
             miss, asked_ago_s = self._why(request, asked, hit_end_tokens)
-        for space in reversed(list(self._tiers)):  # what a slower one has, those before it have missed
-            tier = space.tier
+        for tier in reversed(self._sources):  # what a slower one has, those before it have missed
+            if tier is not Tier.REMOTE and self._tiers.get(tier) is None:
+                continue
             found = {"hit_tokens": tokens[tier], "hit_blocks": sources.count(tier)}
             missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
             for name, count in (found | missed).items():
@@ -204,4 +206,4 @@ class HitCounts(HasParts):
                 part = slowest[begin // grain : (first + block_tokens) // grain]
                 np.maximum(part, np.uint8(detail.source), out=part)
         counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
-        return {tier: counts[tier] * grain for tier in KEPT_TIERS}
+        return {tier: counts[tier] * grain for tier in self._sources}

@@ -24,8 +24,8 @@ from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed
-from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import Asked, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Job, JobKind, Move
@@ -173,13 +173,13 @@ class Read:
 class Reader(HasParts):
     """Takes hold of what is read, and begins the copies in memory that reads leave."""
 
-    def __init__(self, parts: Parts, tiers: Tiers, neighbours: NeighbourCopies) -> None:
+    def __init__(self, parts: Parts, tiers: Tiers, hints: Hints) -> None:
         super().__init__(parts)
         self._landing = tiers.landing_tier
-        self._neighbours = neighbours
+        self._hints = hints
 
     def pin_sources(self, reads: Sequence[Read]) -> None:
-        """Find and pin the fastest copy of each block: in a tier, or a neighbour's."""
+        """Find and pin the fastest copy of each block: in a tier, or another's."""
         catalog = self._catalog
         found: dict[Tier, list[Read]] = {}
         for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
@@ -188,7 +188,7 @@ class Reader(HasParts):
                 read.row, read.source, read.generation = row, source, catalog.generations[row]
                 read.parent = catalog.parent(row)
                 found.setdefault(source, []).append(read)
-            elif (taken := self._neighbours.take(read.key)) is not None:
+            elif (taken := self._hints.take(read.key)) is not None:
                 read.source, slot, read.generation = taken
                 read.slots[read.source] = slot
         for source, alike in found.items():
@@ -202,7 +202,7 @@ class Reader(HasParts):
         catalog, landing = self._catalog, self._landing
         assert landing is not None
         for read, slot in zip(reads, slots, strict=True):
-            if read.row < 0:  # a neighbour's
+            if read.row < 0:  # another's
                 (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
             read.target, read.slots[landing.tier] = landing.tier, slot
         catalog.begin([read.row for read in reads], landing.tier, slots)
@@ -218,7 +218,7 @@ class LoadPlanner(HasParts):
         tiers: Tiers,
         hits: HitCounts,
         demand: Demand,
-        neighbours: NeighbourCopies,
+        hints: Hints,
         gpu_loads: GpuLoads,
         threshold: LoadThreshold,
     ) -> None:
@@ -226,10 +226,10 @@ class LoadPlanner(HasParts):
         self._tiers = tiers
         self._hits = hits
         self._demand = demand
-        self._neighbours = neighbours
+        self._hints = hints
         self._gpu_loads = gpu_loads
         self._threshold = threshold
-        self._reader = Reader(parts, tiers, neighbours)
+        self._reader = Reader(parts, tiers, hints)
 
     def lookup(self, request: RequestState, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """See ``TierManager.lookup``."""
@@ -242,8 +242,8 @@ class LoadPlanner(HasParts):
             limit = min(limit, request.load_limit_tokens)
         if request.limits.most_load_tokens is not None:
             limit = min(limit, local_tokens + request.limits.most_load_tokens)
-        self._neighbours.refresh(request, now)
-        hints = self._neighbours.usable_hints
+        self._hints.refresh(request, now)
+        hints = self._hints.usable
         hit, coming = request.lookups.hits(
             self._catalog,
             self._geometry,
@@ -251,14 +251,14 @@ class LoadPlanner(HasParts):
             local_tokens,
             limit,
             hints,
-            self._neighbours.changes if hints else -1,
+            self._hints.changes if hints else -1,
         )
         loader = self._loader_of(request, local_tokens, hit, now)
         if loader is not None:
             request.await_load(loader)
         if not request.gave_up_waiting:
             step = self._geometry.step_tokens
-            asking = coming < limit // step * step and self._neighbours.is_asking(request)
+            asking = coming < limit // step * step and self._hints.is_asking(request)
             being_read = self._is_being_read(request, local_tokens, hit)
             comes = coming > hit or asking or being_read or loader is not None
             if comes and self._may_wait(request, now):
@@ -315,8 +315,8 @@ class LoadPlanner(HasParts):
             return True
         slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):
-            for row in self._catalog.find_all(keys):
-                slowest = max(slowest, self._catalog.readable_tier(row) or self._neighbours.tier)
+            for key, row in zip(keys, self._catalog.find_all(keys), strict=True):
+                slowest = max(slowest, self._catalog.readable_tier(row) or self._hints.tier_of(key))
         return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:

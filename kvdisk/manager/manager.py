@@ -16,7 +16,7 @@ from kvdisk.blocks import KEPT_TIERS, JobId, Tier
 from kvdisk.context import HandedState
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.admission import Demand
+from kvdisk.manager.admission import Demand, make_admission
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.hits import HitCounts
@@ -26,12 +26,14 @@ from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.prefetch import Promotions
+from kvdisk.manager.remote import Hints, RemoteCopies
 from kvdisk.manager.requests import NO_LIMITS, KVHint, Outcome, RequestLimits, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Plan, Report
+from kvdisk.remote.base import RemoteIndex
 
 LONGEST_SILENCE = 4
 """In ``io_deadline_s``: transfers are answered within one; jobs of files, and commits, never where
@@ -43,7 +45,8 @@ class TierManager(HasParts):
 
     ``first_generation``: larger than any that this engine's store has seen.
     ``neighbours``: the other engines of the store; None: nobody else's blocks are looked for.
-    ``tell``: takes what each request found, once its load has ended.
+    ``tell``: takes what each request found, once its load has ended. ``remote``: what the remote
+    store has; None: there is none.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TierManager(HasParts):
         first_generation: int,
         neighbours: Neighbours | None = None,
         tell: Callable[[Outcome], None] | None = None,
+        remote: RemoteIndex | None = None,
     ) -> None:
         super().__init__(parts)
         self.stats = parts.stats
@@ -68,21 +72,23 @@ class TierManager(HasParts):
         self._tiers = tiers
         self._heard_tickets = [(0, 0)] * len(tiers)
         self._gpu_loads = GpuLoads(enabled=parts.context.caches)
-        self._neighbours = NeighbourCopies(parts, neighbours)
-        self._demotions = [Demotions(parts, *pair, self._neighbours) for pair in tiers.pairs]
+        parts.state.generation = first_generation
+        near = NeighbourCopies(parts, neighbours)
+        self._demotions = [Demotions(parts, *pair, near) for pair in tiers.pairs]
+        self._remote = _make_remote(parts, remote)
+        self._hints = Hints(near, self._remote)
         self.gauges = Gauges(parts.transfers, tiers, self._demotions)
-        demand = Demand(parts.history, [space.admission for space in tiers])
+        admissions = [space.admission for space in tiers]
+        demand = Demand(parts.history, admissions + ([self._remote.admission] if self._remote.admission else []))
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
-        self._promotions = Promotions(parts, tiers, demand, self._neighbours, self._gpu_loads)
+        self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
-        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._neighbours, self._gpu_loads, self._threshold)
-        self._stores = StorePlanner(
-            parts, tiers, store_policy, demand, self._sources, self._neighbours, first_generation
-        )
+        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold)
+        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints)
         self._settlement = Settlement(
-            parts, tiers, self._stores, self._requests, self._neighbours, self._gpu_loads, self._hits
+            parts, tiers, self._stores, self._requests, self._hints, self._gpu_loads, self._hits
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -90,7 +96,7 @@ class TierManager(HasParts):
     def new_request(
         self, request_id: str, hashes: Sequence[bytes], prompt_tokens: int, limits: RequestLimits = NO_LIMITS
     ) -> None:
-        """Follow a request from now on, and ask the neighbours for what is missing of its prompt.
+        """Follow a request from now on, and ask others for what is missing of its prompt.
 
         ``hashes`` is the engine's growing list, read at each call.
         """
@@ -99,7 +105,7 @@ class TierManager(HasParts):
         self._requests[request_id] = request
         request.update_keys()
         if request.limits.most_load_tokens != 0:
-            self._neighbours.ask(request)
+            self._hints.ask(request)
             self._promotions.enqueue(request)
 
     def hint(self, request_id: str, kv_hints: tuple[KVHint, ...], now: float) -> None:
@@ -226,10 +232,12 @@ class TierManager(HasParts):
             self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
         self._kv_hints.refresh(now)
-        self._neighbours.absorb(now)
+        self._hints.absorb(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
         for demotions in self._demotions:
             demotions.plan(now)
+        if self._may_send:
+            self._remote.plan()
         self._promotions.plan()
         # A token takes a block at most in each group.
         self._state.taken_blocks += step_tokens * len(self._geometry.groups)
@@ -313,7 +321,7 @@ class TierManager(HasParts):
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
         self._state.landing.clear()
-        self._neighbours.stop()
+        self._hints.stop()
         self._forget_computed()
         self._urgent.clear()
         self._void = self._transfers.sent_loads()
@@ -349,7 +357,22 @@ class TierManager(HasParts):
             or self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))
+            or (not silent and self._may_send and self._remote.any_queued)
         )
+
+    @property
+    def _may_send(self) -> bool:
+        """Whether the drive's backlog is written: only then anything is sent to the remote
+        store."""
+        return not any(demotions.total for demotions in self._demotions)
+
+
+def _make_remote(parts: Parts, index: RemoteIndex | None) -> RemoteCopies:
+    """Return the remote store, which may be none. Raises ConfigError."""
+    config = parts.config
+    if index is None or config.remote_read_only:
+        return RemoteCopies(parts, index, None)
+    return RemoteCopies(parts, index, make_admission(config.remote_admission, parts.history, "remote_admission"))
 
 
 class Gauges:

@@ -34,8 +34,6 @@ HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 MOST_FORGOTTEN = 256
 """Copies that are forgotten at a time: bounds a step."""
-ASK_AGAIN_S = 30.0
-"""A request that is looked up so long after it asked asks again, and goes on with what is known."""
 
 _NOT_READY = bytes(presence != READY for presence in range(256))
 
@@ -81,19 +79,6 @@ class NeighbourCopies(HasParts):
             self._unanswered[self._last_ticket] = missing
             request.question = self._last_ticket
             self._stats.add("foreign_questions")
-
-    def refresh(self, request: RequestState, now: float) -> None:
-        """Take in answers before a request is looked up, and ask again where its question is long
-        ago."""
-        if self._neighbours is None:
-            return
-        self.absorb(now)
-        if request.asked_s is None:
-            request.asked_s = now
-        elif now - request.asked_s > ASK_AGAIN_S:
-            request.asked_s = now
-            self.ask(request)
-            request.question = 0  # nobody waits for it
 
     def is_asking(self, request: RequestState) -> bool:
         """Whether the answer to a request's question is still to come."""

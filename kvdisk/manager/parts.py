@@ -22,7 +22,8 @@ class StepState:
 
     ``taken_blocks``: how many GPU blocks the engine may have taken since free ones were last
     offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
-    ``landing``: keys of the epoch that are just being read into memory.
+    ``landing``: keys of the epoch that are just being read into memory. ``generation``: the last
+    that was given to a copy.
     """
 
     epoch: int = FILE_EPOCH
@@ -30,6 +31,7 @@ class StepState:
     taken_blocks: int = 0
     read_awaited: bool = False
     landing: set[BlockKey] = field(default_factory=set)
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
 from kvdisk.manager.lookup import Lookups, first_needed, reachable
-from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
@@ -47,16 +47,14 @@ class Promotions(HasParts):
     Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
 
-    def __init__(
-        self, parts: Parts, tiers: Tiers, demand: Demand, neighbours: NeighbourCopies, gpu_loads: GpuLoads
-    ) -> None:
+    def __init__(self, parts: Parts, tiers: Tiers, demand: Demand, hints: Hints, gpu_loads: GpuLoads) -> None:
         super().__init__(parts)
         self._tiers = tiers
-        self._landing = tiers.landing_tier if len(tiers) > 1 else None
+        self._landing = tiers.landing_tier if len(tiers) > 1 or parts.config.remote else None
         self._demand = demand
-        self._neighbours = neighbours
+        self._hints = hints
         self._gpu_loads = gpu_loads
-        self._reader = Reader(parts, tiers, neighbours)
+        self._reader = Reader(parts, tiers, hints)
         self._waiting: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
         """Those with something left to be read ahead, or (None) not looked at yet; in order of
         arrival."""
@@ -126,14 +124,15 @@ class Promotions(HasParts):
         awaited, self._state.read_awaited = self._state.read_awaited, False
         if self._landing is None or awaited or not self._waiting:
             return
-        if not any(space.status.is_open for space in self._tiers if space is not self._landing):
+        slower = (space for space in self._tiers if space is not self._landing)
+        if not self._config.remote and not any(space.status.is_open for space in slower):
             for asked in list(self._asked):
                 self._end(asked)
             return
         found = 0
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
             if wanted is None:
-                if found == MOST_FOUND or self._neighbours.is_asking(request):
+                if found == MOST_FOUND or self._hints.is_asking(request):
                     continue
                 found += 1
                 wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
@@ -153,7 +152,7 @@ class Promotions(HasParts):
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, presences = self._catalog, reachable(self._catalog, self._neighbours.usable_hints)
+        catalog, presences = self._catalog, reachable(self._catalog, self._hints.usable)
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
         hit = Lookups().find(presences, self._geometry, request.keys, 0, limit).coming
@@ -185,7 +184,7 @@ class Promotions(HasParts):
         if self._gpu_loads.loader_of(key) is not None or self._context.is_cached(key):
             return False
         if row < 0:
-            return key in self._neighbours.usable_hints
+            return key in self._hints.usable
         return catalog.state(row, self._landing.tier) == ABSENT and catalog.readable_tier(row) is not None
 
     def _plan_job(self, request_id: str, wanted: _Wanted) -> bool:

@@ -152,6 +152,8 @@ class RequestState:
     gave_up_waiting: bool = False
     question: int = 0
     """Ticket of what the neighbours were asked; 0: nothing."""
+    remote_question: int = 0
+    """The same of the remote store."""
     asked_s: float | None = None
     """When it was first looked up, or they were asked again."""
     hit_tokens: dict[Tier, int] = field(default_factory=dict)

@@ -15,8 +15,8 @@ from kvdisk.manager.catalog import READY
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.loads import GpuLoads
-from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
@@ -39,7 +39,7 @@ class Settlement(HasParts):
         tiers: Tiers,
         stores: StorePlanner,
         requests: dict[str, RequestState],
-        neighbours: NeighbourCopies,
+        hints: Hints,
         gpu_loads: GpuLoads,
         hits: HitCounts,
     ) -> None:
@@ -47,7 +47,8 @@ class Settlement(HasParts):
         self._tiers = tiers
         self._stores = stores
         self._requests = requests
-        self._neighbours = neighbours
+        self._neighbours = hints.neighbours
+        self._remote = hints.remote
         self._gpu_loads = gpu_loads
         self._hits = hits
 
@@ -81,7 +82,7 @@ class Settlement(HasParts):
             foreign = self._neighbours.slot_of(move)
             if foreign is not None:
                 self._neighbours.unpin(foreign)
-            elif detail.source is not None:
+            elif detail.source is not None:  # never the remote store: nothing of it is late
                 self._tiers[detail.source].unpin((detail.row,))
             if detail.target is not None:
                 self._tiers[detail.target].abandon(detail.row)
@@ -92,6 +93,8 @@ class Settlement(HasParts):
         """End a store or a demotion: the copies that it wrote, which the next tier is offered, and
         its sources."""
         is_store = record.job.kind is JobKind.STORE
+        if not is_store and Tier.REMOTE in record.job.moves[0].slots:
+            self._remote.sent(record, now)
         for tier, rows in self._end_targets(record, now_s).items():
             self._stats.add("stored_blocks" if is_store else "demoted_blocks", len(rows))
             self._offer_lower(rows[::-1], tier)
@@ -166,6 +169,9 @@ class Settlement(HasParts):
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
+            if tier is Tier.REMOTE:
+                self._remote.loaded(move, reason)
+                continue
             foreign = self._neighbours.slot_of(move) if tier is self._neighbours.tier else None
             if foreign is not None:
                 self._end_foreign(move, foreign, reason, late=late)
@@ -202,7 +208,10 @@ class Settlement(HasParts):
             self._neighbours.unpin(slot)
 
     def _offer_lower(self, rows: Sequence[int], tier: Tier) -> None:
-        """Offer copies that have become READY, or were used, to the next tier."""
+        """Offer copies that have become READY, or were used, to the next tier, and to the remote
+        store."""
         lower = self._tiers[tier].lower
         if lower is not None:
             lower.offer(rows)
+        if tier is Tier.CPU:
+            self._remote.offer(rows)

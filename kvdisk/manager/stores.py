@@ -19,8 +19,8 @@ from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
-from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -42,10 +42,7 @@ class _Offer(NamedTuple):
 
 
 class StorePlanner(HasParts):
-    """Takes offers into slots of the first tier, and has their GPU blocks watched.
-
-    ``first_generation``: larger than any that this engine's store has seen.
-    """
+    """Takes offers into slots of the first tier, and has their GPU blocks watched."""
 
     def __init__(
         self,
@@ -54,8 +51,7 @@ class StorePlanner(HasParts):
         store_policy: StorePolicy,
         demand: Demand,
         sources: StoreSources,
-        neighbours: NeighbourCopies,
-        first_generation: int,
+        hints: Hints,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -63,8 +59,7 @@ class StorePlanner(HasParts):
         self._store_policy = store_policy
         self._demand = demand
         self._sources = sources
-        self._neighbours = neighbours
-        self._generation = first_generation
+        self._hints = hints
         groups = parts.geometry.groups
         self._min_block_tokens = min(group.block_tokens for group in groups)
         self._behind = {group.volatile_tokens for group in groups}
@@ -182,6 +177,7 @@ class StorePlanner(HasParts):
         for space in self._tiers:
             if space.lower is not None:
                 space.lower.offer(used)
+        self._hints.remote.offer(used)
         used.reverse()  # the head last, so that it leaves last
         for space in self._tiers:
             space.reached(used)
@@ -346,7 +342,7 @@ class StorePlanner(HasParts):
         return [
             (offer, row)
             for offer, row, presence in found
-            if offer.gpu_block and not presence and not self._neighbours.holds(offer.key, near)
+            if offer.gpu_block and not presence and not self._hints.neighbours.holds(offer.key, near)
         ]
 
     def _without_gaps(self, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
@@ -355,7 +351,7 @@ class StorePlanner(HasParts):
         offered = {offer.key for offer, _ in missing}
         first = [offer for offer, _ in missing if offer.parent is not None and offer.parent not in offered]
         rows = self._catalog.find_all([offer.parent for offer in first if offer.parent is not None])
-        groups, hints = self._geometry.groups, self._neighbours.hints
+        groups, hints = self._geometry.groups, self._hints.usable
         gone = {
             offer.key
             for offer, row in zip(first, rows, strict=True)
@@ -451,8 +447,9 @@ class StorePlanner(HasParts):
         catalog, tier = self._catalog, self._target.tier
         rows = catalog.find_all([offer.key for offer, _ in taken])
         new = [at for at, row in enumerate(rows) if row == NONE]
-        generations = range(self._generation + 1, self._generation + len(new) + 1)
-        self._generation += len(new)
+        first = self._state.generation + 1
+        generations = range(first, first + len(new))
+        self._state.generation += len(new)
         keys, parents = [taken[at][0].key for at in new], [taken[at][0].parent for at in new]
         for at, row in zip(new, catalog.add(keys, generations, self._state.epoch, parents), strict=True):
             rows[at] = row

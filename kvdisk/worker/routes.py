@@ -13,6 +13,7 @@ from kvdisk.blocks import Slot, Tier, group_of
 from kvdisk.device.base import Device
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, Move, Reason
+from kvdisk.remote.base import Objects
 from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Resources:
 
     ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there
     is an NVMe tier. ``direct``: the way straight between drive and GPU, where ``device`` has one.
-    All memory stays the caller's, who closes it after the mover. ``device`` and ``files`` become
-    the mover's, which closes them.
+    All memory stays the caller's, who closes it after the mover. ``device``, ``files`` and
+    ``remote``, the store that hosts share, become the mover's, which closes them.
     """
 
     geometry: Geometry
@@ -39,6 +40,7 @@ class Resources:
     device: Device
     files: SegmentFiles
     direct: Direct | None = None
+    remote: Objects | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.geometry.rank_count
@@ -81,7 +83,7 @@ class Memory(Enum):
 @unique
 class Route(Enum):
     """The ways of a move: the kind of its job, its legs, whose slots they use, and the tier behind
-    the device, where they read or write one.
+    the device or beyond this host, where they read or write one.
 
     ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU.
     ``tiers``: in which it has slots.
@@ -96,6 +98,10 @@ class Route(Enum):
     STORE_STAGED = (JobKind.STORE, (Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING, Tier.NVME)
     PROMOTE = (JobKind.PROMOTE, (Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.NVME)
     DEMOTE = (JobKind.DEMOTE, (Leg.WRITE,), Memory.CPU_TIER, Tier.NVME)
+    FETCH_STAGED = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING, Tier.REMOTE)
+    FETCH_KEPT = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, Tier.REMOTE)
+    FETCH_AHEAD = (JobKind.PROMOTE, (Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.REMOTE)
+    SEND = (JobKind.DEMOTE, (Leg.WRITE,), Memory.CPU_TIER, Tier.REMOTE)
 
     def __init__(self, kind: JobKind, legs: tuple[Leg, ...], memory: Memory, far: Tier | None) -> None:
         self.kind = kind
@@ -111,7 +117,7 @@ class Route(Enum):
         self.tiers = frozenset(tier for tier in (None if self.staged else Tier.CPU, far) if tier is not None)
 
     def far_slot(self, move: Move) -> Slot:
-        """Return the slot behind the device that a move reads or writes."""
+        """Return the slot outside memory that a move reads or writes."""
         assert self.far is not None, self
         return move.slots[self.far]
 
@@ -222,8 +228,9 @@ NO_DRIVE = -1
 class PartCutter:
     """Cuts jobs into parts of about ``part_bytes``, and lends them staging.
 
-    A part through staging takes at most a quarter of it for a load and an eighth for a store, so
-    that MOST_WRITES stores leave half to loads. The mover's thread calls everything.
+    A part through staging takes at most a quarter of it for a load and an eighth for a store, or a
+    load from the remote store, so that MOST_WRITES stores leave half to loads. The mover's thread
+    calls everything.
     """
 
     def __init__(self, resources: Resources, part_bytes: int) -> None:
@@ -256,9 +263,9 @@ class PartCutter:
                 others += 1
             else:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
-                if direct is not None and route.staged:
+                if direct is not None and route.staged and route.far is Tier.NVME:
                     route = direct.route(route, geometry.size_classes[group], move)
-                file = None if route.far is None else files.get(route.far_slot(move).segment)
+                file = files.get(route.far_slot(move).segment) if route.far is Tier.NVME else None
                 drive = NO_DRIVE if file is None else file.drive
                 found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
@@ -277,7 +284,8 @@ class PartCutter:
         memory = self._memories[route.memory]
         if route.staged:
             assert memory.slot_counts[size_class], "there is no staging for this size of slot"
-            count = min(count, max(1, memory.slot_counts[size_class] // (8 if route.writes else 4)))
+            share = 4 if route.reads and route.far is Tier.NVME else 8
+            count = min(count, max(1, memory.slot_counts[size_class] // share))
         ordered = sorted(positions, key=lambda at: moves[at].slots[route.far or Tier.CPU])
         parts = []
         for start in range(0, len(ordered), count):

@@ -18,13 +18,14 @@ from contextlib import nullcontext, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvdisk.blocks import JobId
+from kvdisk.blocks import JobId, Tier
 from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
+from kvdisk.worker.remote_io import RemoteIo
 from kvdisk.worker.routes import Leg, Part, PartCutter, Resources, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
@@ -86,6 +87,10 @@ class Runner:
         self._stats = Stats()
         self._log = QuietLog(clock, logger)
         self._device_io = DeviceIo(resources.device, self._stats, self._log)
+        remote = resources.remote
+        self._remote_io = (
+            None if remote is None else RemoteIo(remote, resources.geometry, resources.rank, self._headers)
+        )
         self._files = FileJobs(
             resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
         )
@@ -117,7 +122,10 @@ class Runner:
         if job.kind in FILE_KINDS:
             if job.home is not None:
                 self._headers.fingerprint = job.home.fingerprint
-            self._files.add(job)
+            if job.home is not None and not job.home.home_id:
+                self._finish(work)
+            else:
+                self._files.add(job)
             return
         if self._files.delay(job):
             self._waiting.append(work)
@@ -185,8 +193,8 @@ class Runner:
 
     @property
     def at_device(self) -> bool:
-        """Whether ``turn`` can wait for the device."""
-        return self._device_io.busy
+        """Whether ``turn`` can wait for the device, or the remote store."""
+        return self._device_io.busy or (self._remote_io is not None and self._remote_io.busy)
 
     @property
     def copying(self) -> bool:
@@ -196,11 +204,12 @@ class Runner:
     def turn(self, now_s: float, wait_s: float = 0.0) -> bool:
         """Note what has ended, and start one part at most. Return whether anything happened.
 
-        ``wait_s``: how long to wait for the device, where something is at it and nothing has ended.
+        ``wait_s``: how long to wait for the device, where something is at it and nothing has ended;
+        where nothing is, for the remote store.
         """
         outcomes = self._device_io.poll(wait_s)
         self._reap(outcomes)
-        happened = bool(outcomes) | self._reap_copies()
+        happened = bool(outcomes) | self._reap_remote(0.0 if self._device_io.busy else wait_s) | self._reap_copies()
         happened |= self._note_files(self._files.turn())
         happened |= self._give_up_late(now_s)
         happened |= self._expire(now_s)
@@ -250,6 +259,9 @@ class Runner:
         """Close device and files, after ``await_copies``. Waits for what has begun, and reports
         nothing of it."""
         with suppress(Exception):
+            if self._remote_io is not None:
+                self._remote_io.close()
+        with suppress(Exception):
             self._resources.device.drain()
         self._files.close()
         self._resources.device.close()
@@ -272,12 +284,12 @@ class Runner:
     def _has_room(self, route: Route, urgent: bool) -> bool:
         """Whether one more part of a route may be under way."""
         others = [part for part in self._under_way if not part.late]
-        reads = sum(part.leg is Leg.READ for part in others)
-        writes = sum(part.route.writes for part in others)
+        reads = sum(part.leg is Leg.READ and part.route.far is route.far for part in others)
+        writes = sum(part.route.writes and part.route.far is route.far for part in others)
         of_stores = sum(part.route.gathers and part.copy is not None for part in others)
         of_loads = sum(part.route.scatters and part.copy is not None for part in others)
         return (
-            not (route.reads and reads >= (MOST_READS // 2 if route is Route.PROMOTE else MOST_READS))
+            not (route.reads and reads >= (MOST_READS // 2 if route.kind is JobKind.PROMOTE else MOST_READS))
             and not (route.writes and writes >= MOST_WRITES)
             and not (route.gathers and of_stores >= MOST_GATHERS and not urgent)
             and not (route.scatters and of_loads >= MOST_SCATTERS)
@@ -346,8 +358,11 @@ class Runner:
         self._end(part)
 
     def _send(self, part: Part) -> bool:
-        """Send a part to the device; return whether it is there."""
-        if (part.drive, part.leg is Leg.WRITE) in self._stuck():
+        """Send a part to the device, or the remote store; return whether it is there."""
+        if part.route.far is Tier.REMOTE:
+            assert self._remote_io is not None, "a move names the remote store, and there is none"
+            self._remote_io.send(part)
+        elif (part.drive, part.leg is Leg.WRITE) in self._stuck():
             self._drop(part, dict.fromkeys(part.positions, Reason.DEADLINE))
         else:
             self._drop(part, self._device_io.send(part, self._files.open))
@@ -408,22 +423,32 @@ class Runner:
             self._drop(part, self._leave_direct(part, failed) if failed and part.route.direct else failed)
             self._advance(part)
 
+    def _reap_remote(self, wait_s: float) -> bool:
+        """Go on with the parts that the remote store has ended; return whether there were any."""
+        ended = [] if self._remote_io is None else list(self._remote_io.ended(wait_s))
+        for part, failed in ended:
+            self._count(part, len(part.positions) - len(failed))
+            self._drop(part, failed)
+            self._advance(part)
+        return bool(ended)
+
     def _count(self, part: Part, moved: int) -> None:
         """Count what a leg has moved between two kinds of memory, and how long it took."""
         memory = "gpu" if part.route.direct else "cpu"
         at_device = part.leg in {Leg.READ, Leg.WRITE}
         if not moved or (part.route.direct and not at_device):
             return
+        far = "" if part.route.far is None else part.route.far.label
         route = {
             Leg.GATHER: "gpu_to_cpu",
             Leg.SCATTER: "cpu_to_gpu",
-            Leg.READ: f"nvme_to_{memory}",
-            Leg.WRITE: f"{memory}_to_nvme",
+            Leg.READ: f"{far}_to_{memory}",
+            Leg.WRITE: f"{memory}_to_{far}",
         }[part.leg]
         moved_bytes = moved * (part.slot_bytes if at_device else self._payload_bytes(part))
         self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
         self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
-        if at_device:
+        if at_device and part.route.far is Tier.NVME:
             counter = "drive_read_bytes" if part.leg is Leg.READ else "drive_written_bytes"
             self._stats.add(f"{counter}.{part.drive}", moved_bytes)
 

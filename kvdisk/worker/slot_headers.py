@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvdisk.blocks import Tier
 from kvdisk.device.header import (
     MULTILINEAR,
     XXH3_128,
     SlotIdentity,
+    adopt_slot,
     check_slot,
     fill_header,
     named_checksum,
@@ -51,11 +53,13 @@ class SlotHeaders:
                 seal_slot(part.memory.view(size_class, slot), identity, move.parent, kind)
 
     def check(self, part: Part) -> tuple[dict[int, Reason], list[int]]:
-        """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones.
+        """Verify every slot of a part; return HEADER or CHECKSUM by position of the bad ones. What
+        came from the remote store gets its move's generation.
 
         Also returns the positions on a direct route whose checksum a GPU does not compute: nothing
         is known of these payloads.
         """
+        check = adopt_slot if part.route.far is Tier.REMOTE else check_slot
         bad: dict[int, Reason] = {}
         unknown: list[int] = []
         for position, slot, _, identity in self._each(part):
@@ -69,7 +73,7 @@ class SlotHeaders:
                 elif named[1] != staging.digest(part.size_class, slot):
                     bad[position] = Reason.CHECKSUM
             else:
-                reason = check_slot(part.memory.view(part.size_class, slot), identity)
+                reason = check(part.memory.view(part.size_class, slot), identity)
                 if reason is not None:
                     bad[position] = reason
         return bad, unknown

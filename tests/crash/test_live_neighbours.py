@@ -40,7 +40,7 @@ def test_what_one_stored_the_other_loads(windowed: bool, quick_path: Path) -> No
     assert stats["loaded_blocks_foreign"] + stats["prefetched_blocks"] > 20
     assert not stats["failed_loads"]
     assert stats["demoted_blocks"] < held // 4, "but for the tails that are always computed, nothing is stored twice"
-    assert not two.manager._neighbours._open
+    assert not two.manager._hints.neighbours._open
     two.close()
     one.close()
 
@@ -82,8 +82,8 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     two.step()  # it asks; the reader's process has only begun
 
     def known() -> object:
-        two.manager._neighbours.absorb(two.now)
-        return two.manager._neighbours.hints
+        two.manager._hints.neighbours.absorb(two.now)
+        return two.manager._hints.neighbours.hints
 
     until(known, "an answer")
     for round_number in range(4):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support import ENVIRONMENT
-from support.simulator import SHAPES, Simulation, run_seeds
+from support.simulator import PICKS, REMOTE_PICKS, Simulation, run_seeds
 
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.runner import Runner
@@ -43,8 +43,16 @@ MUST_HAPPEN = (
     *(f"OPEN_SEGMENT {reason}" for reason in ("IO_ERROR", "NO_SPACE", "whole")),
     *("OPEN_HOME IO_ERROR", "DROP_SEGMENT whole", "dropped_records", "released", "drive_quarantines", "write_pauses"),
     *("promoted_blocks", "demoted_blocks", "evicted_blocks.cpu", "evicted_blocks.nvme", "segment_failures"),
-    *SHAPES,
+    *PICKS,
 )
+
+
+def test_a_remote_store_that_fails_serves_what_is_right() -> None:
+    counts = run_seeds(0, 40, remote=True)
+    wanted = [f"{op} {result}" for op in ("put", "get") for result in ("OK", "FAILED", "LATE")]
+    wanted += ["get ABSENT", "hit_blocks.remote", "sent_blocks", "remote_rejects", "a kill", "a reset", *REMOTE_PICKS]
+    missing = [what for what in wanted if not counts[what]]
+    assert not missing, f"it never happened, so nothing is shown about it: {missing}"
 
 
 @pytest.mark.torture

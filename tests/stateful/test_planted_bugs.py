@@ -25,6 +25,7 @@ from kvdisk.manager import (
     nvme,
     pool,
     prefetch,
+    remote,
     requests,
     reuse,
     settlement,
@@ -314,6 +315,17 @@ BUGS = {
     ),
     "budget that a restart fills": Bug(
         nvme, "self._bytes = 0.0", "self._bytes = float(self.burst_bytes)", (on.NVME_BUDGET,)
+    ),
+    # -- the remote store --
+    "bad block of the remote store loaded again": Bug(
+        remote, "            self._rejected[move.key] = None", "            pass", (on.REMOTE_ONLY,)
+    ),
+    "remote store asked after the weights changed": Bug(remote, "self._index = None\n", "return\n", (on.REMOTE_ONLY,)),
+    "sent to the remote store whoever wanted it": Bug(
+        remote, "if not self.admission.is_open:", "if False:", (on.REMOTE_REUSE,)
+    ),
+    "copy sent without a pin": Bug(
+        remote, "            catalog.pin(rows, Tier.CPU)", "            pass", (on.REMOTE_ONLY,)
     ),
     # -- neighbours --
     "neighbour's copy that failed asked for again": Bug(

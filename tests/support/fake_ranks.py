@@ -17,6 +17,7 @@ from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report,
 from kvdisk.worker.routes import Leg, route_of
 from support.fake_engine import StepWork
 from support.fake_neighbours import FakeHome, FakeNeighbours
+from support.fake_remote import FakeRemote
 from support.fake_requests import value_of
 from support.fake_slots import ROTTEN, TORN, Content
 
@@ -56,7 +57,7 @@ class _Work:
     @property
     def for_device(self) -> list[_Way]:
         """The moves that the device has still to move."""
-        return [way for way in self.ways if not _DEVICE_LEGS.isdisjoint(way.legs)]
+        return [way for way in self.ways if Tier.NVME in way.move.slots and not _DEVICE_LEGS.isdisjoint(way.legs)]
 
     def fail(self, way: _Way, reason: Reason) -> None:
         way.legs.clear()
@@ -71,8 +72,9 @@ class FakeRank:
     fenced stores it copies in a step before it gives them up.
     """
 
-    def __init__(self, rank: int, neighbours: FakeNeighbours | None = None) -> None:
+    def __init__(self, rank: int, neighbours: FakeNeighbours | None = None, remote: FakeRemote | None = None) -> None:
         self.rank = rank
+        self.remote = remote if remote is not None else FakeRemote()
         self.neighbours = neighbours if neighbours is not None else FakeNeighbours([])
         self._foreign: dict[int, FakeHome] = {}
         self._closed: set[int] = set()
@@ -95,7 +97,7 @@ class FakeRank:
         """Return this rank after its process was killed, and what it had at the device has ended:
         the drive is left."""
         self.end_all_late()
-        survivor = FakeRank(self.rank, self.neighbours)
+        survivor = FakeRank(self.rank, self.neighbours, self.remote)
         survivor.drive = dict(self.drive)
         survivor.segments = dict(self.segments)
         return survivor
@@ -166,7 +168,7 @@ class FakeRank:
             for place in move.slots.items():
                 assert place not in written, f"{place} is used, and a late transfer may still write it"
                 target = place[0] is (Tier.NVME if job.kind is JobKind.DEMOTE else Tier.CPU)
-                if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or Tier.NVME in move.slots)):
+                if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or len(move.slots) > 1)):
                     assert place not in touched, f"{place} is given away, and a late transfer still reads it"
 
     def _protect(self, plan: Plan) -> None:
@@ -229,7 +231,9 @@ class FakeRank:
         reason = Reason.CANCELLED if void else failure
         if reason is None:
             reason = self._run(work, way)
-        elif way.legs[0] is Leg.WRITE and way.move.slots[Tier.NVME].segment in self._open:
+        elif (
+            way.legs[0] is Leg.WRITE and Tier.NVME in way.move.slots and way.move.slots[Tier.NVME].segment in self._open
+        ):
             self._transfer(way, Leg.WRITE, torn=True)
         if reason is not None:
             work.fail(way, reason)
@@ -330,6 +334,14 @@ class FakeRank:
             self._note_copied(work)
         elif leg is Leg.SEAL:
             self._keep(way, Content(work.job.epoch, move.key, move.generation, content.payload, content.payload))
+        elif leg in _DEVICE_LEGS and Tier.REMOTE in move.slots:
+            name = work.job.epoch, move.key, self.rank
+            if leg is Leg.WRITE:
+                self.remote.objects.setdefault(name, content)
+            elif name not in self.remote.objects:
+                return Reason.ABSENT
+            else:
+                self._keep(way, self.remote.objects[name])
         elif leg in _DEVICE_LEGS:
             segment, index = move.slots[Tier.NVME]
             assert leg is Leg.WRITE or segment not in self._closed, "a load reads a segment that was closed before it"
@@ -338,6 +350,9 @@ class FakeRank:
             assert leg is Leg.READ or index < self.segments[segment], "a slot behind the segment's last"
             self._transfer(way, leg)
         elif leg is Leg.CHECK:
+            if Tier.REMOTE in move.slots:  # whatever its generation there
+                content = content._replace(generation=move.generation)
+                self._keep(way, content)
             if content[:3] != (work.job.epoch, move.key, move.generation):
                 return Reason.HEADER
             return None if content.summed == content.payload else Reason.CHECKSUM

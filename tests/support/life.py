@@ -12,6 +12,7 @@ from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.recovery import excess
 from support.fake_engine import FakeEngine, Phase
 from support.fake_neighbours import FakeNeighbours
+from support.fake_remote import FakeRemote
 from support.fake_requests import FakeRequest
 from support.manager_parts import ManagerParts, Sizes, layout_of
 from support.manager_watch import ManagerWatch
@@ -29,6 +30,7 @@ class Life:
     index: MemoryIndex
     ranks: Sequence[Any]
     neighbours: FakeNeighbours
+    remote: FakeRemote
     engine: FakeEngine
     parts: ManagerParts
     watch: ManagerWatch
@@ -36,7 +38,7 @@ class Life:
     def begin(self, sizes: Sizes, index: MemoryIndex) -> None:
         """Start the first process."""
         self.sizes, self.index = sizes, index
-        self.ranks, self.neighbours = (), FakeNeighbours([])
+        self.ranks, self.neighbours, self.remote = (), FakeNeighbours([]), self.make_remote()
         self.now = 1000.0
         self.lives = self.request_count = 0
         self.live()
@@ -51,7 +53,9 @@ class Life:
         limited = sizes if segments is None else replace(sizes, segments=segments)
         if sizes.has_nvme:
             self._cut(limited)
-        self.parts = ManagerParts.make(limited, self.engine, self.index, self.lives * 10_000, self.neighbours)
+        self.parts = ManagerParts.make(
+            limited, self.engine, self.index, self.lives * 10_000, self.neighbours, self.remote
+        )
         self.watch = ManagerWatch(sizes, self.parts, self.engine, self.ranks, self.index, self.note)
 
     def _cut(self, sizes: Sizes) -> None:
@@ -67,6 +71,10 @@ class Life:
     def start_ranks(self) -> Sequence[Any]:
         """Return the ranks of a new process, which find what is on their drives."""
         raise NotImplementedError
+
+    def make_remote(self) -> FakeRemote:
+        """Return the remote store of all processes."""
+        return FakeRemote()
 
     def note(self, event: str) -> None:
         """Something happens: for a trace."""
@@ -123,6 +131,7 @@ class Life:
     def end_round(self) -> None:
         """Let everything end that is under way, and run a step."""
         self.index.refuse_puts = False
+        self.remote.answer()
         self.work()
         self.advance(2.5)
         self.run_step(self.budget_tokens)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdisk.blocks import JobId, make_block_key
+from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.kv_hints import ACTIONS
@@ -25,7 +26,8 @@ from kvdisk.messages import Reason
 from support.fake_engine import Phase
 from support.fake_neighbours import FakeHome
 from support.fake_ranks import FakeRank
-from support.fake_slots import ROTTEN, TORN
+from support.fake_requests import value_of
+from support.fake_slots import ROTTEN, TORN, Content
 from support.life import LONGEST_QUARANTINE_S, Life
 from support.manager_sizes import RANKS
 
@@ -78,7 +80,9 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         self.last_event = 0
 
     def start_ranks(self) -> list[FakeRank]:
-        return [rank.survivor() for rank in self.ranks] or [FakeRank(at, self.neighbours) for at in range(RANKS)]
+        return [rank.survivor() for rank in self.ranks] or [
+            FakeRank(at, self.neighbours, self.remote) for at in range(RANKS)
+        ]
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -100,6 +104,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         self.finish_step()
         self.add_request(prompt, 0, finishing, cold)
         self.neighbours.answer()
+        self.remote.answer()
         for step in range(steps):
             self.run_step(BUDGET_TOKENS)
             for rank in [rank for rank in self.ranks if hanging // 4 == step and hanging >> rank.rank & 1]:
@@ -266,6 +271,40 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         """Its home is deleted."""
         if sure:
             self.neighbours.homes.clear()
+
+    # -- the remote store ----------------------------------------------------------------------
+
+    @precondition(lambda self: self.sizes.config.remote)
+    @rule(prompt=_picks, blocks=st.integers(1, 4), torn=_rarely)
+    def another_host_sends(self, prompt: int, blocks: int, torn: bool) -> None:
+        """Another host sends the first blocks of a prompt; of one, the second rank's part is not
+        what it should be (``torn``)."""
+        text = self.sizes.prompts[prompt % len(self.sizes.prompts)]
+        for group in self.sizes.geometry.groups:
+            for position in range(min(blocks, len(text) // group.block_tokens)):
+                key = make_block_key(text[: (position + 1) * group.block_tokens].encode(), group.group)
+                for rank in range(RANKS):
+                    value = value_of(key, 0, rank)
+                    content = Content(FILE_EPOCH, key, 2**50, value, TORN if torn and rank else value)
+                    self.remote.objects.setdefault((FILE_EPOCH, key, rank), content)
+
+    @precondition(lambda self: self.remote.waiting)
+    @rule(count=st.integers(1, 4))
+    def remote_answers(self, count: int) -> None:
+        """The reader of the remote store gets on."""
+        self.remote.answer(count)
+
+    @precondition(lambda self: self.remote.objects)
+    @rule(pick=_picks, whole=_mostly)
+    def remote_loses(self, pick: int, whole: bool) -> None:
+        """It evicts one rank's part of a block, or somebody writes other bytes there."""
+        self.remote.lose(pick, whole=whole)
+
+    @precondition(lambda self: self.sizes.config.remote)
+    @rule()
+    def remote_goes_or_comes(self) -> None:
+        """It answers no more, or again."""
+        self.remote.any = not self.remote.any
 
     # -- index and clock -----------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from kvdisk.messages import FOREIGN_SEGMENTS
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
+from support.fake_remote import FakeRemote
 
 FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32
@@ -167,7 +168,11 @@ class ManagerParts:
 
     def neighbour_has(self, key: BlockKey) -> bool:
         """Whether a neighbour is thought to have a block."""
-        return self.manager._neighbours.holds(key, Tier.NVME)
+        return self.manager._hints.neighbours.holds(key, Tier.NVME)
+
+    def remote_has(self, key: BlockKey) -> bool:
+        """Whether the remote store is thought to have a block."""
+        return key in self.manager._remote.hints
 
     @property
     def demotions(self) -> Demotions | None:
@@ -182,6 +187,7 @@ class ManagerParts:
         index: MemoryIndex,
         first_generation: int,
         neighbours: FakeNeighbours | None = None,
+        remote: FakeRemote | None = None,
     ) -> ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
         parts = Parts.make(replace(sizes.config, eviction="lru"), sizes.geometry, engine.pool)
@@ -199,7 +205,14 @@ class ManagerParts:
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)
         tiers = Tiers(cpu, nvme)
-        manager = TierManager(parts, tiers, policy, first_generation, neighbours if sizes.has_nvme else None)
+        manager = TierManager(
+            parts,
+            tiers,
+            policy,
+            first_generation,
+            neighbours if sizes.has_nvme else None,
+            remote=remote if sizes.config.remote else None,
+        )
         return cls(manager, parts.catalog, parts.transfers, cpu, nvme)
 
 

@@ -34,6 +34,17 @@ _TWO_LARGE_BLOCKS_AN_HOUR = {"nvme_write_bytes_per_day": 48 * RANKS * max(_TWO_G
 BUDGET = Sizes(_ONE_GROUP, _config(**_TWO_BLOCKS_AN_HOUR), 7, (2,), (3,), 2, _PROMPTS)
 NVME_BUDGET = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 7, (), (2,), 2, _PROMPTS)
 CPU_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None), 7, (2,), (), 0, _PROMPTS, zeroes=True)
+_REMOTE = {"remote": "s3://nowhere", "remote_admission": "all"}
+REMOTE = Sizes(_ONE_GROUP, _config(**_REMOTE, store_decode=True), 7, (3,), (3,), 2, _PROMPTS)
+REMOTE_REUSE = Sizes(_ONE_GROUP, _config(**_REMOTE | {"remote_admission": "reuse(2)"}), 7, (3,), (2,), 2, _PROMPTS)
+REMOTE_WINDOW = Sizes(
+    _TWO_GROUPS, _config(**_REMOTE, cpu_admission="reuse(2)"), 10, (3, 3), (2, 2), 2, _LONG_PROMPTS, 2
+)
+REMOTE_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None, **_REMOTE), 7, (4,), (), 0, _PROMPTS)
+REMOTE_QUEUE = Sizes(
+    _ONE_GROUP, _config(store_dirs=(), nvme_bytes=None, **_REMOTE), 7, (6,), (), 0, _QUEUED, most_running=1, stored=3
+)
+REMOTE_SIZES = (REMOTE, REMOTE_WINDOW, REMOTE_ONLY, REMOTE_QUEUE)
 ON_PREEMPTION = Sizes(_ONE_GROUP, _config(store_policy="on_preemption"), 6, (4,), (2,), 2, _PROMPTS)
 ON_PREEMPTION_WINDOW = Sizes(
     _TWO_GROUPS, _config(store_policy="on_preemption"), 10, (3, 3), (2, 2), 2, _LONG_PROMPTS, 2, zeroes=True

@@ -19,6 +19,7 @@ from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
+from kvdisk.manager.remote import MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import FIRST, STAYS
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
@@ -152,7 +153,7 @@ class ManagerWatch(Watch):
         have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
         own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
-        return own or self.parts.neighbour_has(key)
+        return own or self.parts.neighbour_has(key) or self.parts.remote_has(key)
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""
@@ -220,8 +221,9 @@ class ManagerWatch(Watch):
             self._note_job(job)
         self._check_stores(plan, preempted)
         self.reads.check_bounds([job for job, _ in self._jobs.values()])
-        kinds = [job.kind for job, _ in self._jobs.values()]
-        assert kinds.count(JobKind.DEMOTE) <= MAX_DEMOTE_JOBS
+        far = [Tier.REMOTE in job.moves[0].slots for job, _ in self._jobs.values() if job.kind is JobKind.DEMOTE]
+        assert far.count(False) <= MAX_DEMOTE_JOBS
+        assert far.count(True) <= MOST_SEND_JOBS
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
@@ -252,7 +254,8 @@ class ManagerWatch(Watch):
             if job.kind in _READS:
                 assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
                 foreign = is_neighbours(move.slots.get(Tier.NVME))
-                assert not foreign or self.weights[job.epoch] == 0, "another home's block, of other weights"
+                foreign |= Tier.REMOTE in move.slots
+                assert not foreign or self.weights[job.epoch] == 0, "another engine's block, of other weights"
                 if owner is not None:  # it came to those before it as well, which the GPU may have had
                     tokens = self.sizes.geometry.groups[group_of(move.key)].block_tokens
                     for end in range(tokens, len(move.key) - GROUP_BYTES + 1, tokens):
@@ -260,6 +263,9 @@ class ManagerWatch(Watch):
                         self._wants.setdefault(before, set()).add(owner)
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
+                if job.kind is JobKind.DEMOTE and not writes:
+                    admission = config.remote_admission
+                    assert self.weights[job.epoch] == 0, "sent, and of other weights"
                 hopes = set(self.reads.hopes.get(move.key, ()))
                 hopes |= {"before"} if move.key in self._known else set()
                 may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
@@ -351,7 +357,9 @@ class ManagerWatch(Watch):
         if position < 0:
             return
         move = job.moves[position]
-        if job.kind in _READS and reason in _BAD_COPY:
+        if Tier.REMOTE in move.slots and reason not in {Reason.HEADER, Reason.CHECKSUM}:
+            pass  # its bytes may be as good as before, and what is gone may come back
+        elif job.kind in _READS and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
             if reason is Reason.IO_ERROR:
                 self._io_errors.append(move)
@@ -402,7 +410,8 @@ class ManagerWatch(Watch):
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
-            idle = not parts.manager.has_pending_work(now) or parts.manager._promotions.is_asked
+            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.any_queued
+            idle = not pending or parts.manager._promotions.is_asked
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
@@ -513,7 +522,7 @@ class ManagerWatch(Watch):
         zombies = self._zombie_pins()
         assert len(parts.transfers) == 0 and not self._jobs, "a job is out"
         self.reads.check_quiet()
-        assert self._late or not parts.manager._neighbours._open, "another home's segment stays open"
+        assert self._late or not parts.manager._hints.neighbours._open, "another home's segment stays open"
         for row in catalog.rows():
             for tier in (Tier.CPU, Tier.NVME):
                 state = catalog.state(row, tier)
@@ -548,11 +557,13 @@ class ManagerWatch(Watch):
 
 def _writes(job: Job) -> bool:
     """Whether a job writes blocks to NVMe."""
-    return job.kind is JobKind.DEMOTE or (job.kind is JobKind.STORE and Tier.NVME in job.moves[0].slots)
+    return job.kind in {JobKind.DEMOTE, JobKind.STORE} and Tier.NVME in job.moves[0].slots
 
 
 def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a load reads."""
+    if Tier.REMOTE in move.slots:
+        return move.key, 0, Tier.REMOTE, None
     if Tier.NVME not in move.slots:
         return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU)
     # The number that a foreign segment is opened under changes; generations do not repeat.
@@ -563,7 +574,9 @@ def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
 def _target(job: Job, move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:
     """Return the copy that a move of a job writes, if any."""
     if job.kind in _READS:
-        return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU) if Tier.NVME in move.slots else None
+        return move.key, move.generation, Tier.CPU, move.slots.get(Tier.CPU) if len(move.slots) > 1 else None
+    if Tier.REMOTE in move.slots:
+        return move.key, -1, Tier.REMOTE, None  # nobody knows what it does with a write
     return _source(move)
 
 

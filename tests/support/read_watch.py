@@ -105,7 +105,7 @@ class ReadWatch:
             self._note_load(job, owner)
         kinds = {JobKind.LOAD, JobKind.PROMOTE}
         for move in job.moves if job.kind in kinds else ():
-            if Tier.NVME not in move.slots:
+            if Tier.NVME not in move.slots and Tier.REMOTE not in move.slots:
                 continue
             twice = (job.epoch, move.key) in self._reads
             patient = job.kind is JobKind.PROMOTE or owner not in self._gave_up

@@ -26,6 +26,7 @@ from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import PartCutter, Resources
 from support.addressed_device import AddressedDevice, CpuLanes
 from support.fake_engine import StepWork
+from support.fake_remote import SimObjects, SimRemote
 from support.live_model import LiveModel
 from support.live_rank import LocalRank
 from support.manager_parts import FINGERPRINT, Sizes
@@ -191,8 +192,11 @@ class SimRank(LocalRank):
     device: SimDevice
     copier: SimCopier
 
-    def __init__(self, sizes: Sizes, model: LiveModel, rank: int, drive: SimDrive, world: World) -> None:
+    def __init__(
+        self, sizes: Sizes, model: LiveModel, rank: int, drive: SimDrive, world: World, remote: SimRemote | None = None
+    ) -> None:
         self.drive = drive
+        self.objects = None if remote is None else SimObjects(remote.contents, world.weather, world.rng)
         self.sizes = sizes
         self._world = world
         self.seen: Counter[str] = Counter()
@@ -212,7 +216,7 @@ class SimRank(LocalRank):
         direct = None if rng is None else draw_direct(geometry, STAGING_SLOTS, rng, world.weather)
         device = self.device if direct is None else AddressedDevice(self.device)
         mover = Mover(
-            Resources(geometry, rank, self.arena, staging, self.copier, device, files, direct),
+            Resources(geometry, rank, self.arena, staging, self.copier, device, files, direct, self.objects),
             io_deadline_s=config.io_deadline_s,
             fingerprint=FINGERPRINT,
             clock=world.clock,
@@ -294,9 +298,13 @@ class SimRank(LocalRank):
     def work_off(self) -> None:
         """Do all that can be done; batches that hang do so further on."""
         for _ in range(TURNS_OF_WORK):
+            if self.objects is not None:
+                self.objects.waits = False
             self.device.release()
             self.copier.end_all()
             if not self._turn():
+                if self.objects is not None:
+                    self.objects.waits = True
                 return
         raise AssertionError(f"the mover of rank {self.rank} never comes to rest")
 

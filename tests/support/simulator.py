@@ -23,9 +23,10 @@ from kvdisk.config import Config
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import CopyState
+from support.fake_remote import FakeRemote, SimRemote
 from support.life import LONGEST_QUARANTINE_S, Life
 from support.live_model import LiveModel, PromptTree
-from support.manager_parts import Sizes, two_tiers
+from support.manager_parts import FINGERPRINT, Sizes, two_tiers
 from support.manager_watch import check_pins
 from support.sim_drive import SimDrive, Weather
 from support.sim_rank import SimRank, World
@@ -43,16 +44,24 @@ def _config(**changes: object) -> Config:
 
 _ONE = LiveModel(payload_bytes=200)
 _TWO = LiveModel(payload_bytes=2000, windowed=True)
+_REMOTE = {"remote": "s3://nowhere", "remote_admission": "all"}
 SHAPES = {
     "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, ())),
     "a window": (_TWO, Sizes(_TWO.geometry, _config(), 18, (5, 3), (3, 2), 3, ())),
     "reuse": (_ONE, Sizes(_ONE.geometry, _config(nvme_admission="reuse(2)"), 14, (5,), (4,), 2, ())),
     "NVMe only": (_ONE, Sizes(_ONE.geometry, _config(cpu_bytes=0), 14, (), (4,), 3, ())),
+    "remote": (_ONE, Sizes(_ONE.geometry, _config(**_REMOTE), 14, (5,), (4,), 3, ())),
+    "remote, and a window": (_TWO, Sizes(_TWO.geometry, _config(**_REMOTE), 18, (5, 3), (3, 2), 3, ())),
+    "remote and memory only": (
+        _ONE,
+        Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None, **_REMOTE), 14, (5,), (), 0, ()),
+    ),
     "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, ())),
 }
 """Models and sizes by name; a seed picks one."""
 PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only", "NVMe only", "memory only")
 """The names, as often as they shall come."""
+REMOTE_PICKS = ("remote", "remote, and a window", "remote and memory only")
 
 
 class Simulation(Life):
@@ -63,9 +72,16 @@ class Simulation(Life):
     budget_tokens = BUDGET_TOKENS
     quiet_rounds = 120
 
-    def __init__(self, seed: int, on_event: Callable[[str], None] | None = None, *, straight: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        on_event: Callable[[str], None] | None = None,
+        *,
+        straight: bool = False,
+        remote: bool = False,
+    ) -> None:
         self.seed = seed
-        self._option = " --straight" if straight else ""
+        self._option = " --straight" * straight + " --remote" * remote
         self._rng = random.Random(seed)
         self._on_event = on_event
         self._hash = blake2b(digest_size=16)
@@ -74,7 +90,7 @@ class Simulation(Life):
         self._weather = Weather()
         chooser = random.Random(seed) if straight else None
         self._world = World(self._rng, self._weather, self.note, lambda: self.now, chooser)
-        self._shape = self._rng.choice(PICKS)
+        self._shape = self._rng.choice(REMOTE_PICKS if remote else PICKS)
         self._model, sizes = SHAPES[self._shape]
         self._tree = PromptTree(3, 6, 26)
         self._pace = self._rng.choice((2, 4, 8, 16))
@@ -101,7 +117,14 @@ class Simulation(Life):
         return faults
 
     def start_ranks(self) -> list[SimRank]:
-        return [SimRank(self.sizes, self._model, rank, self._drives[rank], self._world) for rank in range(RANKS)]
+        remote = self._remote if self.sizes.config.remote else None
+        return [
+            SimRank(self.sizes, self._model, rank, self._drives[rank], self._world, remote) for rank in range(RANKS)
+        ]
+
+    def make_remote(self) -> FakeRemote:
+        self._remote = SimRemote(FINGERPRINT, RANKS)
+        return self._remote
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -201,6 +224,7 @@ class Simulation(Life):
 
     def _step(self) -> None:
         """Run a step of the engine."""
+        self.remote.answer()
         self.run_step(self._rng.choice((4, BUDGET_TOKENS, BUDGET_TOKENS)))
 
     def _wait(self) -> None:
@@ -251,6 +275,11 @@ class Simulation(Life):
 
         In memory not while a job uses it: nobody could tell, once it was verified.
         """
+        contents = self._remote.contents
+        if contents:
+            name, at = self._rng.choice(sorted(contents)), self._rng.randrange(HEADER_BYTES + 200)
+            contents[name] = contents[name][:at] + bytes([contents[name][at] ^ 1]) + contents[name][at + 1 :]
+            self.note(f"{name} is damaged: byte {at}")
         catalog = self.parts.catalog
         copies = [
             (row, tier)
@@ -303,6 +332,7 @@ class Simulation(Life):
         for rank in self.ranks:
             self.counts.update(rank.device.seen)
             self.counts.update(rank.seen)
+            self.counts.update(rank.objects.seen if rank.objects is not None else {})
         self.counts["preempted"] += self.watch.preempted
 
 
@@ -326,11 +356,11 @@ _NAMES = tuple(_ACTIONS)
 _WEIGHTS = tuple(weight for weight, _ in _ACTIONS.values())
 
 
-def run_seeds(first: int, count: int, *, straight: bool = False) -> Counter[str]:
+def run_seeds(first: int, count: int, *, straight: bool = False, remote: bool = False) -> Counter[str]:
     """Run so many seeds; return what happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
-        simulation = Simulation(seed, straight=straight)
+        simulation = Simulation(seed, straight=straight, remote=remote)
         simulation.run()
         total.update(simulation.counts)
     return total
@@ -343,10 +373,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1, help="how many seeds")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--straight", action="store_true", help="move some blocks straight between drive and GPU")
+    parser.add_argument("--remote", action="store_true", help="share blocks in a remote store")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the trace says more
     for seed in range(options.seed, options.seed + options.count):
-        simulation = Simulation(seed, print if options.trace else None, straight=options.straight)
+        simulation = Simulation(
+            seed, print if options.trace else None, straight=options.straight, remote=options.remote
+        )
         digest = simulation.run()
         print(f"seed {seed}: {digest} {dict(sorted(simulation.counts.items()))}")
 

@@ -11,9 +11,10 @@ from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
 from support.waits import WAIT_S
 
-from kvdisk.blocks import JobId, Slot, Tier, make_block_key
+from kvdisk.blocks import BY_KEY, JobId, Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
+from kvdisk.remote.base import Objects
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
@@ -81,6 +82,7 @@ class Rank:
         threaded: bool = False,
         home: HomeSpec | None = None,
         direct: bool = False,
+        remote: Objects | None = None,
     ) -> None:
         sizes = GEOMETRY.slot_sizes
         generator = torch.Generator().manual_seed(100)
@@ -109,6 +111,7 @@ class Rank:
             AddressedDevice(self.device) if direct else self.device,
             self.files,
             self.direct,
+            remote,
         )
         self.mover = Mover(
             resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=4 * max(sizes), threaded=threaded
@@ -197,12 +200,22 @@ class Rank:
 
 
 def move(
-    number: int, group: int = 0, block: int = -1, cpu=None, nvme: int | None = None, segment: int = -1, **fields
+    number: int,
+    group: int = 0,
+    block: int = -1,
+    cpu=None,
+    nvme: int | None = None,
+    segment: int = -1,
+    *,
+    remote: bool = False,
+    **fields,
 ) -> Move:
     """Block ``number`` of a group; ``nvme``: index in a segment, which is the group's unless
     given."""
     slots = {Tier.CPU: cpu, Tier.NVME: None if nvme is None else Slot(segment if segment >= 0 else group, nvme)}
     slots = {tier: slot for tier, slot in slots.items() if slot is not None}
+    if remote:
+        slots[Tier.REMOTE] = BY_KEY
     return Move(make_block_key(number.to_bytes(32, "big"), group), fields.pop("generation", 7), block, slots, **fields)
 
 

@@ -80,5 +80,5 @@ def test_an_end_is_clean_where_all_was_committed(flushed, closed, clean):
     """Where the file system hangs the home stays this process's until it has ended."""
     index, home = Mock(), Mock()
     index.flush.return_value, index.close.side_effect = flushed, closed
-    SchedulerParts(Mock(), index, home, None, None, Mock(), None, [Mock()]).close()
+    SchedulerParts(Mock(), index, home, None, None, None, Mock(), None, [Mock()]).close()
     assert [call.kwargs["clean"] for call in home.close.call_args_list] == clean

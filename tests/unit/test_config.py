@@ -9,6 +9,7 @@ from kvdisk.config import Config, parse_bytes
 from kvdisk.errors import ConfigError
 
 STORE = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"}
+REMOTE = {"remote": "s3://bucket/prefix"}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ STORE = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"}
         ("min_load_tokens", "auto", None),
         ("min_load_tokens", 0, 0),
         ("store_decode", True, True),
+        ("remote", "s3://bucket", "s3://bucket"),
+        ("remote_options", {}, ()),
         ("eviction", None, "learned"),
     ],
 )
@@ -57,6 +60,18 @@ def test_wrong_sizes(wrong):
         ({"store_dirs": "/x"}, "needs nvme_bytes"),
         ({"nvme_bytes": 1}, "needs store_dirs"),
         ({"cpu_bytes": 0}, "no tier"),
+        ({"remote": "bucket/prefix"}, "begins with s3://, gs:// or az://"),
+        ({"remote": "http://bucket"}, "begins with"),
+        ({"remote": "s3://"}, "begins with"),
+        ({"remote_read_only": True}, "remote_read_only needs remote"),
+        ({"remote_options": {"aws_region": "x"}}, "remote_options needs remote"),
+        ({"remote_key_file": "/key"}, "remote_key_file needs remote"),
+        (REMOTE | {"remote_options": {"aws_region": 1}}, "text by name"),
+        (REMOTE | {"remote_options": "aws_region"}, "text by name"),
+        (REMOTE | {"remote_admission": "learned"}, "'all' or 'reuse\\(n\\)'"),
+        (REMOTE | {"remote_admission": "reuse(17)"}, "from 1 to 16"),
+        (REMOTE | {"remote_deadline_s": 0}, "more than 0"),
+        (REMOTE | STORE | {"cpu_bytes": 0}, "remote needs a CPU tier"),
         (STORE | {"store_dirs": "relative"}, "absolute"),
         (STORE | {"store_dirs": ["/a", "/b", "/a"]}, "'/a' twice"),
         (STORE | {"store_dirs": ["/a", "b"]}, "absolute"),

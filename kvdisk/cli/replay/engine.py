@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
 
-from kvdisk.blocks import BlockKey, Tier, make_block_keys
+from kvdisk.blocks import KEPT_TIERS, BlockKey, Tier, make_block_keys
 from kvdisk.cli.replay.trace import Trace, TracedRequest
 from kvdisk.manager.manager import TierManager
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Report
@@ -37,8 +37,8 @@ class Engine:
 
     def __init__(self, trace: Trace, manager: TierManager, pool: GpuPool) -> None:
         self.manager = manager
-        self.hit_tokens = dict.fromkeys(Tier, 0)
-        self.hit_blocks = dict.fromkeys(Tier, 0)
+        self.hit_tokens = dict.fromkeys((Tier.GPU, *KEPT_TIERS), 0)
+        self.hit_blocks = dict.fromkeys((Tier.GPU, *KEPT_TIERS), 0)
         self.written = self.read = 0
         self._trace = trace
         self._pool = pool

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the remote store is thought to have, what goes there, and all hints together.
+
+A remote store names blocks by key and evicts by itself: there are no slots of it, nor copies in the
+catalog. What it answers is a hint for HINT_LIFE_S. Blocks go there from the CPU tier, once the
+drive's backlog is written: what is evicted before its turn is not sent. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import compress, islice
+
+from kvdisk.blocks import BY_KEY, BlockKey, JobId, Slot, Tier
+from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.catalog import NONE, READY
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.requests import RequestState
+from kvdisk.messages import JobKind, Move, Reason
+from kvdisk.remote.base import RemoteIndex
+
+MOST_KEYS = 16384
+"""Blocks of one question: of a longer prompt, the first."""
+MOST_HINTS = 65536
+MOST_REJECTED = 8192
+MOST_FORGOTTEN = 256
+"""Hints that are forgotten at a time: bounds a step."""
+HINT_LIFE_S = 60.0
+MOST_QUEUED = 16384
+"""Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
+MOST_SEND_MOVES = 64
+MOST_SEND_JOBS = 4
+ASK_AGAIN_S = 30.0
+"""A request that is looked up so long after it asked asks again, and goes on with what is known."""
+_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM})
+
+
+class RemoteCopies(HasParts):
+    """The remote store. Without ``index`` there is none.
+
+    ``admission``: which blocks it is sent; None: none.
+    """
+
+    def __init__(self, parts: Parts, index: RemoteIndex | None, admission: AdmissionPolicy | None) -> None:
+        super().__init__(parts)
+        self._index = index
+        self.admission = admission
+        self.hints: OrderedDict[BlockKey, float] = OrderedDict()
+        """Blocks that it has, and when it said so, the oldest first. Read only, but for this
+        class."""
+        self.changes = 0
+        """Rises with each change of which keys are in ``hints``."""
+        self._rejected: OrderedDict[BlockKey, None] = OrderedDict()
+        self._unanswered: dict[int, Sequence[Sequence[BlockKey]]] = {}
+        self._last_ticket = 0
+        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
+        self._jobs: list[JobId] = []
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def ask(self, request: RequestState, nearer: Collection[BlockKey]) -> None:
+        """Ask for what of a request's blocks neither this engine has nor is in ``nearer``."""
+        index, left = self._index, MOST_KEYS
+        if index is None or not index.any:
+            return
+        chains: list[list[BlockKey]] = []
+        alone: list[BlockKey] = []
+        for group, keys in zip(self._geometry.groups, request.keys, strict=True):
+            found = zip(keys, self._catalog.presences(keys), strict=True)
+            missing = [key for key, presence in found if presence != READY and key not in nearer][:left]
+            left -= len(missing)
+            if group.state_tokens is not None:
+                alone += missing
+            elif missing:
+                chains.append(missing)
+        if not chains and not alone:
+            return
+        self._last_ticket += 1
+        if index.ask(self._last_ticket, chains, alone):
+            self._unanswered[self._last_ticket] = [*chains, alone]
+            request.remote_question = self._last_ticket
+            self._stats.add("remote_questions")
+
+    def is_asking(self, request: RequestState) -> bool:
+        """Whether the answer to a request's question is still to come."""
+        return request.remote_question in self._unanswered and self._index is not None and self._index.any
+
+    def absorb(self, now: float) -> None:
+        """Take in the answers that have come, and forget what was heard of too long ago."""
+        for answer in () if self._index is None else self._index.poll():
+            for keys in self._unanswered.pop(answer.ticket, ()):
+                for key in keys:
+                    self.hints.pop(key, None)
+            self._hint(answer.found, now)
+        for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
+            key = next(iter(self.hints))
+            if len(self.hints) <= MOST_HINTS and now - self.hints[key] <= HINT_LIFE_S:
+                break
+            self._forget(key)
+
+    def _hint(self, keys: Sequence[BlockKey], now: float) -> None:
+        self.changes += 1
+        for key in keys:
+            if key not in self._rejected:
+                self.hints[key] = now
+                self.hints.move_to_end(key)
+
+    def _forget(self, key: BlockKey) -> None:
+        self.changes += 1
+        self.hints.pop(key, None)
+
+    def stop(self) -> None:
+        """Have nothing to do with it any more, because this engine's weights are no longer those of
+        the files."""
+        self._index = None
+        self.changes += 1
+        for each in (self.hints, self._unanswered, self._queue):
+            each.clear()
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def take(self) -> tuple[Tier, Slot, int]:
+        """Return where a move reads a block that is in ``hints``, and the generation that a copy of
+        it here gets."""
+        self._state.generation += 1
+        return Tier.REMOTE, BY_KEY, self._state.generation
+
+    def loaded(self, move: Move, reason: Reason | None) -> None:
+        """End the read of a block."""
+        if reason in _BAD:
+            self._stats.add("remote_rejects")
+            self._rejected[move.key] = None
+            if len(self._rejected) > MOST_REJECTED:
+                self._rejected.popitem(last=False)
+        if reason in _BAD or reason is Reason.ABSENT:
+            self._forget(move.key)
+
+    # -- what goes there -----------------------------------------------------------------------
+
+    def offer(self, rows: Sequence[int]) -> None:
+        """Queue those copies in memory that it admits, and is not thought to have."""
+        if self._index is None or self.admission is None:
+            return
+        keys, states = self._catalog.keys, self._catalog.columns(Tier.CPU).states
+        wanted = [keys[row] for row in rows if states[row] == READY]
+        known = (self._queue, self.hints, self._rejected)
+        wanted = [key for key in wanted if not any(key in each for each in known)]
+        if not self.admission.is_open:
+            wanted = list(compress(wanted, self.admission.admits(wanted)))
+        self._queue.update(dict.fromkeys(wanted[: max(0, MOST_QUEUED - len(self._queue))]))
+
+    @property
+    def any_queued(self) -> bool:
+        """Whether blocks wait to be sent."""
+        return bool(self._queue)
+
+    def plan(self) -> None:
+        """Plan jobs that send what is queued."""
+        self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
+        while self._queue and len(self._jobs) < MOST_SEND_JOBS:
+            keys = list(islice(self._queue, MOST_SEND_MOVES))
+            for key in keys:
+                del self._queue[key]
+            catalog, states = self._catalog, self._catalog.columns(Tier.CPU).states
+            rows = [row for row in catalog.find_all(keys) if row != NONE and states[row] == READY]
+            if not rows:
+                continue
+            catalog.pin(rows, Tier.CPU)
+            moves = [
+                Move(catalog.keys[row], catalog.generations[row], slots={Tier.CPU: slot, Tier.REMOTE: BY_KEY})
+                for row, slot in zip(rows, catalog.columns(Tier.CPU).slots(rows), strict=True)
+            ]
+            details = [MoveDetail(row, source=Tier.CPU) for row in rows]
+            self._jobs.append(self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch).job.id)
+
+    def sent(self, record: JobRecord, now: float) -> None:
+        """Note what a settled job has sent there."""
+        there = [move.key for at, move in enumerate(record.job.moves) if at not in record.failed]
+        self._stats.add("sent_blocks", len(there))
+        if self._index is not None and record.job.epoch == self._state.epoch:
+            self._hint(there, now)
+
+
+class Hints:
+    """What others are thought to have, the nearest first: neighbours, then the remote store."""
+
+    def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies) -> None:
+        self.neighbours = neighbours
+        self.remote = remote
+
+    @property
+    def changes(self) -> int:
+        """Rises with each change of which keys they name."""
+        return self.neighbours.changes + self.remote.changes
+
+    @property
+    def usable(self) -> Collection[BlockKey]:
+        """Return the keys that may be promised to a request now."""
+        near, far = self.neighbours.usable_hints, self.remote.hints
+        return _Either(near, far) if near and far else near or far
+
+    def ask(self, request: RequestState) -> None:
+        """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
+        self.neighbours.ask(request)
+        self.remote.ask(request, self.neighbours.hints)
+
+    def refresh(self, request: RequestState, now: float) -> None:
+        """Take in answers before a request is looked up, and ask again where its question is long
+        ago."""
+        self.absorb(now)
+        if request.asked_s is None:
+            request.asked_s = now
+        elif now - request.asked_s > ASK_AGAIN_S:
+            request.asked_s = now
+            self.ask(request)
+            request.question = request.remote_question = 0  # nobody waits for it
+
+    def is_asking(self, request: RequestState) -> bool:
+        """Whether an answer to a request's questions is still to come."""
+        return self.neighbours.is_asking(request) or self.remote.is_asking(request)
+
+    def absorb(self, now: float) -> None:
+        """Take in the answers that have come, and forget what was heard of too long ago."""
+        self.neighbours.absorb(now)
+        self.remote.absorb(now)
+
+    def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
+        """Return where a move can read a block, and its generation; None: nobody is thought to have
+        it. What it reads is held until the move is settled."""
+        return self.neighbours.take(key) or (self.remote.take() if key in self.remote.hints else None)
+
+    def tier_of(self, key: BlockKey) -> Tier:
+        """Return what a hinted block is read as."""
+        return self.neighbours.tier if key in self.neighbours.hints else Tier.REMOTE
+
+    def stop(self) -> None:
+        """Ask nobody any more, because this engine's weights are no longer those of the files."""
+        self.neighbours.stop()
+        self.remote.stop()
+
+
+class _Either(Collection[BlockKey]):
+    """The keys of two collections."""
+
+    def __init__(self, near: Collection[BlockKey], far: Collection[BlockKey]) -> None:
+        self._pair = near, far
+        self._near: Callable[[object], bool] = near.__contains__
+        self._far: Callable[[object], bool] = far.__contains__
+
+    def __contains__(self, key: object) -> bool:
+        return self._near(key) or self._far(key)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        near, far = self._pair
+        return iter({*near, *far})
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pair))

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Objects`` over a store's own client: one thread, on which every request of every batch waits.
+
+All that the network touches is memory of the client's own. A buffer is copied to or from between
+two awaits of that thread. So a request that is given up holds no buffer of the caller's, and there
+is no late I/O as there is with a drive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.errors import ConfigError, QuietLog
+from kvdisk.remote.base import ANSWERS, Health, ObjectOp, ObjectsOutcome, RemoteObject, Result
+
+logger = logging.getLogger("kvdisk.remote")
+
+MOST_OBJECTS = 1 << 14
+"""Objects of batches under way: a batch that would make it more is refused."""
+PARALLEL = 64
+"""Requests at the store at a time."""
+SEAL_BYTES = 32
+LEAST_SECRET_BYTES = 32
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Bucket(Protocol):
+    """What a store's client must do. All is called on one thread, in an event loop, and may be
+    cancelled; whatever it raises is a failure. ``name``: for the log."""
+
+    name: str
+
+    async def size(self, name: str) -> int | None:
+        """Return the length of an object; None: it is not there."""
+
+    async def get(self, name: str, byte_count: int) -> Any:
+        """Return an object as a buffer; None: it is not there. Of one that is not ``byte_count``
+        long, anything that is not so long either."""
+
+    async def put(self, name: str, body: Any) -> None:
+        """Write an object, a buffer that nobody changes any more."""
+
+
+def seal_key(path: Path) -> bytes:
+    """Return the key that a file's secret stands for. Raises ConfigError."""
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise ConfigError("remote_key_file needs blake3: pip install 'kvdisk[s3]'.") from error
+    try:
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"remote_key_file {str(path)!r} cannot be read: {error.strerror}.") from error
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(f"remote_key_file {str(path)!r} has {len(secret)} bytes, of {LEAST_SECRET_BYTES} at least.")
+    return blake3(secret, derive_key_context="kvdisk remote_key_file 1").digest()
+
+
+class _Ended(NamedTuple):
+    ticket: int
+    results: tuple[Result, ...]
+    said: str
+
+
+class BucketObjects:
+    """See ``Objects`` and the module.
+
+    ``deadline_s``: after which a batch ends, whatever has answered. ``key``: of 32 bytes; each
+    object then ends with a seal that only who has the key can make, over its name and its bytes.
+    Puts are left alone apart from reads: a full store can still be read.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        deadline_s: float,
+        key: bytes | None = None,
+        parallel: int = PARALLEL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bucket = bucket
+        self._deadline_s = deadline_s
+        self._key = key
+        self._log = QuietLog(clock, logger)
+        self._reads, self._puts = Health(clock), Health(clock)
+        self._ways = {ObjectOp.PUT: self._put, ObjectOp.GET: self._get, ObjectOp.EXISTS: self._exists}
+        self._last_ticket = 0
+        self._under_way: dict[int, tuple[ObjectOp, int]] = {}
+        """By ticket: what was asked, of how many objects."""
+        self._ended: SimpleQueue[_Ended] = SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(parallel)
+        self._batches: set[asyncio.Task[None]] = set()
+        """Under way: the loop itself would let go of them."""
+        self._thread = threading.Thread(target=self._run, name="kvdisk-remote", daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread -------------------------------------------------------------------
+
+    @property
+    def answers(self) -> bool:
+        """See ``Objects.answers``."""
+        return self._reads.is_open
+
+    def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
+        """See ``Objects.submit``."""
+        assert batch, "an empty batch"
+        assert not self._loop.is_closed(), "the store is closed"
+        self._last_ticket = ticket = self._last_ticket + 1
+        queued = sum(count for _, count in self._under_way.values())
+        self._under_way[ticket] = op, len(batch)
+        if queued + len(batch) <= MOST_OBJECTS and self._health(op).begin(ticket):
+            self._loop.call_soon_threadsafe(self._start, ticket, op, tuple(batch))
+        else:
+            self._ended.put(_Ended(ticket, (Result.REFUSED,) * len(batch), ""))
+        return ticket
+
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
+        """See ``Objects.poll``."""
+        outcomes: list[ObjectsOutcome] = []
+        while self._under_way:
+            try:
+                ended = self._ended.get(timeout=0.0 if outcomes else max(0.0, timeout_s))
+            except Empty:
+                break
+            op, _ = self._under_way.pop(ended.ticket)
+            tried = set(ended.results) - {Result.REFUSED}
+            if tried and self._health(op).end(ended.ticket, answered=not tried.isdisjoint(ANSWERS)):
+                said = ended.said or f"no answer in {self._deadline_s:g} s"
+                self._log.warn(
+                    op.value, f"{self._bucket.name} is left alone for a while, as a {op.value} failed: {said}"
+                )
+            outcomes.append(ObjectsOutcome(ended.ticket, ended.results))
+        return outcomes
+
+    def close(self) -> None:
+        """See ``Objects.close``."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            assert self._loop.is_closed(), "the client of the remote store held its thread up"
+            self._under_way.clear()
+
+    def _health(self, op: ObjectOp) -> Health:
+        return self._puts if op is ObjectOp.PUT else self._reads
+
+    # -- the client's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _start(self, ticket: int, op: ObjectOp, batch: tuple[RemoteObject, ...]) -> None:
+        task = self._loop.create_task(self._do_batch(ticket, op, batch))
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
+
+    async def _do_batch(self, ticket: int, op: ObjectOp, batch: tuple[RemoteObject, ...]) -> None:
+        tasks = [self._loop.create_task(self._do(op, asked)) for asked in batch]
+        try:
+            _, left = await asyncio.wait(tasks, timeout=self._deadline_s)
+        finally:
+            for task in tasks:
+                task.cancel()  # it then goes no step further, and touches no buffer
+        ended = [(Result.LATE, "") if task in left else task.result() for task in tasks]
+        said = next((text for result, text in ended if result is Result.FAILED), "")
+        self._ended.put(_Ended(ticket, tuple(result for result, _ in ended), said))
+
+    async def _do(self, op: ObjectOp, asked: RemoteObject) -> tuple[Result, str]:
+        """Return what came of one object, and what its failure said."""
+        async with self._slots:
+            try:
+                return await self._ways[op](asked), ""
+            except Exception as error:  # whatever the client raises
+                return Result.FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    async def _exists(self, asked: RemoteObject) -> Result:
+        return Result.ABSENT if await self._bucket.size(asked.name) is None else Result.OK
+
+    async def _get(self, asked: RemoteObject) -> Result:
+        byte_count = len(asked.buffer) + (SEAL_BYTES if self._key else 0)
+        found = await self._bucket.get(asked.name, byte_count)
+        if found is None:
+            return Result.ABSENT
+        if memoryview(found).nbytes != byte_count:
+            return Result.BAD
+        body = np.frombuffer(found, np.uint8)
+        if self._key:
+            body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+            if not hmac.compare_digest(seal.tobytes(), self._seal(asked.name, body)):
+                return Result.BAD
+        np.copyto(np.frombuffer(asked.buffer, np.uint8), body)  # which lets other threads run
+        return Result.OK
+
+    async def _put(self, asked: RemoteObject) -> Result:
+        byte_count = len(asked.buffer) + (SEAL_BYTES if self._key else 0)
+        if await self._bucket.size(asked.name) == byte_count:
+            return Result.OK
+        body = np.empty(byte_count, np.uint8)
+        np.copyto(body[: len(asked.buffer)], np.frombuffer(asked.buffer, np.uint8))
+        if self._key:
+            body[-SEAL_BYTES:] = np.frombuffer(self._seal(asked.name, body[:-SEAL_BYTES]), np.uint8)
+        await self._bucket.put(asked.name, body)
+        return Result.OK
+
+    def _seal(self, name: str, body: NDArray[np.uint8]) -> bytes:
+        from blake3 import blake3
+
+        assert self._key is not None
+        made = blake3(name.encode(), key=self._key)
+        made.update(body.data)
+        return made.digest()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Objects`` in this process: the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result
+
+
+class MemoryObjects:
+    """See ``Objects``. Batches end when ``poll`` is called, in order.
+
+    ``contents``: what is there, by name; others may have it too. ``most_bytes``: what would make it
+    longer than that FAILs.
+    """
+
+    answers = True
+
+    def __init__(self, contents: dict[str, bytes] | None = None, most_bytes: int = 1 << 30) -> None:
+        self.contents = {} if contents is None else contents
+        self._most_bytes = most_bytes
+        self._batches: list[tuple[int, ObjectOp, Sequence[RemoteObject]]] = []
+        self._last_ticket = 0
+
+    def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
+        """See ``Objects.submit``."""
+        self._last_ticket += 1
+        self._batches.append((self._last_ticket, op, batch))
+        return self._last_ticket
+
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:  # noqa: ARG002 - nothing is waited for
+        """See ``Objects.poll``."""
+        batches, self._batches = self._batches, []
+        return [ObjectsOutcome(ticket, tuple(self._do(op, each) for each in batch)) for ticket, op, batch in batches]
+
+    def close(self) -> None:
+        """See ``Objects.close``."""
+        self._batches.clear()
+
+    def _do(self, op: ObjectOp, asked: RemoteObject) -> Result:
+        found = self.contents.get(asked.name)
+        if op is ObjectOp.EXISTS:
+            return Result.ABSENT if found is None else Result.OK
+        fits = found is not None and len(found) == len(asked.buffer)
+        if op is ObjectOp.PUT and not fits:
+            if sum(map(len, self.contents.values())) + len(asked.buffer) > self._most_bytes:
+                return Result.FAILED
+            self.contents[asked.name] = bytes(asked.buffer)
+        elif op is ObjectOp.GET and found is not None and fits:
+            asked.buffer[:] = found
+        elif op is ObjectOp.GET:
+            return Result.ABSENT if found is None else Result.BAD
+        return Result.OK

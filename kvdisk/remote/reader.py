@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``RemoteIndex`` over ``Objects``: a thread that asks for one rank's objects.
+
+A question for each block of a long prompt would be thousands. Where blocks of a chain are there,
+those before them are taken to be: a store that has evicted from the middle costs a load that fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvdisk.blocks import BlockKey
+from kvdisk.remote.base import ObjectOp, Objects, RemoteAnswer, RemoteObject, Result
+
+MOST_QUESTIONS = 256
+MOST_ALONE = 256
+"""Of blocks that are of use alone, the last so many are asked for."""
+WAYS = 16
+_LOOK_INTERVAL_S = 0.25
+_POLL_S = 0.01
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class ChainSearch:
+    """How far a chain is there: ``there`` blocks are, ``gone`` is the first that is not. First at
+    positions 0, 1, 3, 7 … and the last, then at WAYS places between."""
+
+    def __init__(self, count: int) -> None:
+        self.there, self.gone = 0, count
+        self._begun = False
+
+    def probes(self) -> list[int]:
+        """Return the positions to ask for next; none: it is known."""
+        start, count = self.there, self.gone - self.there
+        if not self._begun:
+            self._begun = True
+            powers = [(1 << power) - 1 for power in range(count.bit_length())]
+            return sorted({*powers, count - 1} - {-1})
+        ways = min(WAYS, count)
+        return [start + way * count // ways for way in range(ways)]
+
+    def learn(self, there: dict[int, bool]) -> None:
+        """Take in the answers to all the ``probes``."""
+        self.gone = min([at for at, found in there.items() if not found], default=self.gone)
+        self.there = max([at + 1 for at, found in there.items() if found and at < self.gone], default=self.there)
+
+
+class _Question:
+    """A question under way. ``asked``: positions in ``chains`` of the batch at the store; chain
+    ``len(chains)`` is ``alone``."""
+
+    def __init__(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> None:
+        self.ticket = ticket
+        self._keys = [*chains, alone[-MOST_ALONE:]]
+        self._searches = [ChainSearch(len(chain)) for chain in chains]
+        self._found: list[BlockKey] = []
+        self._asked: list[tuple[int, int]] = []
+        self._begun = False
+
+    def next(self) -> list[BlockKey]:
+        """Return the blocks to ask for next; none: it is answered."""
+        self._asked = [(chain, at) for chain, search in enumerate(self._searches) for at in search.probes()]
+        if not self._begun:
+            self._begun = True
+            self._asked += [(len(self._searches), at) for at in range(len(self._keys[-1]))]
+        return [self._keys[chain][at] for chain, at in self._asked]
+
+    def learn(self, results: Sequence[Result]) -> None:
+        """Take in what came of the blocks of ``next``."""
+        answers: dict[int, dict[int, bool]] = {}
+        for (chain, at), result in zip(self._asked, results, strict=True):
+            answers.setdefault(chain, {})[at] = result is Result.OK
+        for chain, there in answers.items():
+            if chain < len(self._searches):
+                self._searches[chain].learn(there)
+            else:
+                self._found += [self._keys[chain][at] for at, found in there.items() if found]
+
+    @property
+    def answer(self) -> RemoteAnswer:
+        """What is known so far."""
+        pairs = zip(self._searches, self._keys, strict=False)
+        chained = [key for search, keys in pairs for key in keys[: search.there]]
+        return RemoteAnswer(self.ticket, chained + self._found)
+
+
+class RemoteReader:
+    """See ``RemoteIndex`` and the module. ``objects`` becomes the reader's, whose thread calls it.
+    ``name_of``: of a block's object that stands for all ranks'."""
+
+    def __init__(self, objects: Objects, name_of: Callable[[BlockKey], str]) -> None:
+        self._objects = objects
+        self._name_of = name_of
+        self._any = True
+        self._questions: deque[_Question] = deque()
+        self._answers: deque[RemoteAnswer] = deque()
+        self._asked: dict[int, _Question] = {}
+        """At the store, by the batch's ticket."""
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvdisk-remote-reader", daemon=True)
+        self._thread.start()
+
+    # -- the scheduler's thread ----------------------------------------------------------------
+
+    @property
+    def any(self) -> bool:
+        """See ``RemoteIndex.any``."""
+        return self._any
+
+    def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
+        """See ``RemoteIndex.ask``."""
+        if len(self._questions) + len(self._asked) >= MOST_QUESTIONS or self._stopping:
+            return False
+        self._questions.append(_Question(ticket, chains, alone))
+        self._wake.set()
+        return True
+
+    def poll(self) -> list[RemoteAnswer]:
+        """See ``RemoteIndex.poll``."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def close(self) -> None:
+        """See ``RemoteIndex.close``."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    # -- the reader's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self._asked:
+                    self._wake.wait(None if self._any else _LOOK_INTERVAL_S)
+                    self._wake.clear()
+                while self._questions:
+                    self._go_on(self._questions.popleft())
+                for outcome in self._objects.poll(_POLL_S):
+                    question = self._asked.pop(outcome.ticket)
+                    if {Result.OK, Result.ABSENT}.issuperset(outcome.results):
+                        question.learn(outcome.results)
+                        self._go_on(question)
+                    else:
+                        self._answers.append(question.answer)
+                self._any = self._objects.answers
+        finally:
+            self._any = False
+            self._objects.close()
+
+    def _go_on(self, question: _Question) -> None:
+        keys = question.next()
+        if keys:
+            batch = [RemoteObject(self._name_of(key)) for key in keys]
+            self._asked[self._objects.submit(ObjectOp.EXISTS, batch)] = question
+        else:
+            self._answers.append(question.answer)

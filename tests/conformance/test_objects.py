@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite of ``Objects`` over the reference and over a real S3 server, and what that server does
+when it fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import from_url
+from support.s3_server import S3Server
+
+from kvdisk.errors import ConfigError
+from kvdisk.remote.base import FIRST_PAUSE_S, LONGEST_PAUSE_S, Health, ObjectOp, Objects, RemoteObject, Result
+from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
+from kvdisk.remote.memory import MemoryObjects
+from kvdisk.remote.s3 import S3Bucket
+from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
+
+URL = "s3://kvdisk-tests/some/prefix"
+PATIENT_S = 30.0
+"""A deadline that a server that works never misses, however busy the machine is."""
+
+
+class TestMemory(ObjectsConformance):
+    def make_objects(self) -> Objects:
+        self.contents: dict[str, bytes] = {}
+        return MemoryObjects(self.contents)
+
+    def write(self, name: str, body: bytes) -> None:
+        self.contents[name] = body
+
+    def remove(self, name: str) -> None:
+        del self.contents[name]
+
+
+class S3Case(ObjectsCase):
+    """Tests with the server."""
+
+    server: S3Server
+    key: bytes | None = None
+    deadline_s = PATIENT_S
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _server(cls, s3_server) -> None:
+        cls.server = s3_server
+        cls.bucket = from_url(URL, config=s3_server.options, client_options={"allow_http": True})
+
+    def make_objects(self) -> Objects:
+        self.clock_s = 0.0
+        return self.open(self.server.options)
+
+    def open(self, options: dict[str, str]) -> BucketObjects:
+        bucket = S3Bucket(URL, options, deadline_s=self.deadline_s)
+        return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, clock=lambda: self.clock_s)
+
+    def write(self, name: str, body: bytes) -> None:
+        obstore.put(self.bucket, name, body)
+
+    def remove(self, name: str) -> None:
+        obstore.delete(self.bucket, name)
+
+
+class TestS3(S3Case, ObjectsConformance):
+    pass
+
+
+class TestS3Sealed(TestS3):
+    key = b"k" * 32
+
+    def test_what_somebody_without_the_key_wrote_is_bad(self) -> None:
+        body = make_bytes(4096, 1)
+        assert self.put(1, body) is Result.OK
+        sealed = bytes(obstore.get(self.bucket, self.name(1)).bytes())
+        assert len(sealed) == len(body) + 32
+        forged = [bytes([sealed[0] ^ 1]) + sealed[1:], sealed[:-1] + bytes([sealed[-1] ^ 1]), os.urandom(len(sealed))]
+        for wrong in forged:
+            self.write(self.name(1), wrong)
+            assert self.get(1, 4096)[0] is Result.BAD
+        self.write(self.name(2), sealed)  # the bytes of one object under the name of another
+        assert self.get(2, 4096)[0] is Result.BAD
+        self.write(self.name(1), sealed)
+        assert self.get(1, 4096) == (Result.OK, body)
+
+
+class TestS3Failures(S3Case):
+    """One server, which hangs, dies and comes back empty. Results come as values within the
+    deadline of a batch; the pauses are those of a clock of the test's own."""
+
+    deadline_s = 1.0
+
+    def until_ok(self, op: ObjectOp, number: int, buffer: bytearray) -> None:
+        """Ask again, a pause later each time, until the server has answered in time."""
+        while self.end(op, RemoteObject(self.name(number), memoryview(buffer))) != (Result.OK,):
+            self.clock_s += LONGEST_PAUSE_S
+
+    @pytest.fixture
+    def body(self) -> bytes:
+        """What the object 1 holds."""
+        body = make_bytes(1 << 20, 1)
+        self.until_ok(ObjectOp.PUT, 1, bytearray(body))
+        return body
+
+    def test_a_server_that_hangs_is_late_then_left_alone_then_used(self, body) -> None:
+        buffers = [bytearray(len(body)) for _ in range(16)]
+        self.server.hold()
+        try:
+            asked = [RemoteObject(self.name(1), memoryview(buffer)) for buffer in buffers]
+            assert self.end(ObjectOp.GET, *asked) == (Result.LATE,) * 16
+            assert not self.objects.answers
+            assert self.exists(*range(100)) == (Result.REFUSED,) * 100
+            assert self.put(2, body) is Result.LATE, "puts have a pause of their own"
+            assert self.put(2, body) is Result.REFUSED
+        finally:
+            self.server.resume()
+        self.clock_s += FIRST_PAUSE_S
+        assert self.objects.answers
+        buffer = bytearray(len(body))
+        self.until_ok(ObjectOp.GET, 1, buffer)
+        assert buffer == body
+        assert not any(map(any, buffers)), "what was late came after all"
+
+    def test_a_server_that_is_killed_and_comes_back_empty(self, body) -> None:
+        self.server.kill(wipe=True)
+        assert self.get(1, len(body))[0] in {Result.FAILED, Result.LATE}
+        assert self.exists(1) == (Result.REFUSED,)
+        self.clock_s += FIRST_PAUSE_S
+        assert self.exists(1)[0] in {Result.FAILED, Result.LATE}, "the trial after the pause"
+        self.clock_s += FIRST_PAUSE_S
+        assert self.exists(1) == (Result.REFUSED,), "the second pause is longer"
+        self.server.start()
+        self.until_ok(ObjectOp.PUT, 2, bytearray(body))
+        self.until_ok(ObjectOp.GET, 2, bytearray(len(body)))
+        self.objects.close()
+        self.deadline_s = PATIENT_S
+        self.objects = self.open(self.server.options)
+        assert self.get(1, len(body))[0] is Result.ABSENT
+
+    def test_wrong_credentials_fail(self, caplog) -> None:
+        stranger = self.open(self.server.options | {"aws_secret_access_key": "wrong"})
+        self.objects, mine = stranger, self.objects
+        try:
+            assert self.get(1, 4096)[0] is Result.FAILED
+            assert self.put(1, b"x") is Result.FAILED
+        finally:
+            self.objects = mine
+            stranger.close()
+        assert "PermissionDeniedError" in caplog.text
+        assert URL in caplog.text
+        assert "secret" not in caplog.text
+
+    def test_nobody_at_the_address(self) -> None:
+        nobody = self.open(self.server.options | {"aws_endpoint": "http://127.0.0.1:9"})
+        self.objects, mine = nobody, self.objects
+        try:
+            assert self.get(1, 4096)[0] in {Result.FAILED, Result.LATE}
+        finally:
+            self.objects = mine
+            nobody.close()
+
+    def test_too_many_objects_are_refused(self) -> None:
+        name = self.name(1)
+        assert set(self.end(ObjectOp.EXISTS, *[RemoteObject(name)] * (MOST_OBJECTS + 1))) == {Result.REFUSED}
+        assert self.objects.answers, "that says nothing of the server"
+
+
+@pytest.mark.torture
+class TestS3Torture(S3Case):
+    """A server that is stopped, killed and started at random while four kinds of batches are under
+    way."""
+
+    deadline_s = 1.0
+
+    def test_whatever_happens_each_batch_ends_and_nothing_wrong_is_got(self) -> None:
+        seed = int(os.environ.get("KVDISK_TORTURE_SEED", "0"))
+        choose = random.Random(seed)
+        bodies = {number: make_bytes(choose.choice((100, 1 << 16, 1 << 20)), number) for number in range(60)}
+        seen: Counter[tuple[ObjectOp, Result]] = Counter()
+        for _ in range(80):
+            self.clock_s += choose.choice((0.0, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+            act = choose.choice(("nothing", "nothing", "hold", "kill"))
+            if act == "hold":
+                self.server.hold()
+            elif act == "kill":
+                self.server.kill(wipe=choose.random() < 0.5)
+            buffers: dict[int, list[tuple[int, bytearray]]] = {}
+            ops: dict[int, ObjectOp] = {}
+            for op in choose.choices(list(ObjectOp), k=4):
+                numbers = choose.sample(sorted(bodies), choose.randint(1, 30))
+                filled = [(n, bytearray(bodies[n] if op is ObjectOp.PUT else len(bodies[n]))) for n in numbers]
+                asked = [RemoteObject(self.name(n), memoryview(buffer)) for n, buffer in filled]
+                ticket = self.objects.submit(op, asked)
+                ops[ticket], buffers[ticket] = op, filled
+            for outcome in self.await_outcomes(4):
+                op = ops.pop(outcome.ticket)
+                for result, (number, buffer) in zip(outcome.results, buffers[outcome.ticket], strict=True):
+                    seen[op, result] += 1
+                    if op is ObjectOp.GET:
+                        assert result is not Result.BAD
+                        assert (buffer == bodies[number]) if result is Result.OK else not any(buffer)
+            if act == "hold":
+                self.server.resume()
+            elif act == "kill":
+                self.server.start()
+        for op in ObjectOp:
+            assert {Result.OK, Result.REFUSED} <= {result for each, result in seen if each is op}, (seed, seen)
+        assert {Result.ABSENT, Result.LATE} <= {result for _, result in seen}, (seed, seen)
+
+    def test_a_full_server_fails_puts_and_serves_the_rest(self, tmp_path) -> None:
+        self.deadline_s = PATIENT_S
+        small = S3Server(tmp_path / "small", most_volumes=8)
+        small.start()
+        self.objects.close()
+        self.objects = self.open(small.options)
+        try:
+            results = [self.put(number, make_bytes(1 << 20, number)) for number in range(40)]
+            failed = results.index(Result.FAILED)
+            assert failed > 0
+            assert set(results[failed:]) <= {Result.FAILED, Result.REFUSED, Result.OK}
+            assert self.get(0, 1 << 20) == (Result.OK, make_bytes(1 << 20, 0))
+        finally:
+            small.kill()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("s3://", {}, "recognise"),
+        ("s3://bucket/prefix", {"aws_no_such_thing": "1"}, "aws_no_such_thing"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_sentence(url, options, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        S3Bucket(url, options, deadline_s=1.0)
+    assert str(raised.value).startswith(f"remote {url!r} cannot be used: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_what_seals_is_a_file_of_32_bytes_or_more(tmp_path):
+    path = tmp_path / "key"
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        seal_key(path)
+    path.write_bytes(b"x" * 31)
+    with pytest.raises(ConfigError, match="has 31 bytes, of 32 at least"):
+        seal_key(path)
+    keys = set()
+    for secret in (b"x" * 32, b"x" * 33, b"y" * 5000):
+        path.write_bytes(secret)
+        keys.add(seal_key(path))
+    assert {len(key) for key in keys} == {32} and len(keys) == 3
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"needs obstore: pip install 'kvdisk\[s3\]'"):
+        S3Bucket("s3://bucket", {}, deadline_s=1.0)
+
+
+def test_a_full_reference_refuses_puts_and_serves_the_rest():
+    objects = MemoryObjects(most_bytes=10)
+    for body in (b"12345678", b"123"):
+        objects.submit(ObjectOp.PUT, [RemoteObject(str(len(body)), memoryview(body))])
+    buffer = bytearray(8)
+    objects.submit(ObjectOp.GET, [RemoteObject("8", memoryview(buffer))])
+    assert [outcome.results for outcome in objects.poll()] == [(Result.OK,), (Result.FAILED,), (Result.OK,)]
+    assert buffer == b"12345678"
+
+
+def test_pauses_double_and_end_with_an_answer():
+    now_s = [0.0]
+    health = Health(lambda: now_s[0])
+    assert health.begin(1) and health.begin(2)
+    assert health.end(1, answered=False)
+    assert not health.end(2, answered=False), "sent before the pause"
+    pauses = []
+    for ticket in range(3, 12):
+        began_s = now_s[0]
+        while not health.begin(ticket):
+            now_s[0] += 0.5
+        assert not health.begin(99), "one trial at a time"
+        pauses.append(now_s[0] - began_s)
+        assert health.end(ticket, answered=False)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert pauses[0] == FIRST_PAUSE_S and pauses[-1] == LONGEST_PAUSE_S
+    now_s[0] += LONGEST_PAUSE_S
+    assert health.begin(20)
+    assert not health.end(20, answered=True)
+    assert health.begin(21) and health.begin(22)
+
+
+def test_a_process_that_never_closes_its_store_ends(s3_server):
+    program = f"""
+from kvdisk.remote.base import ObjectOp, RemoteObject
+from kvdisk.remote.client import BucketObjects
+from kvdisk.remote.s3 import S3Bucket
+objects = BucketObjects(S3Bucket({URL!r}, {s3_server.options!r}, deadline_s=5.0), deadline_s=5.0)
+objects.submit(ObjectOp.GET, [RemoteObject(str(at), memoryview(bytearray(1))) for at in range(100)])
+print("ends")
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, b"ends\n"), done.stderr.decode()

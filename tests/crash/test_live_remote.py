@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live engines that share nothing but a bucket of a real S3 server: each block that a load brings
+is compared, byte by byte."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import from_url
+from support.live_engine import LiveEngine
+from support.live_model import LiveModel
+from support.waits import until
+
+PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
+
+
+@pytest.fixture
+def url() -> str:
+    """A place that no other test has."""
+    return f"s3://kvdisk-tests/{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def start(s3_server, url, quick_path: Path) -> Iterator[Callable[..., LiveEngine]]:
+    """Start an engine with a store of its own, as on a host of its own. They are closed."""
+    engines: list[LiveEngine] = []
+
+    def start(model: LiveModel, *, drive: bool = True, **config: object) -> LiveEngine:
+        store = str(quick_path / f"store {len(engines)}")
+        values: dict[str, object] = {
+            "store_decode": True,
+            "cpu_bytes": "2MiB",
+            "remote": url,
+            "remote_admission": "all",
+        }
+        values |= {"remote_options": s3_server.options, "remote_deadline_s": 30.0, "lookup_wait_s": 30.0} | config
+        made = model.config(store, blocks=200, **values)
+        if not drive:
+            made = type(made).from_mapping(values)
+        engines.append(LiveEngine(made, model))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def has_loaded(engine: LiveEngine) -> int:
+    """Return how many blocks came from the remote store."""
+    return engine.manager.stats["hit_blocks.remote"] + engine.manager.stats["prefetched_blocks"]
+
+
+@pytest.mark.parametrize("drive", [True, False])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_what_one_host_computed_another_finds_at_its_first_request(start, windowed: bool, drive: bool) -> None:
+    model = LiveModel(windowed=windowed)
+    one = start(model, drive=drive)
+    one.serve(PROMPTS)
+    assert one.manager.stats["sent_blocks"] > 20
+    two = start(model, drive=drive)
+    two.serve(PROMPTS)
+    assert has_loaded(two) > 20
+    assert not two.manager.stats["failed_loads"]
+    assert not two.manager.stats["remote_rejects"]
+
+
+def test_where_one_rank_has_lost_its_part_the_block_is_computed(start, s3_server, url) -> None:
+    model = LiveModel()
+    assert model.ranks > 1
+    start(model).serve(PROMPTS)
+    bucket = from_url(url, config=s3_server.options, client_options={"allow_http": True})
+    names = [meta["path"] for page in obstore.list(bucket) for meta in page]
+    obstore.delete(bucket, [name for name in names if name.rpartition("/")[2].startswith("r1of")])
+    two = start(model)
+    two.serve(PROMPTS)
+    stats = two.manager.stats
+    assert stats["failed_loads"] + stats["failed_promotions"] > 0
+    assert not stats["remote_rejects"], "another host may write them again"
+
+
+def test_another_model_finds_nothing(start) -> None:
+    start(LiveModel()).serve(PROMPTS)
+    other = start(LiveModel(name="another"))
+    other.serve(PROMPTS)
+    assert other.manager.stats["remote_questions"] > 0
+    assert has_loaded(other) == 0
+
+
+def test_what_two_requests_wanted_is_sent_by_default(start) -> None:
+    one = start(LiveModel(), remote_admission="reuse(2)")
+    one.serve(PROMPTS[:1])
+    assert one.manager.stats["sent_blocks"] == 0
+    one.serve(PROMPTS[:1])
+    assert one.manager.stats["sent_blocks"] > 0
+
+
+def test_who_only_reads_sends_nothing(start) -> None:
+    one = start(LiveModel(), remote_read_only=True)
+    one.serve(PROMPTS + PROMPTS)
+    assert one.manager.stats["sent_blocks"] == 0
+
+
+def test_after_new_weights_nothing_is_asked_or_sent(start) -> None:
+    model = LiveModel()
+    start(model).serve(PROMPTS)
+    two = start(model)
+    two.serve(PROMPTS[:1])
+    before = dict(two.manager.stats.counts)
+    two.change_weights()
+    two.serve(PROMPTS + PROMPTS)
+    for name in ("remote_questions", "sent_blocks", "hit_blocks.remote"):
+        assert two.manager.stats[name] == before.get(name, 0), name
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_foreign_bytes_are_never_served(start, s3_server, url, tmp_path, sealed: bool) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(secrets.token_bytes(32))
+    config = {"remote_key_file": str(key)} if sealed else {}
+    model = LiveModel()
+    start(model, **config).serve(PROMPTS)
+    bucket = from_url(url, config=s3_server.options, client_options={"allow_http": True})
+    names = sorted(meta["path"] for page in obstore.list(bucket) for meta in page)
+    bodies = [bytes(obstore.get(bucket, name).bytes()) for name in names]
+    assert len(names) > 20
+    for at, name in enumerate(names):
+        wrong = bytearray(bodies[at])
+        wrong[-100 if at % 2 else 100] ^= 0x10  # the payload, or the seal; and the header
+        obstore.put(bucket, name, [bytes(wrong), bodies[at - 1], b"", bodies[at][:-1]][at % 4])
+    two = start(model, **config)
+    two.serve(PROMPTS)
+    stats = two.manager.stats
+    assert stats["remote_rejects"] > 0
+    assert stats["failed_loads"] + stats["failed_promotions"] > 0
+    before = stats["remote_rejects"]
+    two.serve(PROMPTS)
+    assert stats["remote_rejects"] == before, "what was bad is not asked for again"
+
+
+def test_without_the_key_nothing_is_found(start, tmp_path) -> None:
+    keys = [tmp_path / "one", tmp_path / "two"]
+    for path in keys:
+        path.write_bytes(secrets.token_bytes(40))
+    model = LiveModel()
+    start(model, remote_key_file=str(keys[0])).serve(PROMPTS)
+    two = start(model, remote_key_file=str(keys[1]))
+    two.serve(PROMPTS)
+    assert two.manager.stats["hit_tokens.remote"] >= two.manager.stats["failed_loads"] >= 0
+    assert two.manager.stats["remote_rejects"] > 0
+
+
+def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(start, s3_server) -> None:
+    model = LiveModel()
+    s3_server.kill(wipe=True)
+    try:
+        one = start(model)
+        one.serve(PROMPTS[:3])
+        assert one.manager.stats["stored_blocks"] > 0
+        assert one.manager.stats["sent_blocks"] == 0
+    finally:
+        s3_server.start()
+
+    def sends() -> bool:
+        one.serve(PROMPTS[:3])
+        return one.manager.stats["sent_blocks"] > 0
+
+    until(sends, "blocks that are sent")
+    two = start(model)
+
+    def finds() -> bool:
+        two.serve(PROMPTS[:3])
+        return has_loaded(two) > 0
+
+    until(finds, "blocks that are found")
+
+
+def test_a_server_that_hangs_holds_up_no_request_for_long(start, s3_server) -> None:
+    model = LiveModel()
+    start(model).serve(PROMPTS)
+    two = start(model, remote_deadline_s=0.5, lookup_wait_s=0.5)
+    s3_server.hold()
+    try:
+        two.serve(PROMPTS)
+        assert two.manager.stats["stored_blocks"] > 20
+        assert has_loaded(two) == 0
+    finally:
+        s3_server.resume()

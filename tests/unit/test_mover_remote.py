@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mover's routes to and from the remote store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import FINGERPRINT, GROUPS, Rank, keeping, move
+
+from kvdisk.device.header import read_header
+from kvdisk.geometry import Namespace
+from kvdisk.messages import JobKind, Reason
+from kvdisk.remote.base import ObjectsOutcome, Result, object_name
+from kvdisk.remote.memory import MemoryObjects
+
+BLOCKS = [5, 1, 2, 40, 17]
+GROUP_OF = [0, 1, 0, 0, 1]
+
+
+class Store(MemoryObjects):
+    """The reference, which can hang, and answer every object with ``instead``."""
+
+    hangs = False
+    instead: Result | None = None
+    closed = False
+
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
+        if self.hangs:
+            return []
+        outcomes = super().poll(timeout_s)
+        if self.instead is None:
+            return outcomes
+        return [outcome._replace(results=(self.instead,) * len(outcome.results)) for outcome in outcomes]
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def rank(store) -> Iterator[Rank]:
+    made = Rank(remote=store)
+    made.run()
+    yield made
+    made.close()
+
+
+def name_of(number: int, group: int, epoch: int = 0) -> str:
+    return object_name(Namespace(FINGERPRINT, epoch), move(number, group).key, 0, 1)
+
+
+@pytest.fixture
+def before(rank) -> list[bytes]:
+    """What the blocks hold, which the remote store has, and the GPU no more."""
+    pairs = list(zip(BLOCKS, GROUP_OF, strict=True))
+    before = [rank.payload(group, block) for block, group in pairs]
+    rank.do(JobKind.STORE, [move(b, g, b, rank.cpu(g, at)) for at, (b, g) in enumerate(pairs)])
+    sent = [move(b, g, cpu=rank.cpu(g, at), remote=True) for at, (b, g) in enumerate(pairs)]
+    assert rank.do(JobKind.DEMOTE, sent) == {}
+    rank.erase()
+    return before
+
+
+def payloads(rank) -> list[bytes]:
+    return [rank.payload(group, block) for block, group in zip(BLOCKS, GROUP_OF, strict=True)]
+
+
+def loads(**fields):
+    return [move(b, g, b, remote=True, **fields) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+
+
+def test_a_sealed_slot_goes_out_as_it_is(rank, store, before):
+    assert set(store.contents) == {name_of(b, g) for b, g in zip(BLOCKS, GROUP_OF, strict=True)}
+    body = store.contents[name_of(BLOCKS[0], GROUP_OF[0])]
+    assert body == bytes(rank.arena.view(rank.classes[0], 0))
+    sent = sum(GROUPS[group].slot_bytes for group in GROUP_OF)
+    assert rank.stats.sum_of("transfer_bytes.cpu_to_remote") == sent
+    assert rank.stats["drive_written_bytes.0"] == 0
+
+
+def test_what_another_engine_sent_is_loaded_through_staging_whatever_its_generation(rank, before):
+    assert rank.do(JobKind.LOAD, loads(generation=99)) == {}
+    assert payloads(rank) == before
+
+
+@pytest.mark.parametrize("kind", [JobKind.LOAD, JobKind.PROMOTE])
+def test_what_lands_in_memory_is_sealed_for_the_generation_that_the_manager_gave_it(rank, before, kind):
+    slots = [rank.cpu(group, 20 + at) for at, group in enumerate(GROUP_OF)]
+    assert rank.do(kind, [keeping(load, slot) for load, slot in zip(loads(generation=99), slots, strict=True)]) == {}
+    assert (payloads(rank) == before) == (kind is JobKind.LOAD)
+    for slot, load, group in zip(slots, loads(), GROUP_OF, strict=True):
+        identity = read_header(rank.arena.view(rank.classes[group], slot.index)).identity
+        assert (identity.key, identity.generation) == (load.key, 99)
+    rank.erase()
+    in_memory = zip(BLOCKS, GROUP_OF, slots, strict=True)
+    assert rank.do(JobKind.LOAD, [move(b, g, b, slot, generation=99) for b, g, slot in in_memory]) == {}
+    assert payloads(rank) == before
+
+
+def test_each_bad_object_fails_alone_with_its_reason(rank, store, before):
+    names = [name_of(b, g) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+    bodies = [bytearray(store.contents[name]) for name in names]
+    store.contents[names[0]] = bytes(bodies[2])  # of another block
+    bodies[1][-GROUPS[1].slot_bytes + 4096 + 5] ^= 1
+    store.contents[names[1]] = bytes(bodies[1])
+    store.contents[names[2]] = bytes(bodies[2][:-1])
+    del store.contents[names[3]]
+    reasons = {0: Reason.HEADER, 1: Reason.CHECKSUM, 2: Reason.HEADER, 3: Reason.ABSENT}
+    assert rank.do(JobKind.LOAD, loads()) == reasons
+    assert payloads(rank)[4] == before[4]
+
+
+def test_of_another_epoch_nothing_is_found(rank, before):
+    assert set(rank.do(JobKind.LOAD, loads(), epoch=3).values()) == {Reason.ABSENT}
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (Result.LATE, Reason.DEADLINE),
+        (Result.REFUSED, Reason.CANCELLED),
+        (Result.FAILED, Reason.IO_ERROR),
+    ],
+)
+def test_failures_are_reasons_and_nothing_is_late(rank, store, before, result, reason):
+    store.instead = result
+    for moves in (
+        loads(),
+        [keeping(load, rank.cpu(g, 30 + at)) for at, (load, g) in enumerate(zip(loads(), GROUP_OF, strict=True))],
+    ):
+        job = rank.submit(JobKind.LOAD, moves)
+        found = rank.run()[job]
+        assert set(found.failed.values()) == {reason}
+        assert len(found.failed) == len(moves)
+        assert not found.late
+    assert payloads(rank) != before
+
+
+def test_a_store_that_hangs_holds_up_neither_the_drive_nor_the_end(rank, store, before):
+    store.hangs = True
+    remote = [rank.submit(JobKind.LOAD, loads()) for _ in range(8)]
+    assert rank.do(JobKind.STORE, [move(3, 0, 3, nvme=3)]) == {}
+    assert rank.do(JobKind.LOAD, [move(3, 0, 3, nvme=3)]) == {}
+    assert rank.do(JobKind.LOAD, [move(BLOCKS[0], 0, 9, rank.cpu(0, 0))]) == {}
+    assert not set(remote) & set(rank.results)
+    rank.mover.close()
+    assert store.closed
+    ended = rank.poll()
+    assert all(set(ended[job].failed.values()) == {Reason.CANCELLED} for job in remote)
