@@ -60,7 +60,7 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import FAILURES, JOBS, ROUTES, TIER_WORDS, TIERS, Miss
+from kvdisk.stats import FAILURES, JOBS, ROUTES, SOURCES, TIER_WORDS, TIERS, Miss
 
 JSON_VERSION = 2
 STALE_S = 3.0
@@ -409,7 +409,7 @@ class TopReader:
         counted = Counter[str]()
         for watched in self._watched.values():
             counted.update(watched.last.totals)
-        asked, hit = counted["lookup_tokens"], sum(counted[f"hit_tokens.{tier}"] for tier in TIERS)
+        asked, hit = counted["lookup_tokens"], sum(counted[f"hit_tokens.{tier}"] for tier in SOURCES)
         tiers = {name: [engine.tiers[name] for engine in engines if name in engine.tiers] for name in TIERS}
         return Totals(
             engines=len(engines),

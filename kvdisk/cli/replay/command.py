@@ -186,7 +186,7 @@ def _answer(replayed: Replayed) -> str:
 
 
 def _table(replayed: Replayed, *, is_wide: bool) -> Table:
-    tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks[tier] for run in replayed.runs)]
+    tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks.get(tier) for run in replayed.runs)]
     told_apart = tiers if len(tiers) > 1 else []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
     table.add_column("nvme_bytes" if replayed.runs[0].nvme_bytes else "room", no_wrap=True)

@@ -35,7 +35,7 @@ from kvdisk.cli.prefixes import Prefix, PrefixTree, each_prefix
 from kvdisk.cli.report.look import SCRIPT, STYLE
 from kvdisk.cli.survey import Home, Segment, Survey, read_run_blocks
 from kvdisk.device.telemetry_file import TelemetryRecord
-from kvdisk.stats import TIER_WORDS, TIERS
+from kvdisk.stats import SOURCES, TIER_WORDS, TIERS
 
 MARK = "<!doctype html><!-- kvdisk report -->"
 """How every report begins: such a file may be replaced by another report."""
@@ -108,8 +108,8 @@ def _requests(told: Sequence[TelemetryRecord]) -> Iterator[str]:
     yield "<p>Of the tokens that the GPU had not got; of each engine since its start, as it told last.</p>"
     for each in asked[:MOST_HOMES]:
         asked_tokens = each.totals["lookup_tokens"]
-        hits = {tier: min(1.0, each.totals.get(f"hit_tokens.{tier}", 0) / asked_tokens) for tier in TIERS}
-        found = ", ".join(f"{TIER_WORDS[tier]} {share(hits[tier])}" for tier in TIERS)
+        hits = {tier: min(1.0, each.totals.get(f"hit_tokens.{tier}", 0) / asked_tokens) for tier in SOURCES}
+        found = ", ".join(f"{TIER_WORDS[tier]} {share(hits[tier])}" for tier in SOURCES if tier in TIERS or hits[tier])
         saved = each.totals.get("saved_seconds", 0)
         lines = [f"{short_model(each.model)}, pid {each.pid} on {each.host}, until {moment(each.time_s)}"]
         lines.append(f"hits: {found}" + (f"; saved ~{duration(saved)} of computing" if saved else ""))
