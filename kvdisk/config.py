@@ -255,7 +255,7 @@ class Config:
     """
     remote: str | None = _setting(None, _parse_remote)
     """A bucket in which hosts share blocks: `"s3://bucket/prefix"`, `"gs://..."` or `"az://..."`
-    (`pip install 'kvdisk[s3]'`). Behind memory and drive: blocks are sent there from memory, and
+    (kvdisk's extra `s3`). Behind memory and drive: blocks are sent there from memory, and
     found there by every engine of the same model. It may be down, at the start too. Nothing is
     deleted there by kvdisk: give the bucket a lifecycle rule.
 

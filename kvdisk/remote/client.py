@@ -57,7 +57,7 @@ def seal_key(path: Path) -> bytes:
     try:
         from blake3 import blake3
     except ImportError as error:
-        raise ConfigError("remote_key_file needs blake3: pip install 'kvdisk[s3]'.") from error
+        raise ConfigError("remote_key_file needs blake3 (pip install blake3).") from error
     try:
         secret = path.read_bytes()
     except OSError as error:

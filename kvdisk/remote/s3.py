@@ -27,7 +27,7 @@ class S3Bucket:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise ConfigError(f"remote {url!r} needs obstore: pip install 'kvdisk[s3]'.") from error
+            raise ConfigError(f"remote {url!r} needs obstore (pip install obstore).") from error
         self.name = url
         self._obstore = obstore
         limit = f"{max(1, round(2000 * deadline_s))}ms"  # the caller gives up before
