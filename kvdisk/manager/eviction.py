@@ -264,7 +264,7 @@ class TailFirst:
         """Copies became READY: the earliest first."""
         self._policy.insert(rows)
         if self._standings.held:
-            self.rank(rows)
+            self.rank([*chain.from_iterable(map(self._followers, rows)), *rows])
 
     def access(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first. None of them is to leave first any more."""
@@ -291,14 +291,12 @@ class TailFirst:
         """Add to ``useless`` what a copy follows, if that serves nobody once it and all that is
         ``gone`` have left."""
         catalog = self._catalog
-        parent = catalog.parent_rows[row]
-        is_state = group_of(catalog.keys[row]) in self._history.state_groups
-        if (
-            (row in useless or (is_state and catalog.is_only_in(self._tier, row)))
-            and parent != NONE
-            and catalog.state(parent, self._tier) == READY
-            and not self._is_followed(parent, gone, {})
-        ):
+        parent, group = catalog.parent_rows[row], group_of(catalog.keys[row])
+        # What is of another size, or a state before a state, is left to the policy.
+        if parent == NONE or not self._policy.holds(parent) or self._is_followed(parent, gone, {}):
+            return
+        is_state = group in self._history.state_groups and group_of(catalog.keys[parent]) != group
+        if row in useless or (is_state and catalog.is_only_in(self._tier, row)):
             useless.add(parent)
 
     # -- standings -------------------------------------------------------------------------------
@@ -306,7 +304,7 @@ class TailFirst:
     def rank(self, rows: Sequence[int]) -> None:
         """Place copies by the standing that their blocks have by now, and with them what follows
         them, which stays only if they do. ``rows``: of one chain the tail first."""
-        todo = [*chain.from_iterable(map(self._followers, rows)), *rows]
+        todo = list(rows)
         while todo:
             row = todo.pop()
             if self._policy.holds(row) and self._policy.place(row, self._standing_of(row)):
@@ -334,7 +332,9 @@ class TailFirst:
                 self._standings.clipped = True
                 return LATE
             parent = self._catalog.parent_rows[row]
-            if parent != NONE and self._policy.holds(parent) and self._policy.standing(parent) != STAYS:
+            # Of what is of another size nobody knows here whether it stays.
+            is_here = parent != NONE and self._catalog.state(parent, self._tier) == READY
+            if is_here and self._policy.standing(parent) != STAYS:
                 return LATE
         return standing
 
@@ -390,6 +390,9 @@ class TailFirst:
                 break
         if len(found) < count:
             for row in reversed(passed):
+                self._useless.discard(row)
+                if self._policy.standing(row) == FIRST:
+                    self._policy.place(row, None)
                 self._policy.postpone(row)
         return list(found)
 

@@ -362,9 +362,9 @@ class TierManager(HasParts):
 
     @property
     def _may_send(self) -> bool:
-        """Whether the drive's backlog is written: only then anything is sent to the remote
-        store."""
-        return not any(demotions.total for demotions in self._demotions)
+        """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
+        the remote store."""
+        return not any(demotions.total and not demotions.stalls for demotions in self._demotions)
 
 
 def _make_remote(parts: Parts, index: RemoteIndex | None) -> RemoteCopies:

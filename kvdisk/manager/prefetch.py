@@ -97,6 +97,7 @@ class Promotions(HasParts):
         asked = RequestState(f"{request.request_id}, prefetch", hashes, tokens + 1, self._geometry)
         asked.update_keys()
         asked.counted = [len(keys) for keys in asked.keys]  # their demand is the request's
+        asked.question, asked.remote_question = request.question, request.remote_question
         self._waiting[asked] = None
         self._asked.add(asked)
         return True

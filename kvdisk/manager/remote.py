@@ -92,7 +92,7 @@ class RemoteCopies(HasParts):
         """Take in the answers that have come, and forget what was heard of too long ago."""
         for answer in () if self._index is None else self._index.poll():
             for keys in self._unanswered.pop(answer.ticket, ()):
-                for key in keys:
+                for key in keys if answer.is_whole else ():
                     self.hints.pop(key, None)
             self._hint(answer.found, now)
         for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
@@ -230,11 +230,14 @@ class Hints:
     def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a block, and its generation; None: nobody is thought to have
         it. What it reads is held until the move is settled."""
-        return self.neighbours.take(key) or (self.remote.take() if key in self.remote.hints else None)
+        if key in self.remote.hints and key not in self.neighbours.usable_hints:
+            return self.remote.take()
+        return self.neighbours.take(key)
 
     def tier_of(self, key: BlockKey) -> Tier:
         """Return what a hinted block is read as."""
-        return self.neighbours.tier if key in self.neighbours.hints else Tier.REMOTE
+        is_far = key in self.remote.hints and key not in self.neighbours.usable_hints
+        return Tier.REMOTE if is_far else self.neighbours.tier
 
     def stop(self) -> None:
         """Ask nobody any more, because this engine's weights are no longer those of the files."""

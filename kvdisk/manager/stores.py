@@ -71,6 +71,8 @@ class StorePlanner(HasParts):
         """Blocks that wait for room: of requests that have ended, and recurrent states."""
         self._left_at = -1
         """``released`` when these were last offered."""
+        self._wrong_up_to = 0
+        """The last job of before the last reset."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -201,6 +203,7 @@ class StorePlanner(HasParts):
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
         self._left = []
+        self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
 
     def forget(self, request: RequestState) -> None:
@@ -214,8 +217,11 @@ class StorePlanner(HasParts):
 
         Their slots are free again: only the back-off stands before the next offer. Where the engine
         took a block there is none: it says nothing of the tier, and most of what was given up with
-        it is still there.
+        it is still there. What is of before a reset is not offered, though vLLM may still know the
+        block by its key.
         """
+        if record.job.id <= self._wrong_up_to:
+            return
         released, taken = self._state.released - 1, set(record.failed.values()) == {Reason.OVERWRITTEN}
         if record.request_id is None:
             moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]

@@ -89,10 +89,14 @@ class Objects(Protocol):
 
 
 class RemoteAnswer(NamedTuple):
-    """What the store was thought to have of a question's blocks. It may evict them at any time."""
+    """What the store was thought to have of a question's blocks. It may evict them at any time.
+
+    ``is_whole``: it was asked to the end; else what is not in ``found`` may be there.
+    """
 
     ticket: int
     found: list[BlockKey]
+    is_whole: bool = True
 
 
 class RemoteIndex(Protocol):

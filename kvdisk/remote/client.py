@@ -67,6 +67,14 @@ def seal_key(path: Path) -> bytes:
     return blake3(secret, derive_key_context="kvdisk remote_key_file 1").digest()
 
 
+def _ending_of(task: asyncio.Task[tuple[Result, str]]) -> tuple[Result, str]:
+    """Return what came of an object, also where the client's code panicked, or gave itself up."""
+    if task.cancelled():
+        return Result.FAILED, "cancelled"
+    error = task.exception()
+    return task.result() if error is None else (Result.FAILED, f"{type(error).__name__}: {error}")
+
+
 class _Ended(NamedTuple):
     ticket: int
     results: tuple[Result, ...]
@@ -179,7 +187,7 @@ class BucketObjects:
         finally:
             for task in tasks:
                 task.cancel()  # it then goes no step further, and touches no buffer
-        ended = [(Result.LATE, "") if task in left else task.result() for task in tasks]
+        ended = [(Result.LATE, "") if task in left else _ending_of(task) for task in tasks]
         said = next((text for result, text in ended if result is Result.FAILED), "")
         self._ended.put(_Ended(ticket, tuple(result for result, _ in ended), said))
 

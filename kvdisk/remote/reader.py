@@ -144,7 +144,7 @@ class RemoteReader:
                         question.learn(outcome.results)
                         self._go_on(question)
                     else:
-                        self._answers.append(question.answer)
+                        self._answers.append(question.answer._replace(is_whole=False))
                 self._any = self._objects.answers
         finally:
             self._any = False

@@ -4,6 +4,7 @@ when it fails."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
@@ -15,9 +16,19 @@ import obstore
 import pytest
 from obstore.store import from_url
 from support.s3_server import S3Server
+from support.waits import WAIT_S
 
 from kvdisk.errors import ConfigError
-from kvdisk.remote.base import FIRST_PAUSE_S, LONGEST_PAUSE_S, Health, ObjectOp, Objects, RemoteObject, Result
+from kvdisk.remote.base import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Health,
+    ObjectOp,
+    Objects,
+    ObjectsOutcome,
+    RemoteObject,
+    Result,
+)
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
 from kvdisk.remote.memory import MemoryObjects
 from kvdisk.remote.s3 import S3Bucket
@@ -255,6 +266,25 @@ def test_what_seals_is_a_file_of_32_bytes_or_more(tmp_path):
         path.write_bytes(secret)
         keys.add(seal_key(path))
     assert {len(key) for key in keys} == {32} and len(keys) == 3
+
+
+class Panic(BaseException):
+    """As a client of another language raises."""
+
+
+@pytest.mark.parametrize("error", [Panic("gone"), asyncio.CancelledError(), OSError("gone")])
+def test_whatever_the_client_raises_the_batch_ends(error):
+    class Failing:
+        name = "failing"
+
+        async def size(self, name):
+            if name == "bad":
+                raise error
+
+    objects = BucketObjects(Failing(), deadline_s=60.0)
+    ticket = objects.submit(ObjectOp.EXISTS, [RemoteObject("bad"), RemoteObject("good")])
+    assert objects.poll(WAIT_S) == [ObjectsOutcome(ticket, (Result.FAILED, Result.ABSENT))]
+    objects.close()
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):

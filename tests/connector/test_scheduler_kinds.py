@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdisk.blocks import Tier, group_of
 from kvdisk.manager.store_policy import OnCompute
-from kvdisk.messages import JobKind
+from kvdisk.messages import JobKind, Reason
 
 BLOCK: dict[str, Any] = {"block_size": BLOCK_TOKENS, **SIZES}
 STATES: dict[str, Any] = {"state_tokens": BLOCK_TOKENS, "num_blocks": 256, "max_batched_tokens": BLOCK_TOKENS}
@@ -162,6 +162,27 @@ def test_a_state_whose_store_failed_comes_again(engines):
     bench.finish("a", count=60)
     assert stored(bench, 1) == [4, 4]
     assert {key for key in bench.in_tier(Tier.CPU) if group_of(key) == 1} == {bench.keys("a", 1)[3]}
+
+
+@pytest.mark.parametrize("lost", ["the weights", "the GPU"])
+def test_a_state_whose_store_failed_does_not_come_again_after(lost, engines):
+    """vLLM still knows the block by its key: a request runs, so its own cache is not reset."""
+    bench = engines.make(state_tokens=BLOCK_TOKENS, num_blocks=256)
+    bench.hold = {JobKind.STORE}
+    bench.add("a", prompt_of(1), max_tokens=60)
+    bench.step()
+    out = [record for record in bench.manager._transfers._records.values() if record.job.kind is JobKind.STORE]
+    assert {1} in [{group_of(move.key) for move in record.job.moves} for record in out]
+    assert not bench.scheduler.reset_prefix_cache()
+    if lost == "the GPU":
+        bench.manager.lose_gpu()
+    else:
+        bench.manager.reset(77)
+    for record in out:
+        record.failed[0] = Reason.DEADLINE
+    before = len(bench.jobs)
+    bench.finish("a", count=60)
+    assert not bench.jobs[before:]
 
 
 class Saving(OnCompute):

@@ -96,7 +96,7 @@ def test_chains_and_blocks_of_their_own():
     assert len(answer.found) == len(set(answer.found))
     assert len(store.batches) <= 4
     reader.ask(6, [], [])
-    assert await_answers(reader, 1) == [(6, [])]
+    assert await_answers(reader, 1) == [(6, [], True)]
     reader.close()
     reader.close()
     assert store.closed and not reader.any
@@ -121,7 +121,7 @@ def test_a_store_that_fails_has_nothing(result):
     store.answers = False
     reader = open_reader(store)
     reader.ask(1, [chain], chain)
-    assert await_answers(reader, 1) == [(1, [])]
+    assert await_answers(reader, 1) == [(1, [], False)]
     end_s = time.monotonic() + WAIT_S
     while reader.any:
         assert time.monotonic() < end_s
@@ -129,7 +129,7 @@ def test_a_store_that_fails_has_nothing(result):
     while not reader.any:
         assert time.monotonic() < end_s, "nobody looks whether it answers again"
     reader.ask(2, [chain], [])
-    assert await_answers(reader, 1) == [(2, chain)]
+    assert await_answers(reader, 1) == [(2, chain, True)]
     reader.close()
 
 

@@ -194,17 +194,58 @@ def test_what_a_state_made_useful_stays_while_a_tier_has_the_state():
         copies.drop(row)
 
 
-def test_a_state_of_another_size_lets_what_it_followed_leave():
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
+    """A pinned one does not hold back KV that nobody knows to be pinned."""
     geometry = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 8192, 2, state_tokens=2)), 1, 2)
-    parts = Parts.make(Config(cpu_bytes=1), geometry, FakePool(9, lambda _: None))
-    space = CpuSpace(parts, (1, 1), AdmissionPolicy())
-    keys = [make_block_key(b"h", 0), make_block_key(b"h", 1)]
-    rows = parts.catalog.add(keys, [1, 2], 0, [None, keys[0]])
-    for row, size_class in zip(rows, (0, 1), strict=True):
-        parts.catalog.begin((row,), Tier.CPU, space.allocate(size_class, 1))
+    parts = Parts.make(Config(cpu_bytes=1, pin_share=0.5), geometry, FakePool(9, lambda _: None))
+    space = CpuSpace(parts, (2, 2), AdmissionPolicy())
+    keys = [make_block_key(text, group) for text in (b"h", b"i") for group in (0, 1)]
+    if pinned:
+        parts.standings.set(keys[1], STAYS, 3600.0)
+    for number, (key, parent) in enumerate(zip(keys, (None, keys[0], None, keys[2]), strict=True)):
+        (row,) = parts.catalog.add([key], [number + 1], 0, [parent])
+        parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
         space.finish((row,), 0)
-    assert not space.allocate(0, 1), "the state follows it"
-    assert len(space.allocate(1, 1)) == len(space.allocate(0, 1)) == 1
+    assert not space.allocate(0, 1), "the states follow"
+    assert len(space.allocate(1, 2)) == 2 and not any(order._useless for order in space._orders)
+    assert len(space.allocate(0, 2)) == 2
+
+
+def test_a_state_that_follows_a_state_makes_nothing_useful():
+    """As of a model that has nothing else."""
+    copies = Copies("lru", [-1, 0, 1, -1], states={0, 1, 2, 3})
+    copies.history.state_groups = {group_of(make_block_key(b"h", 7))}
+    keys = {number: make_block_key(b"h%d" % number, 7) for number in range(4)}
+    rows = []
+    for number in (3, 0, 1, 2):
+        parent = copies.parents[number]
+        (row,) = copies.catalog.add([keys[number]], [number + 1], 0, [keys[parent] if parent >= 0 else None])
+        copies.catalog.begin((row,), Tier.CPU, (Slot(0, number),))
+        copies.catalog.finish((row,), Tier.CPU)
+        rows.append(row)
+    copies.order.insert([rows[3], rows[0], rows[1], rows[2]])
+    for row in (rows[0], rows[2], rows[1]):
+        copies.history.now += 1
+        copies.order.access((row,))
+    assert copies.victims(1) == [rows[3]]
+    copies.drop(rows[3])
+    assert copies.victims(3) == [rows[0], rows[2], rows[1]]
+
+
+@pytest.mark.parametrize("how", ["first", "useless"])
+def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 8)
+    copies = Copies("lru", [-1] * 30)
+    rows = [copies.store(number) for number in range(30)]
+    copies.catalog.pin(rows[:29], Tier.CPU)
+    if how == "useless":
+        copies.order._useless.update(rows[:29])
+    else:
+        for number in range(29):
+            copies.standings.set(key_of(number), FIRST, 60.0)
+        copies.order.rank(rows)
+    assert [rows[29]] in [copies.victims(1) for _ in range(5)]
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
