@@ -217,16 +217,15 @@ class StorePlanner(HasParts):
 
         Their slots are free again: only the back-off stands before the next offer. Where the engine
         took a block there is none: it says nothing of the tier, and most of what was given up with
-        it is still there. What is of before a reset is not offered, though vLLM may still know the
+        it is still there. No state of before a reset is offered, though vLLM may still know its
         block by its key.
         """
-        if record.job.id <= self._wrong_up_to:
-            return
         released, taken = self._state.released - 1, set(record.failed.values()) == {Reason.OVERWRITTEN}
         if record.request_id is None:
             moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
             states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
-            self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
+            if record.job.id > self._wrong_up_to:
+                self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
             self._offer_free_again([move.key for move, _ in moves])
             back_off = self._free_back_off
         elif request is not None:
