@@ -71,35 +71,6 @@ def test_others_go_on_meanwhile(engines, pipelined):
     bench.finish("local", "other local", "loads", count=12)
 
 
-def test_nobody_hits_blocks_that_are_not_loaded_yet(engines):
-    bench = engines.make().warm(1, tokens=TOKENS)
-    bench.hold = {JobKind.LOAD}
-    loads = bench.add("loads", prompt_of(1, TOKENS))
-    bench.step()
-    bench.add("computes", prompt_of(1, TOKENS), params={"max_load_tokens": 0})
-    assert bench.step().num_scheduled_tokens == {"computes": TOKENS}
-    assert bench.hashed(bench.table("computes"))[:2] == [True, True]
-    assert bench.hashed(bench.table("loads")) == [False, False]
-    assert not set(bench.table("loads")) & set(bench.table("computes"))
-    bench.assert_waits(loads, FULL)
-    bench.finish("loads", "computes")
-
-
-def test_one_that_finds_no_room_to_go_on_comes_back(engines):
-    """Its blocks are loaded, and the next one it needs is somebody else's: it is preempted, and
-    comes back later."""
-    bench = engines.make(num_blocks=6).warm(1, tokens=FULL + 1)
-    other = bench.add("other", prompt_of(2, FULL), max_tokens=8)  # three of five blocks
-    bench.step()
-    loads = bench.add("loads", prompt_of(1, FULL + 1), max_tokens=8)
-    while not other.is_finished():
-        bench.step()
-        assert other.num_preemptions == 0
-    assert loads.num_output_tokens == 0
-    bench.finish("other", "loads", count=8)
-    assert bench.counters()["hit_tokens.cpu"] >= FULL
-
-
 def test_one_for_whose_load_there_is_no_room_waits_and_holds_nothing(engines):
     bench = engines.make(num_blocks=6).warm(1, tokens=3 * BLOCK_TOKENS + 1)
     bench.hold = {JobKind.LOAD}

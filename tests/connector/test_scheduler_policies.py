@@ -178,17 +178,3 @@ def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy):
     lazy.step(20)
     assert len(lazy.stored()) == count
     assert [block.block_id for block in context.iter_free_blocks()] == queue
-
-
-# -- on_compute ------------------------------------------------------------------------------------
-
-
-def test_what_one_request_is_not_admitted_with_the_next_one_stores(engines):
-    bench = engines.make(extra={"cpu_admission": "reuse(2)"})
-    prompt = prompt_of(1, 6 * BLOCK_TOKENS + 1)
-    bench.add("a", prompt, max_tokens=12)
-    bench.step()
-    assert not bench.stored()
-    bench.add("b", prompt, max_tokens=2)
-    bench.step(3)
-    assert bench.stored() == bench.keys("a")[:6], "though the GPU had its blocks cached"

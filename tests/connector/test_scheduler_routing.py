@@ -95,15 +95,6 @@ def test_hashes_that_are_sent_whole_are_decoded_to_the_same(engines, wire, monke
     assert as_json(llmd.decode(wire.send(stream(engines)))) == golden["decoded"]
 
 
-def test_what_is_no_event_is_refused():
-    encode = llmd.msgspec.msgpack.encode
-    ours = {"type": "BlockRemoved", "block_hashes": [1 << 40], "medium": "CPU"}
-    assert [event.medium for event in llmd.decode(encode([1.0, [ours, ["BlockRemoved", [1 << 40]]]]))] == ["CPU", ""]
-    for wrong in ({}, {"type": "Other"}, 5, ["BlockStored", []], ours | {"block_hashes": ["a"]}, ours | {"medium": 1}):
-        with pytest.raises(llmd.Refused):
-            llmd.decode(encode([1.0, [wrong]]))
-
-
 def believed(router: llmd.Router, tier: Tier) -> set[int]:
     return router.held(TIERS[tier], 0)
 
