@@ -194,7 +194,6 @@ def pause(llm: Any, mode: str) -> None:
 
 
 def resume(llm: Any) -> None:
-    """Go on after a pause."""
     llm.llm_engine.engine_core.call_utility("resume_scheduler")
 
 

@@ -127,7 +127,6 @@ def json_of(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def inspect_json(path: Path, *, code: int = 0) -> dict[str, Any]:
-    """Return what ``kvdisk inspect --json`` prints."""
     return json_of("inspect", path, code=code)
 
 
