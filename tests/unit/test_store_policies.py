@@ -14,9 +14,24 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import stores
 from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.requests import BackOff
 from kvdisk.manager.store_policy import NoStores, Spillover, make_store_policy
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
+
+
+def test_the_back_off_doubles_while_nothing_is_taken():
+    back_off, now = BackOff(), 100.0
+    for seconds in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
+        back_off.refuse(7, now)
+        back_off.refuse(7, now)
+        assert back_off.holds(8, now + seconds - 0.001)
+        assert back_off.holds(7, now + 60.0)
+        now += seconds + 0.001
+        assert not back_off.holds(8, now)
+    back_off.accept()
+    back_off.refuse(7, now)
+    assert not back_off.holds(8, now + 0.051)
 
 
 @pytest.mark.parametrize(("is_taken", "most"), [(False, 7), (True, 60)])
