@@ -277,6 +277,24 @@ def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
     assert served(path, cap_bytes=small) == kept
 
 
+def test_on_a_full_drive_the_files_go_before_the_records(path, monkeypatch):
+    """Else there would never be room for the commit."""
+    expected = make_store(path)
+    commit = LmdbTables.commit
+
+    def wants_room(tables, operations):
+        if (tables._path.parent / "segments" / "3").exists():
+            raise DeviceError(errno.ENOSPC, "no room")
+        return commit(tables, operations)
+
+    home = hold(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbTables, "commit", wants_room)
+        recovery.cut_home(home, [], [3])
+    home.close(clean=True)
+    assert served(path) == {row for row in expected if row.slot.segment != 3}
+
+
 def test_an_index_file_that_is_too_long_for_the_cap_is_made_anew(path):
     large = start(path, cap_bytes=1 << 30)
     keys = [BlockKey(number.to_bytes(4, "big") * 31 + bytes(2)) for number in range(40_000)]
