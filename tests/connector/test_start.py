@@ -211,6 +211,12 @@ def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folde
         KVDiskConnector(config, KVConnectorRole.SCHEDULER, _cache(FULL))
 
 
+def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
+    monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 34))
+    with pytest.raises(ConfigError, match=r"supports 0\.32 and 0\.33"):
+        _configure(tiny_llama, _transfer({}))
+
+
 def test_an_engine_ends_with_the_sentence_last_and_before_it_has_processes(tiny_llama):
     with pytest.raises(ConfigError) as refusal:
         LLM(str(tiny_llama), enforce_eager=True, kv_transfer_config=_transfer(MISSPELT))

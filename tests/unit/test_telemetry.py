@@ -176,6 +176,23 @@ def test_a_line_says_what_has_happened_since_the_last_one(caplog):
         assert words in record.getMessage()
 
 
+def test_the_last_line_says_what_there_was_since_the_start_once(caplog):
+    told = Told()
+    told.add("aabbx")
+    told.finish()
+    told.telemetry.take(told.now)
+    told.telemetry.log()
+    told.stats.add("io_errors.read", 3)  # after the last look
+    with caplog.at_level(logging.INFO, logger="kvdisk"):
+        caplog.clear()
+        for _ in range(2):
+            told.telemetry.log_end()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kvdisk ends after ")
+    for words in ("CPU hits 0.0 % (0 tokens)", "NVMe fill", "read errors 3"):
+        assert words in record.getMessage()
+
+
 def test_a_line_of_a_request_is_one_line_whatever_its_name(caplog):
     hits = {Tier.CPU: 0, Tier.NVME: 2048}
     told = [
