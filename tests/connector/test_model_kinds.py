@@ -2,7 +2,7 @@
 """Models of every kind that vLLM's CPU build runs, on the real engine: the tokens are those that
 vLLM computes, with hits of the length that the kind allows, and each group's blocks matter.
 
-docs/MODELS.md has the table. One kind is in ``make test``; the long runs of ``test_torture.py``
+docs/MODELS.md has the table. Two kinds are in ``make test``; the long runs of ``test_torture.py``
 have others.
 """
 
@@ -39,6 +39,8 @@ KINDS = {
     "n-gram": Kind({"speculative_config": NGRAM}, 32, 1, 40, model="llama"),
     "gemma3": Kind({}, 32, 3, 110),
     "gemma4": Kind({}, 64, 2, 60),
+    # Layers of two sizes, of which the scheduler knows the first's, and the workers tell the other.
+    "gemma4, one group": Kind({"disable_hybrid_kv_cache_manager": True}, 32, 1, 40, model="gemma4"),
     "granite4": Kind(MAMBA_STEPS, 64, 4, 60),
     "nemotron": Kind(MAMBA_STEPS, 64, 4, 60),
     "falcon": Kind(MAMBA_STEPS, 64, 2, 40),
@@ -48,7 +50,7 @@ KINDS = {
     "llama4": Kind({}, 32, 4, 150),
     "gpt-oss": Kind({}, 32, 2, 80),
 }
-IN_MAKE_TEST = ("granite4",)
+IN_MAKE_TEST = ("granite4", "gemma4, one group")
 
 
 SHARED = random_prompt(1, 525)
