@@ -56,7 +56,7 @@ def test_recurrent_state_on_two_ranks(models, tmp_path):
             assert engine.metrics()[f"kvdisk_hit_tokens.{tier}"] >= whole
             engine.drain()
             engine.reset()
-            engine.call("engine_acts:zero_stage", 0)
+            engine.call("engine_acts:zero_loads", None, 0)
             assert _tokens(engine, LONG[:1]) != right[:1], "what is loaded is what it computes with"
 
 
@@ -110,7 +110,7 @@ def test_stages_of_a_pipeline(model, layout, env, few_blocks, tmp_path):
         assert not {name: value for name, value in metrics.items() if name.startswith("kvdisk_failed_") and value}
         for stage in (0, 1):
             engine.reset()
-            engine.call("engine_acts:zero_stage", stage)
+            engine.call("engine_acts:zero_loads", None, stage)
             (damaged,) = engine.generate(LONG[:1])
             assert damaged.cached == whole
             assert damaged.tokens != long[0], "what the stage loads is what it computes with"
