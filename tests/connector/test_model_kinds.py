@@ -42,6 +42,8 @@ KINDS = {
     # Layers of two sizes, of which the scheduler knows the first's, and the workers tell the other.
     "gemma4, one group": Kind({"disable_hybrid_kv_cache_manager": True}, 32, 1, 40, model="gemma4"),
     "granite4": Kind(MAMBA_STEPS, 64, 4, 60),
+    # Each rank has half the heads of a state.
+    "granite4, two ranks": Kind(MAMBA_STEPS | {"layout": "tp2"}, 64, 4, 60, model="granite4"),
     "nemotron": Kind(MAMBA_STEPS, 64, 4, 60),
     "falcon": Kind(MAMBA_STEPS, 64, 2, 40),
     "mamba2": Kind(MAMBA_STEPS, 64, 1, 13),
