@@ -10,7 +10,7 @@ from typing import Any
 
 from support.live_audit import audit_manager
 
-from kvdisk.blocks import Tier, group_of
+from kvdisk.blocks import Tier
 
 STUCK_S = 600.0
 _KEPT: dict[str, Any] = {}
@@ -194,7 +194,6 @@ def pause(llm: Any, mode: str) -> None:
 
 
 def resume(llm: Any) -> None:
-    """Go on after a pause."""
     llm.llm_engine.engine_core.call_utility("resume_scheduler")
 
 
@@ -234,29 +233,6 @@ def _profile(worker: Any) -> None:
     worker.model_runner.profile_run()
 
 
-def zero_stage(llm: Any, stage: int) -> None:
-    """From now on let loads bring zeros on the workers of one stage, and what they should on the
-    others'."""
-    llm.collective_rpc(_zero_stage, args=(stage,))
-
-
-def _zero_stage(_: Any, stage: int) -> None:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.distributed.parallel_state import get_pp_group
-
-    from kvdisk.worker.copier import HostCopier, Passed
-
-    copier = get_kv_transfer_group().worker.mover._runner._resources.copier
-
-    def scatter(group: int, slots: Any, blocks: Any, after: Any = None) -> Any:
-        for stack in copier._groups[group].stacks:
-            stack.blocks[list(blocks)] = 0
-        return Passed()
-
-    is_meant = get_pp_group().rank_in_group == stage
-    copier.scatter = scatter if is_meant else HostCopier.scatter.__get__(copier)
-
-
 # -- adapters --------------------------------------------------------------------------------------
 
 
@@ -278,26 +254,26 @@ def generate_with(llm: Any, prompts: list[list[int]], name: str, number: int, pa
 # -- loads ---------------------------------------------------------------------------------------
 
 
-def zero_loads(llm: Any, group: int) -> int:
-    """From now on put zeros in place of what loads bring for a KV-cache group; return the group. In
-    the layout of one process."""
+def zero_loads(llm: Any, group: int | None = None, stage: int | None = None) -> None:
+    """From now on let loads bring zeros for one KV-cache group, or all, on the workers of one
+    stage, or all, and what they should elsewhere. ``group`` -1: nowhere zeros."""
+    llm.collective_rpc(_zero_loads, args=(group, stage))
+
+
+def _zero_loads(_: Any, group: int | None, stage: int | None) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.parallel_state import get_pp_group
 
-    side = get_kv_transfer_group().worker
-    collect = _KEPT.setdefault("collect", side.collect)
+    from kvdisk.worker.copier import HostCopier, Passed
 
-    def collect_and_zero(plan: Any) -> Any:
-        out = dict(side._loads)
-        ended = collect(plan)
-        blocks = [
-            move.block
-            for job_id, job in out.items()
-            if job_id not in side._loads
-            for move in job.moves
-            if group_of(move.key) == group
-        ]
-        for stack in side.mover._copier._groups[group].stacks if blocks else ():
-            stack.blocks[blocks] = 0
-        return ended
+    copier = get_kv_transfer_group().worker.mover._runner._resources.copier
+    is_here = stage in {None, get_pp_group().rank_in_group}
 
-    side.collect = collect_and_zero
+    def scatter(of: int, slots: Any, blocks: Any, after: Any = None) -> Any:
+        if not is_here or group not in {None, of}:
+            return HostCopier.scatter(copier, of, slots, blocks, after)
+        for stack in copier._groups[of].stacks:
+            stack.blocks[list(blocks)] = 0
+        return Passed()
+
+    copier.scatter = scatter

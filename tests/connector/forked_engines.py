@@ -42,14 +42,12 @@ class Forked:
         self.pid = int(said)
 
     def poll(self) -> int | None:
-        """See ``Popen``."""
         if self._code is None and select.select([self._status], [], [], 0)[0]:
             with self._status:
                 self._code = int(self._status.read() or -signal.SIGKILL)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """See ``Popen``."""
         if self._code is None:
             select.select([self._status], [], [], timeout)
         if (code := self.poll()) is None:

@@ -357,7 +357,6 @@ class Bench:
         return [make_block_key(block_hash, group) for block_hash in self.known[request_id].block_hashes]
 
     def table(self, request_id: str, group: int = 0) -> list[int]:
-        """Return a request's block table."""
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
 
     def in_tier(self, tier: Tier) -> set[BlockKey]:
@@ -369,7 +368,6 @@ class Bench:
         return list(self.known[request_id].output_token_ids)
 
     def references(self) -> list[int]:
-        """Return the ids of the GPU blocks that somebody holds."""
         return [block.block_id for block in self.pool.blocks[1:] if block.ref_cnt]
 
     def serve(self, request_id: str, prompt: Iterable[int], max_tokens: int = 1, **more: Any) -> Request:
@@ -598,7 +596,6 @@ class Bench:
         assert index is None or index.flush(600.0)
 
     def close(self) -> None:
-        """End it, as vLLM does."""
         for rank in self.ranks:
             rank.connector.shutdown()
         self.connector.shutdown()
@@ -664,6 +661,5 @@ class Engines:
             self.close()
 
     def close(self) -> None:
-        """End the engines, as vLLM does."""
         while self._made:
             self._made.pop().close()

@@ -44,12 +44,12 @@ def _with_store(store: Path, **more: object) -> dict[str, object]:
     return {"cpu_bytes": "64MiB", "store_dirs": str(store), "nvme_bytes": "256MiB", "device": "posix", **more}
 
 
-def _overwrite_payloads(store: Path, count: int, slot_bytes: int = SLOT_BYTES) -> None:
+def _overwrite_payloads(store: Path, count: int) -> None:
     """Overwrite the first blocks on the drive."""
     (home,) = list_homes(store)
     with (home.segments_path / "0" / "rank0.kv").open("r+b") as stream:
         for index in range(count):
-            stream.seek(slot_offset(slot_bytes, index) + HEADER_BYTES + 1000)
+            stream.seek(slot_offset(SLOT_BYTES, index) + HEADER_BYTES + 1000)
             stream.write(b"\xa5" * 64)
 
 
@@ -175,55 +175,6 @@ def test_two_ranks_of_which_one_dies(tiny_llama, tmp_path):
     assert {file.name for file in (home.segments_path / "0").iterdir()} == {"rank0.kv", "rank1.kv"}
     verdict = verify.verify_store([store])
     assert sum(one.blocks for one in verdict.engine_stores) >= len(LONG[0]) // BLOCK_TOKENS and not verdict.wrong
-
-
-@pytest.mark.parametrize(
-    ("model", "limits", "payloads", "overwritten"),
-    [
-        ("gemma3", {}, [SLOT_BYTES - HEADER_BYTES] * 3, 30),
-        # Keys and values of 32-bit numbers; four layers, of which two have heads of 64, and two
-        # heads of 128. The scheduler's configuration has only the first layer's size; the workers
-        # tell it the others'.
-        ("gemma4", {"disable_hybrid_kv_cache_manager": True}, [2 * 4 * BLOCK_TOKENS * 2 * 2 * (64 + 128)], 8),
-    ],
-    ids=["sliding windows", "layers of different sizes in one group"],
-    indirect=["model"],
-)
-def test_models_whose_layers_differ(model, limits, payloads, overwritten, tmp_path):
-    store = tmp_path / "store"
-    prompts = [*LONG, EXACT]
-    config = _with_store(store, cpu_bytes="4MiB")  # of what came first the blocks are on the drive alone
-    with EngineChild(model, tmp_path / "log", extra_config=config, **LIMITS | limits) as engine:
-        cold = engine.generate(prompts, together=False)
-        engine.reset()
-        warm = engine.generate(prompts, together=False)
-        assert warm[0].cached == _whole(LONG[0])
-        if len(payloads) > 1:
-            full_blocks = sum(answer.cached // BLOCK_TOKENS for answer in warm)
-            assert engine.counters()["loaded_blocks"] > full_blocks, "more than one group was loaded"
-        together = engine.generate(TOGETHER)
-        # Each of them once more with a salt of its own, so that nothing is loaded: vLLM computes
-        # all of it.
-        alone = [engine.generate([prompt], salt=f"{at}")[0] for at, prompt in enumerate([*prompts, *TOGETHER])]
-        assert not any(answer.cached for answer in alone)
-        assert tokens_of([*cold, *together]) == tokens_of(alone)
-        assert tokens_of(warm) == tokens_of(cold), "warm from the CPU tier"
-        engine.drain()
-        (home,) = list_homes(store)
-        assert home.record is not None
-        groups = home.record.description["geometry"]["groups"]
-        assert [group["payload_bytes"] for group in groups] == payloads
-        assert explain([store], LONG[0], None).found.hit_tokens == _whole(LONG[0]), "as it was loaded"
-        _overwrite_payloads(store, overwritten, groups[0]["slot_bytes"])
-        engine.reset()
-        assert tokens_of(engine.generate(prompts, together=False)) == tokens_of(cold), (
-            "from NVMe, some of it overwritten"
-        )
-        counters = engine.counters()
-        assert counters["hit_tokens.nvme"] > 0
-        assert counters["verification_failures.checksum"] > 0
-        engine.reset()
-        assert tokens_of(engine.generate(TOGETHER)) == tokens_of(together)
 
 
 def _answer(engine: EngineChild, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:

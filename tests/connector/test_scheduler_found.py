@@ -93,19 +93,24 @@ def test_what_a_failed_load_did_not_bring_is_computed(engines, lines):
     assert misses(bench)["load_failed"] == 1
 
 
-REASONS: list[tuple[Miss, dict[str, object], int]] = [
-    (Miss.EVICTED_CPU, {"cpu_bytes": MANY * SLOT_BYTES, "eviction": "lru"}, 4),
-    (Miss.REFUSED, {"cpu_admission": "reuse(3)"}, 1),
-    (Miss.SHORT, {"min_load_tokens": HIT + 1}, 1),
-    (Miss.WRITING, {"lookup_wait_s": 0}, 1),
-    (Miss.NOT_STORED, {}, 1),
-    (Miss.NEVER_SEEN, {}, 0),
+REASONS: list[tuple[Miss, dict[str, object], int, list[int]]] = [
+    (Miss.EVICTED_CPU, {"cpu_bytes": MANY * SLOT_BYTES, "eviction": "lru"}, 4, PROMPT),
+    (Miss.REFUSED, {"cpu_admission": "reuse(3)"}, 1, PROMPT),
+    (Miss.SHORT, {"min_load_tokens": HIT + 1}, 1, PROMPT),
+    (Miss.SHORT, {}, 0, PROMPT[: BLOCK_TOKENS - 1]),
+    (Miss.WRITING, {"lookup_wait_s": 0}, 1, PROMPT),
+    (Miss.NOT_STORED, {}, 1, PROMPT),
+    (Miss.NEVER_SEEN, {}, 0, PROMPT),
 ]
-"""With which settings, and how many prompts served before."""
+"""With which settings, how many prompts served before, and which one that misses."""
 
 
-@pytest.mark.parametrize(("reason", "extra", "served"), REASONS, ids=[reason for reason, *_ in REASONS])
-def test_each_miss_has_its_reason(engines, lines, caplog, reason, extra, served):
+@pytest.mark.parametrize(
+    ("reason", "extra", "served", "prompt"),
+    REASONS,
+    ids=[f"{reason}{' prompt' * (len(prompt) < HIT)}" for reason, *_, prompt in REASONS],
+)
+def test_each_miss_has_its_reason(engines, lines, caplog, reason, extra, served, prompt):
     bench = engines.make(extra=extra)
     bench.hold = {JobKind.STORE} if reason is Miss.WRITING else set()
     for number in range(1, served + 1):
@@ -114,15 +119,6 @@ def test_each_miss_has_its_reason(engines, lines, caplog, reason, extra, served)
     if reason is not Miss.WRITING:
         bench.run()
     bench.forget(*[Tier.CPU] * (reason is Miss.NOT_STORED))
-    _check_miss(bench, PROMPT, reason, lines, caplog)
-    bench.release()
-
-
-def test_a_prompt_without_a_block_is_short(engines, lines, caplog):
-    _check_miss(engines.make(), PROMPT[: BLOCK_TOKENS - 1], Miss.SHORT, lines, caplog)
-
-
-def _check_miss(bench, prompt, reason, lines, caplog) -> None:
     before = misses(bench).get(reason, 0)
     caplog.set_level(logging.DEBUG, "kvdisk")
     lines()
@@ -131,6 +127,7 @@ def _check_miss(bench, prompt, reason, lines, caplog) -> None:
     assert misses(bench)[reason] == before + 1, misses(bench)
     (line,) = lines()
     assert f"; missing: {reason.words}" in line
+    bench.release()
 
 
 def test_a_user_who_forbids_loads_has_no_misses(engines, lines):

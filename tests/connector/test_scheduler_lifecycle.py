@@ -2,13 +2,12 @@
 """The life of a request that loads, step by step, on vLLM's real scheduler and kvdisk's real
 workers.
 
-The scenarios are those of vLLM's own tests of a remote prefill's life: alone, among others, with
-too few GPU blocks.
+The scenarios are those of vLLM's own tests of a remote prefill's life: alone, and with too few GPU
+blocks. Among others: ``test_scheduler_offloading``, in any order.
 """
 
 from __future__ import annotations
 
-import pytest
 from schedulers import BLOCK_TOKENS, Bench, prompt_of
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import FinishReason, RequestStatus
@@ -50,54 +49,6 @@ def test_a_life_step_by_step(engines):
     assert all(bench.pool.blocks[block].ref_cnt == 1 for block in bench.table("a"))
     bench.step()
     assert bench.outputs["a"][-1].finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_others_go_on_meanwhile(engines, pipelined):
-    bench = engines.make(pipelined=pipelined).warm(1, tokens=TOKENS)
-    bench.hold = {JobKind.LOAD}
-    bench.add("local", prompt_of(2, TOKENS), max_tokens=12)
-    bench.step()
-    bench.add("other local", prompt_of(3, TOKENS), max_tokens=12)
-    bench.add("loads", prompt_of(1, TOKENS), max_tokens=12)
-    assert [new.req_id for new in bench.step().scheduled_new_reqs] == ["other local"]
-    for _ in range(3):
-        assert set(bench.step().num_scheduled_tokens) == {"local", "other local"}
-        assert counts(bench) == (2, 0, 1)
-    bench.release()
-    while counts(bench) != (3, 0, 0):
-        output = bench.step()
-    assert output.num_scheduled_tokens == {"local": 1, "other local": 1, "loads": 16}
-    bench.finish("local", "other local", "loads", count=12)
-
-
-def test_nobody_hits_blocks_that_are_not_loaded_yet(engines):
-    bench = engines.make().warm(1, tokens=TOKENS)
-    bench.hold = {JobKind.LOAD}
-    loads = bench.add("loads", prompt_of(1, TOKENS))
-    bench.step()
-    bench.add("computes", prompt_of(1, TOKENS), params={"max_load_tokens": 0})
-    assert bench.step().num_scheduled_tokens == {"computes": TOKENS}
-    assert bench.hashed(bench.table("computes"))[:2] == [True, True]
-    assert bench.hashed(bench.table("loads")) == [False, False]
-    assert not set(bench.table("loads")) & set(bench.table("computes"))
-    bench.assert_waits(loads, FULL)
-    bench.finish("loads", "computes")
-
-
-def test_one_that_finds_no_room_to_go_on_comes_back(engines):
-    """Its blocks are loaded, and the next one it needs is somebody else's: it is preempted, and
-    comes back later."""
-    bench = engines.make(num_blocks=6).warm(1, tokens=FULL + 1)
-    other = bench.add("other", prompt_of(2, FULL), max_tokens=8)  # three of five blocks
-    bench.step()
-    loads = bench.add("loads", prompt_of(1, FULL + 1), max_tokens=8)
-    while not other.is_finished():
-        bench.step()
-        assert other.num_preemptions == 0
-    assert loads.num_output_tokens == 0
-    bench.finish("other", "loads", count=8)
-    assert bench.counters()["hit_tokens.cpu"] >= FULL
 
 
 def test_one_for_whose_load_there_is_no_room_waits_and_holds_nothing(engines):

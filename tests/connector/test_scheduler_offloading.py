@@ -142,34 +142,6 @@ def test_free_blocks_of_several_groups_are_stored_as_what_they_are(engines, grou
     assert bench.jobs_of(JobKind.LOAD, "again")
 
 
-# -- stores that are out ---------------------------------------------------------------------------
-
-
-def test_what_is_being_stored_is_not_stored_again(engines):
-    bench = engines.make()
-    bench.hold = {JobKind.STORE}
-    bench.add("a", prompt_of(1, 100), max_tokens=4)
-    bench.step()
-    bench.add("b", prompt_of(1, 100), max_tokens=4)
-    assert bench.step().num_scheduled_tokens == {"a": 1, "b": 4}, "a hit on the GPU"
-    bench.step()
-    assert len(bench.stored()) == 3
-    bench.finish("a", "b", count=4)
-    assert len(bench.stored()) == 3
-
-
-def test_a_store_counts_when_every_rank_has_answered(engines):
-    bench = engines.make(ranks=2)
-    bench.hold, bench.hold_rank = {JobKind.STORE}, 1
-    bench.add("a", prompt_of(1, 100), max_tokens=30)
-    for _ in range(3):
-        bench.step()
-        assert not bench.in_tier(Tier.CPU)
-    bench.release()
-    bench.step()
-    assert bench.in_tier(Tier.CPU) == set(bench.keys("a")[:3])
-
-
 # -- any order of all of it ------------------------------------------------------------------------
 
 PLACES: list[dict[str, Any]] = [

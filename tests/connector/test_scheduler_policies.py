@@ -11,7 +11,7 @@ from schedulers import BLOCK_TOKENS, Bench, Engines, kv_groups, prompt_of
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvdisk.connector.adapter import BlockPoolContext, GroupIds
+from kvdisk.connector.adapter import GroupIds
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 
@@ -134,15 +134,10 @@ def serve(bench: Bench, *numbers: int) -> None:
         bench.serve(f"r{number}", prompt_of(number, 10 * BLOCK_TOKENS + 5))
 
 
-def context_of(bench: Bench) -> BlockPoolContext:
-    context: BlockPoolContext = bench.manager._stores._context
-    return context
-
-
 def test_blocks_are_stored_shortly_before_the_gpu_forgets_them(lazy):
     serve(lazy, 1)
     first = lazy.keys("r1")[:10]
-    known = [block.key for block in context_of(lazy).iter_free_blocks() if block.key is not None]
+    known = [block.key for block in lazy.manager._stores._context.iter_free_blocks() if block.key is not None]
     assert [*reversed(known)] == first, "the tail of the chain comes first"
     assert not lazy.stored(), "its blocks are at the end of the queue"
     serve(lazy, *range(2, 9))
@@ -153,42 +148,3 @@ def test_blocks_are_stored_shortly_before_the_gpu_forgets_them(lazy):
     assert len(lazy.stored()) == len(set(lazy.stored())), "each was stored once"
     serve(lazy, 1)
     assert lazy.loads() == [("r1", 10)]
-
-
-def test_what_is_stored_is_free_and_still_the_first_to_be_reused(lazy):
-    """At the queue's end it would let others come to the front, until all of the queue were
-    stored."""
-    context = context_of(lazy)
-    lazy.hold = {JobKind.STORE}
-    number = 0
-    while not lazy.jobs:
-        if not lazy.scheduler.requests:
-            number += 1
-            assert number < 10
-            lazy.add(f"r{number}", prompt_of(number, 10 * BLOCK_TOKENS + 5))
-        lazy.step()
-    moves = [move for job in lazy.jobs for move in job.moves]
-    assert moves and all(context.get_block(move.block).key == move.key for move in moves)
-    assert not set(lazy.references()) & {move.block for move in moves}
-    lazy.finish()
-    queue = [block.block_id for block in context.iter_free_blocks()]
-    count = len(lazy.stored())
-    assert count <= 2 * context.step_blocks == 20, "no more than what the cursor passes"
-    assert {move.block for move in moves} <= set(queue[:20])
-    lazy.step(20)
-    assert len(lazy.stored()) == count
-    assert [block.block_id for block in context.iter_free_blocks()] == queue
-
-
-# -- on_compute ------------------------------------------------------------------------------------
-
-
-def test_what_one_request_is_not_admitted_with_the_next_one_stores(engines):
-    bench = engines.make(extra={"cpu_admission": "reuse(2)"})
-    prompt = prompt_of(1, 6 * BLOCK_TOKENS + 1)
-    bench.add("a", prompt, max_tokens=12)
-    bench.step()
-    assert not bench.stored()
-    bench.add("b", prompt, max_tokens=2)
-    bench.step(3)
-    assert bench.stored() == bench.keys("a")[:6], "though the GPU had its blocks cached"

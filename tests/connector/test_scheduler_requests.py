@@ -20,7 +20,7 @@ WHOLE = PROMPT[: BLOCKS * BLOCK_TOKENS]
 ADAPTER = LoRARequest("tuned", 1, "/adapters/tuned")
 
 
-# -- adapters and salts ----------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------
 
 
 def test_a_request_with_an_adapter_without_files_is_left_alone(engines):
@@ -36,20 +36,6 @@ def test_a_request_with_an_adapter_without_files_is_left_alone(engines):
     assert sum(request.num_preemptions for request in requests) > 0
     touched = {move.key for job in bench.jobs for move in job.moves}
     assert [bool(touched & set(bench.keys(name))) for name in "abcd"] == [True, False, True, False]
-
-
-def test_salts_have_keys_of_their_own(engines):
-    bench = engines.make()
-    salts = (None, "one", "two")
-    for name in ("first", "again"):
-        for salt in salts:
-            bench.serve(f"{name} {salt}", PROMPT, cache_salt=salt)
-            bench.forget()
-        if name == "first":
-            assert not bench.loads(), "nothing of another tenant"
-            assert len(set(bench.stored())) == 3 * BLOCKS, "not one block is shared"
-    assert bench.loads() == [(f"again {salt}", BLOCKS) for salt in salts]
-    assert [move.key for job in bench.jobs_of(JobKind.LOAD) for move in job.moves] == bench.stored()
 
 
 # -- requests that load nothing --------------------------------------------------------------------

@@ -95,15 +95,6 @@ def test_hashes_that_are_sent_whole_are_decoded_to_the_same(engines, wire, monke
     assert as_json(llmd.decode(wire.send(stream(engines)))) == golden["decoded"]
 
 
-def test_what_is_no_event_is_refused():
-    encode = llmd.msgspec.msgpack.encode
-    ours = {"type": "BlockRemoved", "block_hashes": [1 << 40], "medium": "CPU"}
-    assert [event.medium for event in llmd.decode(encode([1.0, [ours, ["BlockRemoved", [1 << 40]]]]))] == ["CPU", ""]
-    for wrong in ({}, {"type": "Other"}, 5, ["BlockStored", []], ours | {"block_hashes": ["a"]}, ours | {"medium": 1}):
-        with pytest.raises(llmd.Refused):
-            llmd.decode(encode([1.0, [wrong]]))
-
-
 def believed(router: llmd.Router, tier: Tier) -> set[int]:
     return router.held(TIERS[tier], 0)
 
@@ -166,24 +157,9 @@ def test_a_reset_of_vllms_cache_makes_the_router_forget_the_tiers_too(engines, w
     assert len(there(bench, Tier.CPU)) == 2 * BLOCKS and len(believed(router, Tier.CPU)) == BLOCKS
 
 
-def test_a_salted_prompt_is_known_where_vllm_has_told_of_it(engines, wire):
-    """kvdisk tells its hashes alone, for which the router has vLLM's own events."""
-    bench, router = engines.make(events=True), llmd.Router(BLOCK_TOKENS)
-    bench.serve("a", PROMPT, cache_salt="tenant")
-    digest(router, bench, wire)
-    assert believed(router, Tier.CPU) == there(bench, Tier.CPU) and len(there(bench, Tier.CPU)) == BLOCKS
-
-
 def test_the_pages_settings_are_vllms_and_the_routers():
     page = (Path(__file__).resolve().parents[2] / "docs/ROUTING.md").read_text()
     (said,) = re.findall(r"--kv-events-config '(.*?)'", page, re.DOTALL)
     config = KVEventsConfig(**json.loads(said))
     assert config.enable_kv_cache_events and config.publisher == "zmq" and config.endpoint == "tcp://*:5557"
     assert llmd.parse_topic(config.topic) == ("10.0.0.7", "MODEL")
-
-
-def test_windows_are_left_out_by_the_router(engines, wire):
-    bench, router = engines.make(window_tokens=3 * BLOCK_TOKENS, events=True), llmd.Router(BLOCK_TOKENS)
-    bench.serve("a", PROMPT)
-    digest(router, bench, wire)
-    assert believed(router, Tier.CPU) and not router.held("cpu", 1)

@@ -100,31 +100,6 @@ def test_where_no_copy_will_be_left_or_in_no_time_the_second_reads_at_once(resta
     bench.finish(*"ab")
 
 
-@pytest.mark.parametrize(("failed", "more"), [(0, {}), (2, STAGED)], ids=["into memory", "staging"])
-def test_when_the_first_fails_the_others_wait_no_more(restarted, failed, more):
-    bench = restarted(PROMPT, **more)
-    bench.hold, bench.fail = {JobKind.LOAD}, {JobKind.LOAD: (failed,)}
-    add(bench, "abc", PROMPT)
-    bench.step()
-    bench.release()
-    bench.step()
-    bench.fail = {}
-    bench.step()
-    bench.finish(*"abc")
-    assert all(count <= failed for _, count in bench.loads()[1:]), "nobody asks for the bad copy"
-
-
-def test_when_the_first_is_aborted_the_next_loads_and_the_others_wait_for_it(restarted):
-    bench = restarted(PROMPT, **STAGED)
-    bench.hold = {JobKind.LOAD}
-    add(bench, "abc", PROMPT)
-    bench.step()
-    bench.abort("a")
-    bench.step(3)
-    bench.finish(*"bc")
-    assert bench.loads() == [("a", BLOCKS), ("b", BLOCKS)]
-
-
 def test_with_a_sliding_window_one_waits_only_for_what_it_can_use(restarted):
     longer = PROMPT[: 2 * BLOCK_TOKENS] + [7] * (8 * BLOCK_TOKENS)
     bench = restarted(PROMPT, longer, window_tokens=2 * BLOCK_TOKENS, num_blocks=200, **STAGED)

@@ -211,10 +211,6 @@ def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folde
         KVDiskConnector(config, KVConnectorRole.SCHEDULER, _cache(FULL))
 
 
-def test_vllm_hears_that_sleep_mode_is_supported():
-    assert KVDiskConnector.supports_sleep_mode(_transfer({}))
-
-
 def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
     monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 34))
     with pytest.raises(ConfigError, match=r"supports 0\.32 and 0\.33"):

@@ -21,15 +21,14 @@ KINDS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "short": SHORT}
 
 
 class NthFails(Hook):
-    """Fails the n-th event of these kinds, and, if ``for_good``, all that follow."""
+    """Fails the n-th event of these kinds."""
 
     KINDS = frozenset({"read", "write", "segment", "commit"})
 
-    def __init__(self, number: int, error: int, *, for_good: bool = False) -> None:
+    def __init__(self, number: int, error: int) -> None:
         self.failed = ""
         self._number = number
         self._error = error
-        self._for_good = for_good
         self._count = 0
         self._lock = threading.Lock()
 
@@ -38,7 +37,7 @@ class NthFails(Hook):
             return 0
         with self._lock:
             self._count += 1
-            fails = self._count == self._number or (self._for_good and self._count > self._number)
+            fails = self._count == self._number
         if fails:
             self.failed = self.failed or what
         return self._error if fails else 0
@@ -71,13 +70,3 @@ def test_the_nth_failure_harms_nobody(kind: str, quick_path: Path) -> None:
             break
         failed.add(hook.failed)
     assert failed == NthFails.KINDS, "every kind had its turn"
-
-
-@pytest.mark.parametrize("kind", ["read", "write", "segment"])
-def test_a_drive_that_fails_from_now_on(kind: str, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in memory goes on serving, and nobody hears of it but the log."""
-    monkeypatch.setattr(NthFails, "KINDS", frozenset({kind}))
-    for number in (1, 2):
-        hook = NthFails(number, errno.EIO, for_good=True)
-        live_twice(quick_path / str(number), hook)
-        assert hook.failed == kind

@@ -49,8 +49,6 @@ class StepWork:
     reads: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def add(self, request: FakeRequest, start: int, groups: Sequence[GroupGeometry]) -> None:
-        """Add the blocks that a request writes from token ``start`` on, and all that it reads,
-        those included."""
         for group, table in zip(groups, request.table, strict=True):
             for position in range(math.ceil(request.computed / group.block_tokens)):
                 if not table[position]:
@@ -147,7 +145,6 @@ class FakeEngine:
     # -- requests ------------------------------------------------------------------------------
 
     def add(self, request_id: str, prompt: str, most_outputs: int) -> FakeRequest:
-        """Take a request in."""
         table: list[list[int]] = [[] for _ in self._geometry.groups]
         request = self.request_type(request_id, prompt, len(prompt), len(prompt) + most_outputs, table)
         request.extend_hashes(self._geometry.hash_tokens)

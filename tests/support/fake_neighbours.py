@@ -56,11 +56,9 @@ class FakeNeighbours:
 
     @property
     def waiting(self) -> int:
-        """Questions that are not answered."""
         return len(self._questions)
 
     def home(self, home_id: str) -> FakeHome | None:
-        """Return the home with this id, if it is still there."""
         return next((home for home in self.homes if home.home_id == home_id), None)
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:

@@ -44,29 +44,23 @@ class FakePool:
 
     @property
     def block_count(self) -> int:
-        """See ``SchedulerContext``."""
         return len(self._blocks)
 
     def get_block(self, block_id: int) -> FakeBlock:
-        """See ``SchedulerContext``."""
         return self._blocks[block_id]
 
     def watch(self, block_ids: Sequence[int]) -> None:
-        """See ``SchedulerContext``."""
         assert 0 not in block_ids, "the null block is nobody's"
         self._watched.update(block_ids)
 
     def unwatch(self, block_ids: Iterable[int]) -> None:
-        """See ``SchedulerContext``."""
         self._watched.difference_update(block_ids)
 
     def take_reused(self) -> list[int]:
-        """See ``SchedulerContext``."""
         reused, self._reused = self._reused, []
         return reused
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block."""
         for block_id in block_ids:
             assert block_id > 0, "the null block is nobody's"
             block = self._blocks[block_id]
@@ -85,11 +79,9 @@ class FakePool:
                 self._free[block_id] = None
 
     def is_cached(self, key: BlockKey) -> bool:
-        """See ``SchedulerContext``."""
         return self.find(key) is not None
 
     def iter_free_blocks(self) -> Iterator[FakeBlock]:
-        """See ``SchedulerContext``."""
         for block_id in self._free:
             yield self._blocks[block_id]
 
@@ -125,18 +117,15 @@ class FakePool:
             self._cached.setdefault(key, {})[block_id] = None
 
     def find(self, key: BlockKey) -> int | None:
-        """Return a block that the prefix cache knows by this key."""
         return next(iter(self._cached.get(key, ())), None)
 
     def forget(self, block_id: int) -> None:
-        """Take a block out of the prefix cache."""
         block = self._blocks[block_id]
         if block.key is not None:
             del self._cached[block.key][block_id]
             block.key = None
 
     def forget_all(self) -> None:
-        """Empty the prefix cache."""
         for block in self._blocks:
             self.forget(block.block_id)
         for block_id in sorted(self._watched):

@@ -295,14 +295,12 @@ class FakeRank:
             self._report.released[job.id] = 1
 
     def end_all_late(self) -> None:
-        """The device ends all that was given up."""
         while self._late:
             self.end_late()
 
     # -- questions -----------------------------------------------------------------------------
 
     def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
-        """Assert that a slot holds a block."""
         content = (self.arena if tier is Tier.CPU else self.drive).get(slot)
         value = value_of(key, weights, self.rank)
         right = content is not None and content.holds(epoch, key, generation, value)

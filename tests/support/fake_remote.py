@@ -30,7 +30,6 @@ class FakeRemote:
 
     @property
     def waiting(self) -> int:
-        """Questions that are not answered."""
         return len(self._questions)
 
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
@@ -95,7 +94,6 @@ class SimObjects(MemoryObjects):
         self.seen: Counter[str] = Counter()
 
     def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
-        """See ``Objects.poll``."""
         batches, self._batches = self._batches, []
         outcomes: list[ObjectsOutcome] = []
         for batch in batches:

@@ -48,11 +48,9 @@ class FakeRequest:
         return self.tokens[:end_tokens].encode()
 
     def copied_table(self) -> list[list[int]]:
-        """Return the block table as it is now."""
         return [list(table) for table in self.table]
 
     def extend_hashes(self, hash_tokens: int) -> None:
-        """Hash what has become full."""
         for end in range((len(self.hashes) + 1) * hash_tokens, len(self.tokens) + 1, hash_tokens):
             self.hashes.append(self.hash_of(end))
 

@@ -36,7 +36,6 @@ class Life:
     watch: ManagerWatch
 
     def begin(self, sizes: Sizes, index: MemoryIndex) -> None:
-        """Start the first process."""
         self.sizes, self.index = sizes, index
         self.ranks, self.neighbours, self.remote = (), FakeNeighbours([]), self.make_remote()
         self.now = 1000.0
@@ -73,7 +72,6 @@ class Life:
         raise NotImplementedError
 
     def make_remote(self) -> FakeRemote:
-        """Return the remote store of all processes."""
         return FakeRemote()
 
     def note(self, event: str) -> None:
@@ -101,7 +99,6 @@ class Life:
         return request
 
     def change_weights(self) -> None:
-        """The weights change."""
         epoch = 1000 * self.lives + self.engine.weights + 1
         self.watch.reset(epoch, self.engine.weights + 1)
         self.engine.reset(epoch)

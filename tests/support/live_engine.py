@@ -75,7 +75,6 @@ class LiveEngine(FakeEngine):
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, budget_tokens: int = 16) -> None:
-        """Run one engine step. Raises WrongBytesError."""
         self.now = self._clock()
         self.schedule(budget_tokens)
         self.forward()
@@ -103,7 +102,6 @@ class LiveEngine(FakeEngine):
             self.step()
 
     def describe(self) -> str:
-        """Return what is under way, for a message."""
         requests = ", ".join(f"{one.id} {one.status.value} {one.computed}/{len(one.tokens)}" for one in self.queued)
         return f"requests [{requests}], free blocks {self.pool.free_count}, {self.manager.stats.counts}"
 

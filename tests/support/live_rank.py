@@ -35,7 +35,6 @@ class WrongBytesError(AssertionError):
 
 
 def make_worker(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
-    """Build a rank's wing as the connector does."""
     return assemble_worker(config, model.geometry, rank, layers)
 
 

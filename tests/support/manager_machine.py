@@ -66,7 +66,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        """Start a first life."""
         self.neighbour_generation = 2**40
         self.begin(self.sizes, MemoryIndex(max_queued=6))
         for prompt in range(self.sizes.stored):
@@ -160,7 +159,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
 
     @rule(budget=_budgets)
     def phase(self, budget: int) -> None:
-        """Run one phase of a step."""
         if self.engine.phase is Phase.IDLE:
             self.engine.schedule(budget)
         elif self.engine.phase is Phase.SCHEDULED:
@@ -268,7 +266,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     @precondition(lambda self: self.neighbours.homes)
     @rule(sure=_rarely)
     def neighbour_goes(self, sure: bool) -> None:
-        """Its home is deleted."""
         if sure:
             self.neighbours.homes.clear()
 
@@ -317,7 +314,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.01, 0.06, 0.3, 1.5, 3.0, LONGEST_BACK_OFF_S)))
     def wait(self, seconds: float) -> None:
-        """Time passes."""
         self.advance(seconds)
 
     # -- catastrophes, and their opposite ------------------------------------------------------
@@ -325,7 +321,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
     @precondition(lambda self: self.engine.step_count - self.last_event >= MOST_PEACE_STEPS)
     @rule(kind=st.sampled_from(Event), pick=_picks)
     def happen(self, kind: Event, pick: int) -> None:
-        """Something happens that happens rarely."""
         self.finish_step()
         if kind is Event.RESET:
             self.change_weights()
@@ -374,7 +369,6 @@ class ManagerMachine(Life, RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        """Assert what holds at any time."""
         self.watch.check()
 
     def teardown(self) -> None:

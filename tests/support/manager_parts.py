@@ -66,26 +66,21 @@ class Sizes:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest block over all ranks."""
         return max(self.geometry.slot_sizes) * self.geometry.rank_count
 
     def slot_bytes_of(self, key: BlockKey) -> int:
-        """Bytes of a block on one rank."""
         return self.geometry.groups[group_of(key)].slot_bytes
 
     @property
     def has_nvme(self) -> bool:
-        """Whether there is an NVMe tier."""
         return bool(self.segment_slots)
 
     @property
     def has_cpu(self) -> bool:
-        """Whether there is a CPU tier."""
         return bool(self.cpu_slots)
 
 
 def is_neighbours(slot: Slot | None) -> bool:
-    """Return whether a move's NVMe slot is one of another home."""
     return slot is not None and slot.segment >= FOREIGN_SEGMENTS
 
 
@@ -167,11 +162,9 @@ class ManagerParts:
     nvme: NvmeSpace | None
 
     def neighbour_has(self, key: BlockKey) -> bool:
-        """Whether a neighbour is thought to have a block."""
         return self.manager._hints.neighbours.holds(key, Tier.NVME)
 
     def remote_has(self, key: BlockKey) -> bool:
-        """Whether the remote store is thought to have a block."""
         return key in self.manager._remote.hints
 
     @property

@@ -397,7 +397,6 @@ class ManagerWatch(Watch):
     # -- what must hold ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert what holds at any time."""
         parts = self.parts
         for tier, space in ((Tier.CPU, parts.cpu), (Tier.NVME, parts.nvme)):
             if space is not None:
@@ -556,7 +555,6 @@ class ManagerWatch(Watch):
 
 
 def _writes(job: Job) -> bool:
-    """Whether a job writes blocks to NVMe."""
     return job.kind in {JobKind.DEMOTE, JobKind.STORE} and Tier.NVME in job.moves[0].slots
 
 

@@ -41,7 +41,6 @@ class MemoryDevice:
         self._attached.discard(fd)
 
     def contents(self, fd: int) -> bytes:
-        """Return all bytes of a file, for tests."""
         return bytes(self._files[fd]).ljust(self._file_bytes, b"\0")
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:

@@ -77,7 +77,6 @@ class ReadWatch:
         return {record.job.id for record in self._loads() if any(move.key in keys for move in record.job.moves)}
 
     def _loads(self) -> list[JobRecord]:
-        """Return the loads that are queued or out."""
         transfers = self.parts.transfers
         return [transfers._records[job_id] for job_id in transfers.sent_loads()]
 
@@ -99,7 +98,6 @@ class ReadWatch:
                     self.hopes.setdefault(key_of(request, group, position), set()).add(request.id)
 
     def note_job(self, job: Job, owner: str | None) -> None:
-        """A job was planned."""
         if job.kind is JobKind.LOAD:
             assert owner is not None
             self._note_load(job, owner)

@@ -73,7 +73,6 @@ class SimDrive:
         return memoryview(bytes(self.files.get(segment, b"")[start : start + slot_bytes]))
 
     def flip(self, segment: int, slot_bytes: int, index: int, byte: int) -> None:
-        """Let one bit of a slot change."""
         self.files[segment][slot_offset(slot_bytes, index) + byte] ^= 1
 
     def misdirect(self, segment: int, slot_bytes: int, index: int, other: int) -> None:

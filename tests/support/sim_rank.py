@@ -87,12 +87,10 @@ class SimCopier(HostCopier):
         }
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
-        """See ``HostCopier``."""
         now = slots._replace(indices=list(slots.indices))
         return self._begin("gather", list(blocks), partial(super().gather, group, list(blocks), now, after))
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
-        """See ``HostCopier``."""
         now = slots._replace(indices=list(slots.indices))
         return self._begin("scatter", list(blocks), partial(super().scatter, group, now, list(blocks), after))
 
@@ -101,17 +99,14 @@ class SimCopier(HostCopier):
         self._end("gather", len(self._pending["gather"]))
 
     def reads(self, block: int) -> bool:
-        """Whether a gather under way reads a GPU block."""
         return any(block in blocks for _, _, blocks in self._pending["gather"])
 
     def end_one(self) -> None:
-        """End the oldest copy of one kind."""
         kinds = [kind for kind, pending in self._pending.items() if pending]
         if kinds:
             self._end(self._world.rng.choice(kinds))
 
     def end_all(self) -> None:
-        """End every copy."""
         for kind in self._pending:
             self._end(kind, len(self._pending[kind]))
 
@@ -258,7 +253,6 @@ class SimRank(LocalRank):
         return self._users(block_id, JobKind.STORE)
 
     def reads(self, block_id: int) -> bool:
-        """Whether a store is reading a GPU block, or may begin to."""
         runner = self.mover._runner
         moves = [part.work.job.moves[at] for part in runner.queued if part.route.gathers for at in part.positions]
         moves += [move for work in runner._waiting if work.job.kind is JobKind.STORE for move in work.job.moves]
@@ -318,7 +312,6 @@ class SimRank(LocalRank):
     # -- questions -----------------------------------------------------------------------------
 
     def slot(self, tier: Tier, slot: Slot, slot_bytes: int) -> memoryview:
-        """Return what a slot of this length holds."""
         if tier is Tier.NVME:
             return self.drive.slot(slot.segment, slot_bytes, slot.index)
         assert self.arena is not None

@@ -223,7 +223,6 @@ class Simulation(Life):
             self._rng.choice(self.ranks).stir()
 
     def _step(self) -> None:
-        """Run a step of the engine."""
         self.remote.answer()
         self.run_step(self._rng.choice((4, BUDGET_TOKENS, BUDGET_TOKENS)))
 
@@ -367,7 +366,6 @@ def run_seeds(first: int, count: int, *, straight: bool = False, remote: bool = 
 
 
 def main() -> None:
-    """Be the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="how many seeds")

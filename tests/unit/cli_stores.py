@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,10 @@ from kvdisk.messages import SegmentSpec
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 CAP = 64 << 20
 SLOTS = 8
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
+LLAMA |= {"num_key_value_heads": 2, "torch_dtype": "bfloat16"}
+"""Of a small model: keys and values of 64 numbers in two heads of four layers."""
+LLAMA_TOKEN_BYTES = 4 * 2 * 2 * 64 * 2
 
 
 class Model(NamedTuple):
@@ -106,6 +112,19 @@ def run(
     )
 
 
+def run_json(*arguments: object, without: Sequence[str] = (), obey_modes: bool = False) -> dict[str, Any]:
+    """Return what the installed command prints with ``--json``. ``without``: modules that it cannot
+    load."""
+    with tempfile.TemporaryDirectory() as absent:
+        for name in without:
+            Path(absent, f"{name}.py").write_text("raise ImportError('this must not be loaded')")
+        first = os.pathsep.join([absent, *filter(None, sys.path)])
+        done = run(*arguments, "--json", obey_modes=obey_modes, PYTHONPATH=first)
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def drop_power() -> None:
     drop_from_bounding_set, to_write, to_read = 24, 1, 2
     for power in (to_write, to_read):
@@ -127,7 +146,6 @@ def json_of(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def inspect_json(path: Path, *, code: int = 0) -> dict[str, Any]:
-    """Return what ``kvdisk inspect --json`` prints."""
     return json_of("inspect", path, code=code)
 
 

@@ -175,10 +175,14 @@ class Rank:
         self.erase()
         return moves
 
-    def close(self) -> None:
-        """End the mover; all staging was given back, unless a test has ended it."""
+    def let_go(self) -> None:
+        """Let the device end what it holds, and hold nothing more."""
         self.device.plan.hold = False
         self.device.release()
+
+    def close(self) -> None:
+        """End the mover; all staging was given back, unless a test has ended it."""
+        self.let_go()
         if not self.mover._ended:
             self.run()
             assert staging_is_free(self.mover._runner._parts), "staging is lost"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block that NVMe refused stays a CPU hit, and is asked again: when its count rises, and before
-it leaves."""
+"""What NVMe does not take: what is counted of it, and what waits for its budget."""
 
 from __future__ import annotations
 
@@ -20,19 +19,6 @@ class Served(TierBench):
     def __init__(self, admission: str = "reuse(2)", bytes_per_day: int | None = None) -> None:
         super().__init__((4,), (8,), nvme_admission=admission, nvme_write_bytes_per_day=bytes_per_day)
         self.idle()
-
-
-def test_it_is_asked_once_more_before_it_leaves(monkeypatch):
-    served = Served()
-    monkeypatch.setattr(served.watch, "_is_admitted", lambda *_: True)
-    served.serve(FIRST)
-    served.serve(OTHERS[0])
-    assert served.held(FIRST) == [False, False]
-    monkeypatch.setattr(served.parts.nvme.admission, "admits", lambda keys: [True] * len(keys))
-    served.serve(OTHERS[1])
-    assert served.held(FIRST) == [True, True], "instead of leaving, and what it follows with it"
-    assert served.held(FIRST, Tier.CPU)[0], "what it follows stays before it"
-    assert served.stats["left_blocks.reuse"] == 0
 
 
 @pytest.mark.parametrize(("why", "how"), [("reuse", ()), ("budget", ("all", 2 * BLOCK_BYTES))])

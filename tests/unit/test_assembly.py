@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from support.fake_pool import FakePool
 
-from kvdisk import __version__, assembly
+from kvdisk import __version__
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError, DeviceError
@@ -56,14 +56,6 @@ def test_a_first_start_says_what_of_the_model_is_of_another_namespace(tmp_path, 
         "kvdisk cannot use other engine stores of this model (1), which are of another namespace: see kvdisk inspect."
     )
     assert said == [[], [], [line], []]
-
-
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(0, "0"), (999, "999"), (1000, "1.0 k"), (131_072, "131 k"), (4_900_000, "4.9 M"), (2 * 10**9, "2.0 G")],
-)
-def test_counts_in_words(count, said):
-    assert assembly._in_words(count) == said
 
 
 @pytest.mark.parametrize(

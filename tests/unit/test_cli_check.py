@@ -10,17 +10,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from cli_stores import PLAIN, json_of, leave_home, refused, run, run_here
+from cli_stores import LLAMA, LLAMA_TOKEN_BYTES, PLAIN, json_of, leave_home, refused, run_here, run_json
 
 from kvdisk.assembly import check_settings
 from kvdisk.cli import check
 from kvdisk.cli.size import fit_cpu, fit_nvme
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8}
-LLAMA |= {"num_key_value_heads": 4, "torch_dtype": "bfloat16"}
-TOKEN_BYTES = 2 * 2 * 4 * 64 * 2
 
 
 def written(place: Path, settings: Any, **whole: Any) -> Path:
@@ -46,15 +42,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = written(tmp_path, settings)
-    done = run("check", file, "--model", tmp_path, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+    found = run_json("check", file, "--model", tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "kvdisk.json"]
     (one,) = found["directories"]
     assert (one["path"], one["state"], one["mode"]) == (settings["store_dirs"], "to be made", 0o700)
     assert one["user"] == os.geteuid() and one["device"].startswith("posix-") and one["read_bytes_per_s"] > 1e6
-    geometry = Geometry((GroupGeometry(0, 16, 16 * TOKEN_BYTES),), 1, 16)
-    assert found["token_bytes"] == TOKEN_BYTES
+    geometry = Geometry((GroupGeometry(0, 16, 16 * LLAMA_TOKEN_BYTES),), 1, 16)
+    assert found["token_bytes"] == LLAMA_TOKEN_BYTES
     assert found["cpu"]["tokens"] == fit_cpu(geometry, 32 << 20).tokens
     assert found["nvme"]["tokens"] == fit_nvme(geometry, 64 << 20, 1).tokens
 

@@ -4,7 +4,6 @@ see of it."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from cli_stores import (
     leave_home,
     run,
     run_here,
+    run_json,
 )
 from mass_stores import Layer, key
 
@@ -64,9 +64,7 @@ def has(found: Any, expected: Any) -> None:
 def test_the_json_has_what_was_stored(path: Path) -> None:
     plain = leave_home(path, PLAIN, 3, last_use_s=2000)
     hybrid = leave_home(path, HYBRID, 2, last_use_s=9000, clean=False)
-    done = run("inspect", path, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+    found = run_json("inspect", path)
     length = {"length_bytes": segment_file_bytes(SLOT_BYTES, SLOTS)}
     segment = {"segment": 2, "drive": 0, "indexed": True, "slot_bytes": SLOT_BYTES, "slots": SLOTS, "used_slots": 5}
     segment |= {"used_bytes": 10 * SLOT_BYTES, "fill": 5 / SLOTS, "free_slots": 3, "free_runs": 1}
@@ -207,12 +205,11 @@ def test_a_copy_in_a_read_only_directory(path: Path, tmp_path: Path, owner: Owne
     for item in (*names, copy):
         item.chmod(0o500 if item.is_dir() else 0o400)
     assert subprocess.run(["touch", copy / "homes" / "x"], check=False, preexec_fn=drop_power).returncode  # noqa: S607
-    done = run("inspect", copy, "--json", obey_modes=True)
+    found = run_json("inspect", copy, obey_modes=True)
     for item in (copy, *names):
         item.chmod(0o700)
-    assert (done.returncode, done.stderr) == (0, "")
     assert sorted(copy.rglob("*")) == names, "no file is made in a copy"
-    has(json.loads(done.stdout)["engine_stores"], [{"owner": "stopped", "blocks": 5}])
+    has(found["engine_stores"], [{"owner": "stopped", "blocks": 5}])
 
 
 def test_a_home_that_is_taken_over_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,12 @@ configuration as vLLM does: ``tests/connector/test_size.py``."""
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stores import json_of, refused, run, run_here
+from cli_stores import json_of, refused, run_here, run_json
 from rebuild_stores import NoPool, make_store, stamp
 
 from kvdisk.assembly import assemble_scheduler
@@ -106,15 +104,9 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks):
 
 def test_the_report_and_its_json(tmp_path):
     """In a process of its own, where neither vLLM nor torch can be loaded."""
-    model, absent = written(tmp_path / "model", LLAMA), tmp_path / "absent"
-    absent.mkdir()
-    for name in ("torch", "vllm", "transformers"):
-        (absent / f"{name}.py").write_text("raise ImportError('this must not be loaded')")
-    arguments = ["--model", model, "--tp", "4", "--nvme", "1TiB", "--cpu", "64GiB"]
+    arguments = ["--model", written(tmp_path / "model", LLAMA), "--tp", "4", "--nvme", "1TiB", "--cpu", "64GiB"]
     arguments += ["--write-rate", "2TB", "--drive-endurance", "1.2PBW"]
-    done = run("size", *arguments, "--json", PYTHONPATH=os.pathsep.join([str(absent), *filter(None, sys.path)]))
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+    found = run_json("size", *arguments, without=("torch", "vllm", "transformers"))
     wanted = {"json_version": 2, "pipeline": [32], "tensor_parallel": 4, "block_tokens": 16, "context_tokens": 32768}
     wanted |= {"token_bytes": 131072, "token_bytes_rank": 32768, "token_bytes_drive": 131072}
     wanted["writes"] = {"bytes_per_day": 2 * 10**12, "measured_s": None, "at_least": False}

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from ranks import FINGERPRINT, GPU_BLOCKS, GROUPS, Rank, move, segment_of
+from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
 from kvdisk.blocks import JobId, Slot
-from kvdisk.device.header import read_header
-from kvdisk.geometry import Namespace
 from kvdisk.messages import Job, JobKind, Plan
 from kvdisk.worker import runner
 from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Route, Work
@@ -15,13 +13,6 @@ from kvdisk.worker.runner import Runner
 
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
-
-
-def test_what_is_sealed_names_home_epoch_key_and_parent(rank):
-    rank.do(JobKind.STORE, [move(6, 0, 6, rank.cpu(0, 3), parent=move(5).key, generation=12)], epoch=4)
-    header = read_header(rank.arena.view(rank.classes[0], 3))
-    assert header.identity == (Namespace(FINGERPRINT, 4), move(6).key, 12, GROUPS[0].payload_bytes, 0, 1)
-    assert header.parent == move(5).key
 
 
 def test_without_a_cpu_slot_through_staging_to_the_drive_and_back(rank):
@@ -67,8 +58,7 @@ def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
     assert not rank.mover.turn()
     assert 0 < len(looked) <= len(Route), "however many wait"
     monkeypatch.undo()
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     assert all(not result.failed for result in rank.run().values())
 
 
@@ -85,8 +75,7 @@ def test_a_dropped_segment_waits_for_its_transfers_and_what_follows_waits_for_it
     assert beside in results
     assert not {load, drop, make, later} & set(results)
     assert "drop 0" not in rank.files.calls
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     results = rank.run()
     assert all(results[job_id].failed == {} for job_id in (load, drop, make, later))
     assert rank.files.calls[-2:] == ["drop 0", "open 0"]
@@ -121,8 +110,7 @@ def test_loads_of_requests_that_arrived_earlier_go_first(rank):
     rank.run()  # it has taken all the reads that may be under way
     staged = [rank.submit(JobKind.LOAD, [move(16 + at, 0, 16 + at, nvme=16 + at)], arrival=at) for at in (5, 3, 7)]
     kept = rank.submit(JobKind.LOAD, [move(24, 0, 24, rank.cpu(0, 40), 24)], arrival=4)
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     order = [job for job in order_of(rank, first, *staged, kept) if job != first]
     assert order == [staged[1], kept, staged[0], staged[2]]
 

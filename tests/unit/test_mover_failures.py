@@ -85,8 +85,7 @@ def test_a_halt_begins_nothing_more_and_ends_what_has_begun():
     late = rank.submit(JobKind.STORE, [move(7, 0, 7, rank.cpu(0, 7))])
     assert rank.run()[late].failed == {0: Reason.CANCELLED}
     assert begun not in rank.results and rank.mover.out == {begun}, "its read is under way"
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     assert rank.run()[begun].failed == dict.fromkeys(range(2), Reason.CANCELLED)
     assert all(rank.is_erased(0, block) for block in range(2)), "nothing is written to its GPU blocks"
     rank.mover.close()

@@ -61,8 +61,7 @@ def test_a_load_whose_read_is_under_way_ends_without_the_gpu(monkeypatch):
     rank.run()
     rank.mover.leave_gpu()
     monkeypatch.setattr(HostCopier, "scatter", lambda *_: pytest.fail("the GPU's memory was touched"))
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     assert rank.run()[job].failed == dict.fromkeys(BLOCKS, Reason.CANCELLED)
     rank.close()
 

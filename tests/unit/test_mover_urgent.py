@@ -32,8 +32,7 @@ def test_with_a_thread_the_wait_is_bounded(held, monkeypatch):
     saver.join(WAIT_S)
     assert not saver.is_alive()
     rank.erase()
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     rank.await_jobs(job.id)
     failed = rank.results[job.id].failed
     assert bool(failed) == held, "only what cannot begin is given up"
@@ -58,8 +57,7 @@ def test_what_cannot_begin_at_a_fence_is_given_up_at_once_and_others_are_left_al
     assert rank.now_s == now_s
     rank.erase()
     assert not {job, other} & set(rank.poll())
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     results = rank.run()
     assert set(results[job].failed.values()) == {Reason.OVERWRITTEN}, "staging was full, and nobody waits for the drive"
     assert results[other].failed == {}, "no step overwrites what it reads"
@@ -74,8 +72,7 @@ def test_where_there_is_no_cpu_tier_the_end_of_the_copy_is_told_before_the_end_o
         pass
     report = rank.mover.poll()
     assert report.copied == {job: 1} and not report.results
-    rank.device.plan.hold = False
-    rank.device.release()
+    rank.let_go()
     assert rank.run()[job].failed == {}
     rank.mover.close()
 

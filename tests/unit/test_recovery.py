@@ -12,9 +12,8 @@ import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import Mock
 
-import lmdb
 import pytest
 from rebuild_stores import (
     GEOMETRY,
@@ -80,26 +79,6 @@ def test_an_index_that_was_emptied_is_made_anew_in_the_same_boot(path, caplog, c
     assert served(path) == expected
     assert caplog.text.count("rebuilds the index of engine store") == 1
     assert served(path) == expected
-
-
-def test_damage_that_a_running_engine_meets_is_repaired_by_the_next_start(path, caplog):
-    """The first commit fails and the others do not: at the end all looks well."""
-    expected = make_store(path)
-    parts = start(path)
-    failing = parts.index._tables._environment = Mock(wraps=parts.index._tables._environment)
-    errors = [lmdb.CorruptedError("a page of the wrong type")]
-
-    def begin(**how):
-        if how.get("write") and errors:
-            raise errors.pop()
-        return DEFAULT
-
-    failing.begin.side_effect = begin
-    parts.index.put([BlockRecord(0, key_of(0), Slot(0, 7), 1)])
-    assert parts.index.flush(600)
-    parts.close()
-    assert served(path) == expected
-    assert "rebuilds the index of engine store" in caplog.text
 
 
 def test_parents_epochs_and_times_are_kept_in_order(path):
