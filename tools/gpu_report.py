@@ -88,7 +88,9 @@ LAYERS_FIRST = Shape("layers outermost", 32, (8,))
 BLOCKS_FIRST = Shape("blocks outermost", 32, (8,), blocks_first=True)
 MLA = Shape("MLA with indexer", 61, (1152, 132))
 LARGE_CACHE = LAYERS_FIRST._replace(name=f"layers outermost, cache of {LARGE_CACHE_BYTES >> 30} GiB")
-SHAPES = (LAYERS_FIRST, BLOCKS_FIRST, MLA)
+SHAPES = (LAYERS_FIRST, BLOCKS_FIRST)
+MLA_BYTES = 64 * MLA.layers * sum(MLA.kinds)
+"""Of a block of 64 tokens."""
 
 
 @dataclass
@@ -701,6 +703,7 @@ def work_of(lanes: Lanes, options: Any, gds: str) -> Iterator[tuple[str, int, Ca
         for shape, threads in ((LAYERS_FIRST, THREADS), (BLOCKS_FIRST, THREADS[-1:])):
             act = partial(measure_memory, lanes, shape, size, options.arena_bytes, threads, repetitions)
             yield f"memory, {shape.name}", size, act
+    yield f"copy, {MLA.name}", MLA_BYTES, partial(measure_copies, lanes, MLA, MLA_BYTES, moved, repetitions)
     yield "model", options.side, partial(measure_beside, lanes, options)
     yield f"copy, {LARGE_CACHE.name}", 2 * MIB, partial(measure_large_cache, lanes, options)
     for size in options.sizes:

@@ -9,6 +9,7 @@ stacks, also where kinds take turns. Layers that do not fit a stack become stack
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,8 @@ import torch
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
 from kvdisk.worker.cudart import cuda_runtime, relax_captures
+
+logger = logging.getLogger("kvdisk.worker")
 
 
 class Event(Protocol):
@@ -287,13 +290,15 @@ class CudaLanes:
         # From pageable memory the copy would first wait for all that the lane has to do.
         return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
 
-    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> None:
-        """Start one copy of ``count`` rows between host (LOAD: ``source``) and device."""
+    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
+        """Start one copy of ``count`` rows between host (LOAD: ``source``) and device; return
+        whether CUDA did."""
         # torch would copy rows that are apart through memory of its own, and wait for it.
         kind = 1 if lane is Lane.LOAD else 2
-        status = self._memcpy_2d(*target, *source, row_bytes, count, kind, self._streams[lane].cuda_stream)
+        status: int = self._memcpy_2d(*target, *source, row_bytes, count, kind, self._streams[lane].cuda_stream)
         if status:
-            raise RuntimeError(f"cudaMemcpy2DAsync failed with error {status}")
+            cuda_runtime().cudaGetLastError()  # or torch would raise it at something else
+        return status == 0
 
 
 class Rows(NamedTuple):
@@ -344,9 +349,9 @@ class CudaCopier(HostCopier):
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``HostCopier``."""
-        straight = self._straight(group, blocks, slots)
-        if straight:
-            return self._copy_straight(Lane.STORE, group, straight, after)
+        straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
+        if straight is not None:
+            return straight
         layers, used = self._groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.STORE, slots):
             with self._lanes.on(lane):
@@ -363,9 +368,9 @@ class CudaCopier(HostCopier):
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
-        straight = self._straight(group, blocks, slots)
-        if straight:
-            return self._copy_straight(Lane.LOAD, group, straight, after)
+        straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
+        if straight is not None:
+            return straight
         layers, used = self._groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
@@ -396,14 +401,21 @@ class CudaCopier(HostCopier):
         return found if rows.shape[1] * len(blocks) >= STRAIGHT_BYTES * len(found) else []
 
     def _copy_straight(
-        self, lane: Lane, group: int, copies: list[tuple[Rows, Rows, int]], after: Event | None
-    ) -> Event:
-        if after is not None:
+        self, lane: Lane, group: int, blocks: Sequence[int], slots: Slots, after: Event | None
+    ) -> Event | None:
+        """Start the copies of ``_straight``; None: there are none, or CUDA refused one, and is not
+        asked again."""
+        copies = self._straight(group, blocks, slots)
+        if copies and after is not None:
             self._lanes.wait(lane, after)
         for of_blocks, of_slots, count in copies:
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
-            self._lanes.copy_rows(lane, *ways, self._groups[group].payload_bytes, count)
-        return self._lanes.record(lane)
+            if not self._lanes.copy_rows(lane, *ways, self._groups[group].payload_bytes, count):
+                logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
+                self._lanes.copies_rows = False
+                self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather
+                return None
+        return self._lanes.record(lane) if copies else None
 
     def _parts(self, lane: Lane, slots: Slots) -> Iterator[tuple[Lane, slice, Slots, torch.Tensor]]:
         """Yield as many slots as fit the scratch: the lane whose turn it is, which slots, and its

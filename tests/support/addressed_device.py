@@ -86,8 +86,9 @@ class CpuLanes(CudaLanes):
     def numbers(self, values: Any) -> torch.Tensor:
         return torch.tensor(values)
 
-    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> None:
+    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
         self.rows.append(count)
         for row in range(count):
             to, of = (place.address + row * place.pitch for place in (target, source))
             ctypes.memmove(to, of, row_bytes)
+        return True

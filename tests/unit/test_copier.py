@@ -226,6 +226,21 @@ def test_blocks_that_lie_as_in_a_payload_go_in_rows_where_these_are_large(monkey
     arena.close()
 
 
+def test_where_cuda_refuses_rows_all_is_gathered_from_then_on(monkeypatch, caplog):
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+    layers = eighty_layers_in_a_block()
+    groups = [LayerBlocks(layers)]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    copier, asked = CudaCopier(groups, lanes, 0), []
+    lanes.copy_rows = lambda *_: asked.append(1)
+    before = [payload(layers, block) for block in range(BLOCKS)]
+    copier.gather(0, [3, 7], Slots(arena, 0, [0, 1]))
+    copier.scatter(0, Slots(arena, 0, [0, 1]), [5, 6])
+    assert [payload(layers, block) for block in (5, 6)] == [before[3], before[7]]
+    assert len(asked) == len(caplog.records) == 1
+    arena.close()
+
+
 def test_a_gather_carries_no_stale_bytes_out():
     """Header and padding of a slot come from the scratch: never anything but zeros."""
     groups = [LayerBlocks(separate_layers())]
