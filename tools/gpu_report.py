@@ -68,7 +68,13 @@ SCRATCH_BYTES = 64 * MIB
 TESTS_S = 150
 LARGE_CACHE_BYTES = 20 << 30
 """More than torch's index arithmetic of 32 bits reaches with words of 8 bytes."""
-LARGE_COPY, DRIVE, POSIX, STRAIGHT = "one large copy", "the drive alone", "drive, pinned memory", "drive, gds, straight"
+LARGE_COPY, GATHERED, DRIVE, POSIX, STRAIGHT = (
+    "one large copy",
+    "gathered",
+    "the drive alone",
+    "drive, pinned memory",
+    "drive, gds, straight",
+)
 COPIES, MOVES = ("gather", "scatter"), ("store", "load", "load unverified")
 THREADS = (1, 2, 4)
 GOAL_BYTES, LEAST, MOST_LOSS, UNTOUCHED_BYTES = 256 << 10, 0.9, 0.03, 64 * MIB
@@ -263,6 +269,17 @@ def make_copier(lanes: Lanes | None, layers: Sequence[torch.Tensor]) -> HostCopi
 
     groups = [LayerBlocks(layers)]
     return HostCopier(groups) if lanes is None else CudaCopier(groups, lanes, SCRATCH_BYTES)
+
+
+def measure_both(lanes: Lanes, shape: Shape, block_bytes: int, options: Any) -> list[Speed]:
+    """Return the copier's speeds as it chooses, and where it gathers all, to choose anew by."""
+    given = lanes, shape, block_bytes, options.copy_bytes, options.repetitions
+    chosen = measure_copies(*given)
+    with patch("kvdisk.worker.copier.STRAIGHT_BYTES", 1 << 60):
+        gathered = measure_copies(*given)
+    for speed in gathered:
+        speed.route = f"{GATHERED}, {shape.name}"
+    return chosen + gathered
 
 
 def measure_copies(
@@ -699,11 +716,11 @@ def work_of(lanes: Lanes, options: Any, gds: str) -> Iterator[tuple[str, int, Ca
     yield LARGE_COPY, 0, partial(measure_plain, lanes, moved, repetitions)
     for size in options.sizes:
         for shape in SHAPES:
-            yield f"copy, {shape.name}", size, partial(measure_copies, lanes, shape, size, moved, repetitions)
+            yield f"copy, {shape.name}", size, partial(measure_both, lanes, shape, size, options)
         for shape, threads in ((LAYERS_FIRST, THREADS), (BLOCKS_FIRST, THREADS[-1:])):
             act = partial(measure_memory, lanes, shape, size, options.arena_bytes, threads, repetitions)
             yield f"memory, {shape.name}", size, act
-    yield f"copy, {MLA.name}", MLA_BYTES, partial(measure_copies, lanes, MLA, MLA_BYTES, moved, repetitions)
+    yield f"copy, {MLA.name}", MLA_BYTES, partial(measure_both, lanes, MLA, MLA_BYTES, options)
     yield "model", options.side, partial(measure_beside, lanes, options)
     yield f"copy, {LARGE_CACHE.name}", 2 * MIB, partial(measure_large_cache, lanes, options)
     for size in options.sizes:

@@ -67,6 +67,17 @@ class Stack(NamedTuple):
     distance: int
 
 
+class Rows(NamedTuple):
+    """Rows at a regular distance: the first one's address, and bytes from each to the next."""
+
+    address: int
+    pitch: int
+
+
+_Rectangle = tuple[Rows, Rows, int, int]
+"""Rows of blocks, rows of slots, bytes of a row, and how many."""
+
+
 class LayerBlocks:
     """The blocks of one KV-cache group.
 
@@ -107,6 +118,22 @@ class LayerBlocks:
             if together and first is not None
             else None
         )
+
+    def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
+        """Yield what lies at regular distances in blocks and in as many payloads, the first of them
+        at ``address``: runs of blocks that lie as payloads do, or layers of one block."""
+        if self.rows is not None:
+            first, pitch = self.rows.data_ptr(), self.rows.stride(0)
+            for start, count in contiguous_runs(blocks, len(blocks)):
+                of_blocks = Rows(first + blocks[start] * pitch, pitch)
+                yield of_blocks, Rows(address + start * slot_bytes, slot_bytes), self.payload_bytes, count
+            return
+        for stack in self.stacks:
+            first, (of_block, apart, _) = stack.blocks.data_ptr(), stack.blocks.stride()
+            count, layer_bytes = stack.blocks.shape[1:]
+            for at, block in enumerate(blocks):
+                of_slot = Rows(address + at * slot_bytes + stack.offset, stack.distance)
+                yield Rows(first + block * of_block, apart), of_slot, layer_bytes, count
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
         """View a stack, or its part of slots, as the largest words that divide it: faster."""
@@ -243,8 +270,11 @@ class Lane(Enum):
 
 _BOTH = {Lane.STORE: (Lane.STORE, Lane.STORE_BESIDE), Lane.LOAD: (Lane.LOAD, Lane.LOAD_BESIDE)}
 STRAIGHT_BYTES = 256 << 10
-"""Blocks that lie as in a payload go without kernel and scratch if a copy has so much on average:
-each takes the mover's thread some microseconds. Not measured yet: ``tools/gpu_report.py`` will."""
+"""What a copy has to have on average to go straight between blocks and slots, without kernel and
+scratch: each takes the mover's thread some microseconds. Not measured: ``tools/gpu_report.py``."""
+STRAIGHT_ROW_BYTES = 16 << 10
+"""The same of its rows, which are a block's layers where these lie apart."""
+_MOST_PITCH = 2**31 - 1
 
 
 class CudaLanes:
@@ -301,20 +331,13 @@ class CudaLanes:
         return status == 0
 
 
-class Rows(NamedTuple):
-    """Rows at a regular distance: the first one's address, and bytes from each to the next."""
-
-    address: int
-    pitch: int
-
-
 class CudaCopier(HostCopier):
     """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
     ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for scratch, a quarter for
     each lane, though never less than the largest slot. The scratch holds whole slots, so that
-    neighbours in the arena move in one copy. What is larger goes in parts. Large blocks that lie as
-    in a payload need no scratch.
+    neighbours in the arena move in one copy. What is larger goes in parts. Large blocks need no
+    scratch.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks], lanes: CudaLanes, gpu_scratch_bytes: int) -> None:
@@ -385,20 +408,19 @@ class CudaCopier(HostCopier):
             used[lane] = None
         return self._end_of(used)
 
-    def _straight(self, group: int, blocks: Sequence[int], slots: Slots) -> list[tuple[Rows, Rows, int]]:
-        """Return copies of rows: of blocks, of as many slots in host memory, and how many. None
-        where the blocks do not lie so, or there would be too many small ones."""
-        rows, found = self._groups[group].rows, list[tuple[Rows, Rows, int]]()
-        if rows is None or not self._lanes.copies_rows or slots.memory.on_gpu:
+    def _straight(self, group: int, blocks: Sequence[int], slots: Slots) -> list[_Rectangle]:
+        """Return copies of rows that need no scratch; none where they would be too small, or the
+        slots are on the GPU."""
+        layers, found = self._groups[group], list[_Rectangle]()
+        layer_count = sum(stack.blocks.shape[1] for stack in layers.stacks)
+        rows_bytes = layers.payload_bytes if layers.rows is not None else layers.payload_bytes / max(1, layer_count)
+        far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
+        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or rows_bytes < STRAIGHT_ROW_BYTES:
             return found
-        address, pitch = rows.data_ptr(), rows.stride(0)
+        assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
         for run, neighbours in _runs(slots):
-            slot, slot_bytes = neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0)
-            mine = blocks[run]
-            for start, count in contiguous_runs(mine, len(mine)):
-                of_blocks = Rows(address + mine[start] * pitch, pitch)
-                found.append((of_blocks, Rows(slot + start * slot_bytes, slot_bytes), count))
-        return found if rows.shape[1] * len(blocks) >= STRAIGHT_BYTES * len(found) else []
+            found += layers.rectangles(blocks[run], neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0))
+        return found if layers.payload_bytes * len(blocks) >= STRAIGHT_BYTES * len(found) else []
 
     def _copy_straight(
         self, lane: Lane, group: int, blocks: Sequence[int], slots: Slots, after: Event | None
@@ -408,9 +430,9 @@ class CudaCopier(HostCopier):
         copies = self._straight(group, blocks, slots)
         if copies and after is not None:
             self._lanes.wait(lane, after)
-        for of_blocks, of_slots, count in copies:
+        for of_blocks, of_slots, row_bytes, count in copies:
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
-            if not self._lanes.copy_rows(lane, *ways, self._groups[group].payload_bytes, count):
+            if not self._lanes.copy_rows(lane, *ways, row_bytes, count):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
                 self._lanes.copies_rows = False
                 self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather

@@ -100,13 +100,14 @@ def test_a_slot_has_the_same_bytes_however_the_engine_lays_blocks_out(make, layo
     geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache)
     assert geometry.groups[0].payload_bytes == blocks.payload_bytes
     expected = [payloads(group, caches, layout, block) for block in range(BLOCKS)]
-    for straight_bytes in (1 << 60, 0):
-        monkeypatch.setattr(copiers, "STRAIGHT_BYTES", straight_bytes)
+    for straight in (False, True):
+        for name in ("STRAIGHT_BYTES", "STRAIGHT_ROW_BYTES"):
+            monkeypatch.setattr(copiers, name, 0 if straight else 1 << 60)
         lanes, arena = CpuLanes(), Arena(geometry.slot_sizes, [BLOCKS], pin=False)
         copier = CudaCopier([blocks], lanes, 0)
         slots = Slots(arena, 0, [3, 4, 0, 1])
         copier.gather(0, [5, 2, 3, 4], slots)
-        assert bool(lanes.rows) == (in_rows and not straight_bytes)
+        assert len(lanes.rows) == (0 if not straight else 3 if in_rows else 4 * stacks)
         for slot, block in ((3, 5), (4, 2), (0, 3), (1, 4)):
             assert bytes(arena.view(0, slot)[HEADER_BYTES:][: blocks.payload_bytes]) == expected[block]
         for layer in layers:

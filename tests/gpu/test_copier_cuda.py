@@ -56,9 +56,10 @@ def arena(layers, monkeypatch):
     made.close()
 
 
-@pytest.fixture(params=[0, copiers.STRAIGHT_BYTES], ids=["straight", "through scratch"])
+@pytest.fixture(params=[0, 1 << 60], ids=["straight", "through scratch"])
 def straight_bytes(request, monkeypatch):
     monkeypatch.setattr(copiers, "STRAIGHT_BYTES", request.param)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("straight_bytes")

@@ -127,6 +127,7 @@ def test_there_and_back(layout, which, slots, monkeypatch):
     if which == 3:
         which = 2
         monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+        monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
         monkeypatch.setattr(copiers, "MOST_WORDS", 512)
         monkeypatch.setattr(arenas, "PIECE_BYTES", 5 * 8192)
     layers, others = layout(), separate_layers()
@@ -206,8 +207,25 @@ def lanes_of(loads: bool) -> tuple[Lane, Lane]:
     return (Lane.LOAD, Lane.LOAD_BESIDE) if loads else (Lane.STORE, Lane.STORE_BESIDE)
 
 
+def test_layers_of_large_blocks_go_in_rows_also_where_they_lie_apart(monkeypatch):
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 61 * 600)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 600)  # a mean of 642
+    groups = [LayerBlocks(mla_with_indexer()), LayerBlocks(eighty_layers())]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    copier = CudaCopier(groups, lanes, 0)
+    copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
+    assert lanes.rows == [61] * 4, "of each block the layers of a kind"
+    lanes.rows.clear()
+    copier.gather(1, [2, 9], Slots(arena, 1, [4, 5]))
+    monkeypatch.setattr(copiers, "_MOST_PITCH", 100)
+    copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
+    assert lanes.rows == [], "of too short ones, or of layers too far apart for CUDA"
+    arena.close()
+
+
 def test_blocks_that_lie_as_in_a_payload_go_in_rows_where_these_are_large(monkeypatch):
     monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 3 * 80 * 64)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 5000)
     monkeypatch.setattr(arenas, "PIECE_BYTES", 4 * 12288)
     groups = [LayerBlocks(eighty_layers_in_a_block())]
     arena, lanes = arena_for(*groups), CpuLanes()
@@ -228,6 +246,7 @@ def test_blocks_that_lie_as_in_a_payload_go_in_rows_where_these_are_large(monkey
 
 def test_where_cuda_refuses_rows_all_is_gathered_from_then_on(monkeypatch, caplog):
     monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
     layers = eighty_layers_in_a_block()
     groups = [LayerBlocks(layers)]
     arena, lanes = arena_for(*groups), CpuLanes()

@@ -48,10 +48,15 @@ def test_every_route_and_size_is_in_the_table_and_the_json(stand_in, tmp_path, c
     memory = [gpu_report.memory_name(gpu_report.LAYERS_FIRST, threads) for threads in gpu_report.THREADS]
     memory.append(gpu_report.memory_name(gpu_report.BLOCKS_FIRST, gpu_report.THREADS[-1]))
     routes = dict.fromkeys((gpu_report.POSIX, gpu_report.STRAIGHT, *memory), gpu_report.MOVES)
-    routes |= {f"copy, {shape.name}": gpu_report.COPIES for shape in gpu_report.SHAPES}
+    copies = [f"{how}, {shape.name}" for how in ("copy", gpu_report.GATHERED) for shape in gpu_report.SHAPES]
+    routes |= dict.fromkeys(copies, gpu_report.COPIES)
     routes[gpu_report.DRIVE] = gpu_report.MOVES[:2]
     expected = {(route, what, size) for route, whats in routes.items() for what in whats for size in SIZES}
-    expected |= {(f"copy, {gpu_report.MLA.name}", what, gpu_report.MLA_BYTES) for what in gpu_report.COPIES}
+    expected |= {
+        (f"{how}, {gpu_report.MLA.name}", what, gpu_report.MLA_BYTES)
+        for how in ("copy", gpu_report.GATHERED)
+        for what in gpu_report.COPIES
+    }
     expected |= {("model", what, 16) for what in ("alone", "beside loads", "beside stores")}
     expected |= {(gpu_report.LARGE_COPY, what, 1000000) for what in gpu_report.COPIES}
     expected |= {(f"copy, {gpu_report.LARGE_CACHE.name}", what, 2 << 20) for what in gpu_report.COPIES}
@@ -59,7 +64,7 @@ def test_every_route_and_size_is_in_the_table_and_the_json(stand_in, tmp_path, c
     assert [row["why"] for row in found["speeds"] if row["why"]] == []
     assert all(min(row["samples"]) > 0 for row in found["speeds"])
     lines = [line for line in printed.splitlines() if line.startswith("| ") and line.count("KiB") == 1]
-    of_copies, of_moves = 1 + 2 * 2 + 2, 2 * (4 + 3)
+    of_copies, of_moves = 1 + 2 * (2 * 2 + 1) + 1, 2 * (4 + 3)
     judged = 2 * 2 + 2 * 2 + 2 * 2 + 1  # copies, also of MLA and the large cache; two shapes from memory; the drive
     assert len(lines) == of_copies + of_moves + judged, printed
     assert slot_headers.check_slot.__module__ == "kvdisk.device.header", "verification is back"
