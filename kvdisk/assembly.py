@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,8 @@ _COUNTS = ((10**9, " G"), (10**6, " M"), (10**3, " k"))
 _DEFAULT_STAGING_BYTES = 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
+_MOST_CHECKSUM_THREADS = 4
+"""One verifies 10 to 15 GB/s from memory, and a link has up to 55."""
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
@@ -463,10 +466,17 @@ def assemble_worker(
     host = choose_device(config.device, directories)
     disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
     remote = None if config.remote is None else _open_remote(config)
-    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote)
+    threads = _checksum_threads(geometry.rank_count) if on_gpu else 0
+    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote, threads)
     mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
     return WorkerParts(mover, tuple(each for each in memory if each is not None))
+
+
+def _checksum_threads(rank_count: int) -> int:
+    """Return how many threads of each rank verify what goes to a GPU: as many as reach the speed of
+    its link, and at most half of the processors."""
+    return max(1, min(_MOST_CHECKSUM_THREADS, len(os.sched_getaffinity(0)) // (2 * rank_count)))
 
 
 def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:

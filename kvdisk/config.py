@@ -152,10 +152,10 @@ class Config:
     Example: "500GiB"
     """
     cpu_bytes: int = _setting(4 << 30, parse_bytes)
-    """Host memory of the CPU tier over all ranks; with a GPU it is pinned at the start, near that
-    GPU where the machine says so. Without one it is taken as it is first used. Blocks are stored
-    here first and loaded from here fastest; what is stored on NVMe is written from here. 0: no CPU
-    tier, and blocks go straight to the drive.
+    """Host memory of the CPU tier over all ranks; with a GPU it is pinned after the start, near
+    that GPU where the machine says so. Without one it is taken as it is first used. Blocks are
+    stored here first and loaded from here fastest; what is stored on NVMe is written from here. 0:
+    no CPU tier, and blocks go straight to the drive.
 
     Example: "64GiB"
     """

@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kvdisk/connector/",
         "kvdisk/worker/copier.py",
         "kvdisk/worker/arena.py",
+        "kvdisk/worker/cudart.py",
         "kvdisk/worker/gpu_staging.py",
     ),
     "lmdb": ("kvdisk/index/lmdb_tables.py",),

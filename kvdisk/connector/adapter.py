@@ -104,6 +104,9 @@ _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TOKEN_MAJOR = ("LBNHC", "BLNHC")
 """The layouts in which all heads of a token lie together, whatever blocks the kernels take."""
 
+_WHOLE_BLOCKS = (16, 32, 64)
+"""Tokens of blocks that no attention kernel for CUDA takes in pieces."""
+
 STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
 
@@ -281,6 +284,41 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
         )
     outer.kv_transfer_config.kv_load_failure_policy = "recompute"
     return not was_set
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str | None:
+    """Return the layout to ask the engine for, one in which all layers of a block lie together;
+    None where that brings nothing, or might break the engine.
+
+    vLLM: it takes its own choice, with a warning, where a backend names layouts, and this one is
+    not among them. It does not start where kernels take such blocks in pieces, or where connectors
+    beside each other ask for different ones. ``VLLM_KV_CACHE_LAYOUT`` goes before all.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if (
+        not current_platform.is_cuda()
+        or model is None
+        or model.use_mla  # its indexer's layers would still lie apart from the others
+        or model.is_hybrid
+        or getattr(cache, "kv_cache_dtype_skip_layers", None)
+        or getattr(vllm_config.attention_config, "hisparse_config", None) is not None
+        or (getattr(cache, "user_specified_block_size", True) and cache.block_size not in _WHOLE_BLOCKS)
+        or _asked_by_another()
+    ):
+        return None
+    capability = current_platform.get_device_capability()
+    # vLLM: FlashInfer, which it prefers there, reads only blocks whose heads lie outermost.
+    return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
+
+
+def _asked_by_another() -> bool:
+    """Whether another connector, such as ``MultiConnector``, asks for its children's layouts."""
+    asking = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        asking += frame.f_code.co_name == "get_required_kvcache_layout"
+        frame = frame.f_back
+    return asking > 1
 
 
 def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

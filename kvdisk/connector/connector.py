@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.assembly import check_settings
 from kvdisk.config import Config
-from kvdisk.connector.adapter import handshakes_beside, refuse_unsupported, refuse_version, sleeps
+from kvdisk.connector.adapter import handshakes_beside, refuse_unsupported, refuse_version, sleeps, wanted_layout
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
@@ -165,6 +165,11 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         refuse_version()
         check_settings(extra_config)
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for blocks whose layers lie together, where the engine can have them."""
+        return wanted_layout(vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature

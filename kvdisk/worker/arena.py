@@ -8,11 +8,13 @@ move in one transfer. ``torch`` is imported only where a tensor or pinning is as
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,17 +22,27 @@ import numpy as np
 from kvdisk.device.base import Buffer
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
+from kvdisk.worker.cudart import cuda_runtime, relax_captures
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("kvdisk.worker")
+
+PIECE_BYTES = 256 << 20
+"""What is pinned at once, about: a driver may refuse much more, and may hold up the model for
+it."""
 
 
 class SlotMemory(ABC):
     """A region of slots for each size class, one behind the other; in host memory or on a GPU.
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
-    class; 0 is allowed. ``total_bytes``: at least 4096.
+    class; 0 is allowed. ``total_bytes``: at least 4096. ``on_gpu``: whether copies of a copier stay
+    on the GPU.
     """
+
+    on_gpu = False
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int]) -> None:
         assert len(slot_sizes) == len(slot_counts) > 0
@@ -55,6 +67,18 @@ class SlotMemory(ABC):
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
 
+    def piece_slots(self, size_class: int) -> int:
+        """Return how many slots of a class make a piece. A copy between host and GPU has to stay
+        within one: CUDA refuses those across two that were pinned apart."""
+        return max(1, PIECE_BYTES // self.slot_sizes[size_class])
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the length of each piece."""
+        for size_class, (size, count) in enumerate(zip(self.slot_sizes, self.slot_counts, strict=True)):
+            step = self.piece_slots(size_class)
+            for first in range(0, count, step):
+                yield self._offsets[size_class] + first * size, min(step, count - first) * size
+
     def view(self, size_class: int, index: int, count: int = 1) -> Buffer:
         """Return ``count`` neighbouring slots from ``index`` on, as one view: writable bytes, 4
         KiB-aligned."""
@@ -67,9 +91,11 @@ class SlotMemory(ABC):
 class Arena(SlotMemory):
     """One private anonymous mapping. Any thread may ask for views.
 
-    ``pin``: take all of it from the NUMA node of the process's current GPU and register it with
-    CUDA; otherwise memory is taken as slots are first written. A view or tensor that outlives the
-    arena keeps the mapping alive. Raises ConfigError where the memory cannot be had or pinned.
+    ``pin``: take all of it from the NUMA node of the constructing thread's GPU, register it with
+    CUDA, and keep it from children that fork. A thread does so in the background, piece by piece:
+    copies of what is not pinned yet are only slower. What cannot be pinned stays so, with a
+    warning. Otherwise memory is taken as slots are first written. A view or tensor that outlives
+    the arena keeps the mapping alive. Raises ConfigError where the memory cannot be had.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
@@ -82,9 +108,20 @@ class Arena(SlotMemory):
         with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory: memoryview | None = memoryview(mapping)
-        self._pinned_address = 0
+        self._pinned: list[int] = []
+        """Addresses of the pieces that are registered."""
+        self._closing = Event()
+        self._pinning: Thread | None = None
         if pin:
-            self._pin()
+            import torch
+
+            # A child's first write after a fork would otherwise move our pages from under the GPU.
+            mapping.madvise(mmap.MADV_DONTFORK)
+            gpu = torch.cuda.current_device()
+            self._pinning = Thread(target=self._pin, args=(gpu,), name="kvdisk-pinning", daemon=True)
+            self._pinning.start()
+            if cuda_runtime() is None:  # then the thread cannot keep out of the model's captures
+                self.await_pinned()
 
     @property
     def memory(self) -> memoryview:
@@ -101,33 +138,55 @@ class Arena(SlotMemory):
         array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
         return torch.from_numpy(array.reshape(count, size))
 
+    def await_pinned(self) -> None:
+        """Wait until all is pinned that can be."""
+        if self._pinning is not None:
+            self._pinning.join()
+
     def close(self) -> None:
         """Unregister from CUDA, and give the memory back with the last view of it. Idempotent.
 
         No copy and no batch may be in flight.
         """
-        if self._pinned_address:
+        self._closing.set()
+        self.await_pinned()
+        if self._pinned:
             import torch
 
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
-            self._pinned_address = 0
+            for address in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
+            self._pinned.clear()
         self._memory = None
 
-    def _pin(self) -> None:
+    def _pin(self, gpu: int) -> None:
+        """Pin one piece after the other, on a thread of its own."""
+        import torch
+
+        start = np.frombuffer(self.memory, np.uint8).ctypes.data
+        pinned_bytes, why = 0, ""
         try:
-            import torch
-        except ImportError as error:
-            raise ConfigError("pinned host memory needs torch with CUDA") from error
-        if not torch.cuda.is_available():
-            raise ConfigError("pinned host memory needs CUDA, and torch finds no CUDA device")
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        whole = np.frombuffer(self.memory, np.uint8)
-        with running_on(processors_near(properties)):
-            whole[::ALIGNMENT] = 0  # memory comes from where it is first touched
-            status = int(torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, self.total_bytes, 0))
-        if status != 0:
-            raise ConfigError(f"CUDA cannot pin {self.total_bytes} bytes of host memory (error {status})")
-        self._pinned_address = whole.ctypes.data
+            torch.cuda.set_device(gpu)
+            relax_captures()
+            run_near(torch.cuda.get_device_properties(gpu))  # memory comes from where it is first touched
+            for offset, length in self.pieces():
+                if self._closing.is_set():
+                    return
+                status = int(torch.cuda.cudart().cudaHostRegister(start + offset, length, 0))
+                if status:
+                    why = f"error {status}"
+                    break
+                self._pinned.append(start + offset)
+                pinned_bytes += length
+        except Exception as error:  # torch's, of a driver that answers otherwise than expected
+            why = str(error)
+        if why:
+            left = self.total_bytes - pinned_bytes
+            logger.warning(
+                "CUDA cannot pin %d of %d bytes of host memory: copies of them are slow (%s).",
+                left,
+                self.total_bytes,
+                why,
+            )
 
 
 # -- memory near a GPU ---------------------------------------------------------------------------
@@ -148,14 +207,8 @@ def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
     return {number for each in ends for number in range(each[0], each[-1] + 1)}
 
 
-@contextlib.contextmanager
-def running_on(processors: set[int]) -> Iterator[None]:
-    """Run this thread on those of these processors that it may use, if there are any."""
-    before = os.sched_getaffinity(0)
+def run_near(properties: Any) -> None:
+    """Run this thread on the processors near a GPU that it may use, if there are any."""
+    may = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, processors & before or before)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, processors_near(properties) & may or may)

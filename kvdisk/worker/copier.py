@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between vLLM's blocks and arena slots.
 
-vLLM: the layers of a group lie at a regular distance in one allocation, so that all layers of many
+vLLM: the layers of a kind lie at a regular distance in one allocation, so that all layers of many
 blocks are one strided view, and one index operation copies them all: ``LayerBlocks`` finds such
-stacks. Layers that do not fit a stack become stacks of their own, one operation each.
+stacks, also where kinds take turns. Layers that do not fit a stack become stacks of their own.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from itertools import accumulate, cycle, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +22,9 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
+from kvdisk.worker.cudart import cuda_runtime, relax_captures
+
+logger = logging.getLogger("kvdisk.worker")
 
 
 class Event(Protocol):
@@ -53,11 +59,23 @@ class Slots(NamedTuple):
 class Stack(NamedTuple):
     """Layers at a regular distance: uint8 (num_blocks, layer count, layer_bytes).
 
-    ``offset``: bytes into the payload.
+    ``offset``: bytes into the payload, of the first one; ``distance``: from each to the next there.
     """
 
     blocks: torch.Tensor
     offset: int
+    distance: int
+
+
+class Rows(NamedTuple):
+    """Rows at a regular distance: the first one's address, and bytes from each to the next."""
+
+    address: int
+    pitch: int
+
+
+_Rectangle = tuple[Rows, Rows, int, int]
+"""Rows of blocks, rows of slots, bytes of a row, and how many."""
 
 
 class LayerBlocks:
@@ -67,6 +85,9 @@ class LayerBlocks:
     second dimension, with any stride in the first. A payload is the layers' bytes one after the
     other, in this order, and padding, which no copy touches; without layers all of it is. The
     tensors are vLLM's; they must live as long as copies are asked for.
+
+    ``rows``: uint8 (num_blocks, payload_bytes), where all of a block lies together as in a payload;
+    else None.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -75,23 +96,87 @@ class LayerBlocks:
             assert layer.dim() == 2 and layer.stride(1) == 1, (layer.shape, layer.stride())
             assert layer.shape[0] == layers[0].shape[0], "layers of one group have the same blocks"
             assert layer.device == layers[0].device
-        self.payload_bytes = sum(int(layer.shape[1]) for layer in layers)
-        self.stacks: list[Stack] = []
-        start = offset = 0
-        while start < len(layers):
-            count = _regular_count(layers[start:])
-            first = layers[start]
-            layer_bytes = int(first.shape[1])
-            distance = layers[start + 1].storage_offset() - first.storage_offset() if count > 1 else layer_bytes
-            shape, strides = (first.shape[0], count, layer_bytes), (first.stride(0), distance, 1)
-            self.stacks.append(Stack(first.as_strided(shape, strides, first.storage_offset()), offset))
-            start += count
-            offset += count * layer_bytes
-        self._word = _widest_word(self.stacks)
+        offsets = list(accumulate((int(layer.shape[1]) for layer in layers), initial=0))
+        self.payload_bytes = offsets.pop()
+        kinds: dict[Any, list[int]] = {}
+        for at, layer in enumerate(layers):
+            kinds.setdefault((layer.untyped_storage().data_ptr(), layer.shape, layer.stride()), []).append(at)
+        runs = [run for places in kinds.values() for run in _regular_runs(layers, offsets, places)]
+        stacks = [_stack_of(layers, offsets, run) for run in runs]
+        self._word = _widest_word(stacks)
+        most_bytes = MOST_WORDS * self._word.itemsize
+        self.stacks = [each for stack in stacks for each in _cut(stack, most_bytes)]
+        first = layers[0] if layers else None
+        together = first is not None and all(
+            layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and layer.stride(0) == first.stride(0)
+            and layer.storage_offset() == first.storage_offset() + offset
+            for layer, offset in zip(layers, offsets, strict=True)
+        )
+        self.rows = (
+            first.as_strided((first.shape[0], self.payload_bytes), first.stride())
+            if together and first is not None
+            else None
+        )
+
+    def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
+        """Yield what lies at regular distances in blocks and in as many payloads, the first of them
+        at ``address``: runs of blocks that lie as payloads do, or layers of one block."""
+        if self.rows is not None:
+            first, pitch = self.rows.data_ptr(), self.rows.stride(0)
+            for start, count in contiguous_runs(blocks, len(blocks)):
+                of_blocks = Rows(first + blocks[start] * pitch, pitch)
+                yield of_blocks, Rows(address + start * slot_bytes, slot_bytes), self.payload_bytes, count
+            return
+        for stack in self.stacks:
+            first, (of_block, apart, _) = stack.blocks.data_ptr(), stack.blocks.stride()
+            count, layer_bytes = stack.blocks.shape[1:]
+            for at, block in enumerate(blocks):
+                of_slot = Rows(address + at * slot_bytes + stack.offset, stack.distance)
+                yield Rows(first + block * of_block, apart), of_slot, layer_bytes, count
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
-        """View a stack, or its part of slots, as the largest integers that divide it: faster."""
+        """View a stack, or its part of slots, as the largest words that divide it: faster."""
         return part.view(self._word)
+
+
+MOST_WORDS = 2**31 - 1
+"""Beyond so many words between its first and last, torch gathers with slower arithmetic."""
+
+
+def _regular_runs(layers: Sequence[torch.Tensor], offsets: Sequence[int], places: list[int]) -> Iterator[list[int]]:
+    """Cut layers of one kind into runs at a regular distance, in memory and in the payload."""
+    run = places[:1]
+    for at in places[1:]:
+        steps = {
+            (layers[two].storage_offset() - layers[one].storage_offset(), offsets[two] - offsets[one])
+            for one, two in pairwise([*run[-2:], at])
+        }
+        if len(steps) > 1 or min(steps)[0] <= 0:
+            yield run
+            run = []
+        run.append(at)
+    yield run
+
+
+def _stack_of(layers: Sequence[torch.Tensor], offsets: Sequence[int], run: list[int]) -> Stack:
+    first, last = layers[run[0]], layers[run[-1]]
+    layer_bytes, steps = int(first.shape[1]), max(1, len(run) - 1)
+    apart = (last.storage_offset() - first.storage_offset()) // steps or layer_bytes
+    shape = (first.shape[0], len(run), layer_bytes)
+    blocks = first.as_strided(shape, (first.stride(0), apart, 1))
+    return Stack(blocks, offsets[run[0]], (offsets[run[-1]] - offsets[run[0]]) // steps or layer_bytes)
+
+
+def _cut(stack: Stack, most_bytes: int) -> Iterator[Stack]:
+    """Cut a stack into such as span so many bytes at most, where less than a layer does not span
+    more."""
+    count, layer_bytes = stack.blocks.shape[1:]
+    of_one = (stack.blocks.shape[0] - 1) * stack.blocks.stride(0) + layer_bytes
+    most = (most_bytes - of_one) // stack.blocks.stride(1) + 1
+    each = most if 0 < most < count else count
+    for start in range(0, count, each):
+        yield stack._replace(blocks=stack.blocks[:, start : start + each], offset=stack.offset + start * stack.distance)
 
 
 def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
@@ -100,39 +185,29 @@ def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
         for stack in stacks
         for size in (stack.blocks.shape[2], stack.blocks.storage_offset(), *stack.blocks.stride()[:2])
     ]
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    return words[math.gcd(8, *sizes)]
-
-
-def _regular_count(layers: Sequence[torch.Tensor]) -> int:
-    """Return how many of the first layers form one strided view (at least 1)."""
-    first = layers[0]
-    distance = 0
-    for count, layer in enumerate(layers):
-        step = layer.storage_offset() - layers[count - 1].storage_offset() if count else 0
-        distance = step if count == 1 else distance
-        if (
-            layer.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-            or (layer.shape, layer.stride()) != (first.shape, first.stride())
-            or (count and (step != distance or step <= 0))
-        ):
-            return count
-    return len(layers)
+    # Nothing is computed with them: a complex number is 16 bytes that are moved at once.
+    words = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return words[math.gcd(16, *sizes)]
 
 
 def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
     """Return a stack's part of slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
-    _, count, layer_bytes = stack.blocks.shape
-    start = HEADER_BYTES + stack.offset
-    return slots[:, start : start + count * layer_bytes].unflatten(1, (count, layer_bytes))
+    shape = (slots.shape[0], *stack.blocks.shape[1:])
+    strides = (slots.stride(0), stack.distance, 1)
+    return slots.as_strided(shape, strides, slots.storage_offset() + HEADER_BYTES + stack.offset)
 
 
 def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield runs of neighbouring slots: which of ``slots``, and their bytes (count, slot_bytes)."""
-    every = slots.memory.tensor(slots.size_class)
+    """Yield runs of neighbouring slots: which of ``slots``, and their bytes (count, slot_bytes).
+    None goes across the end of a piece of the memory."""
+    every, piece = slots.memory.tensor(slots.size_class), slots.memory.piece_slots(slots.size_class)
     for start, count in contiguous_runs(slots.indices, len(slots.indices)):
-        first = slots.indices[start]
-        yield slice(start, start + count), every[first : first + count]
+        at, end = start, start + count
+        while at < end:
+            first = slots.indices[at]
+            some = min(end - at, piece - first % piece)
+            yield slice(at, at + some), every[first : first + some]
+            at += some
 
 
 class HostCopier:
@@ -181,24 +256,47 @@ class HostCopier:
 
 
 class Lane(Enum):
-    """The two streams of device work; each runs in order, beside the other."""
+    """The streams of device work; each runs in order, beside the others.
+
+    Stores and loads have two each, and take them in turn: while one copies a part over the link,
+    the other's kernel gathers, or scatters, the next.
+    """
 
     STORE = "store"
     LOAD = "load"
+    STORE_BESIDE = "store beside"
+    LOAD_BESIDE = "load beside"
+
+
+_BOTH = {Lane.STORE: (Lane.STORE, Lane.STORE_BESIDE), Lane.LOAD: (Lane.LOAD, Lane.LOAD_BESIDE)}
+STRAIGHT_BYTES = 256 << 10
+"""What a copy has to have on average to go straight between blocks and slots, without kernel and
+scratch: each takes the mover's thread some microseconds. Not measured: ``tools/gpu_report.py``."""
+STRAIGHT_ROW_BYTES = 16 << 10
+"""The same of its rows, which are a block's layers where these lie apart."""
+_MOST_PITCH = 2**31 - 1
 
 
 class CudaLanes:
     """The streams of a CUDA device (None: the calling thread's current one), and what else
     ``CudaCopier`` needs of it. Tests have one that works at once.
 
-    ``device``: where vLLM's blocks and the scratch are.
+    ``device``: where vLLM's blocks and the scratch are. ``copies_rows``: whether ``copy_rows`` can
+    be used.
     """
 
     device: torch.device
+    copies_rows: bool
 
     def __init__(self, device: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in Lane}
+        runtime = cuda_runtime()
+        self.copies_rows = runtime is not None
+        if runtime is not None:
+            self._memcpy_2d = runtime.cudaMemcpy2DAsync
+            place = [ctypes.c_void_p, ctypes.c_size_t]
+            self._memcpy_2d.argtypes = [*place, *place, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Return a context in which operations of this thread go to the lane."""
@@ -222,22 +320,34 @@ class CudaLanes:
         # From pageable memory the copy would first wait for all that the lane has to do.
         return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
 
+    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
+        """Start one copy of ``count`` rows between host (LOAD: ``source``) and device; return
+        whether CUDA did."""
+        # torch would copy rows that are apart through memory of its own, and wait for it.
+        kind = 1 if lane is Lane.LOAD else 2
+        status: int = self._memcpy_2d(*target, *source, row_bytes, count, kind, self._streams[lane].cuda_stream)
+        if status:
+            cuda_runtime().cudaGetLastError()  # or torch would raise it at something else
+        return status == 0
+
 
 class CudaCopier(HostCopier):
     """The copier of an accelerator: pinned arena, vLLM's blocks, and scratch between them.
 
-    ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for scratch, half for each
-    lane, though never less than the largest slot. The scratch holds whole slots, so that neighbours
-    in the arena move in one copy. What is larger goes in parts, whose order a lane keeps.
+    ``groups``: on ``lanes.device``. ``gpu_scratch_bytes``: device memory for scratch, a quarter for
+    each lane, though never less than the largest slot. The scratch holds whole slots, so that
+    neighbours in the arena move in one copy. What is larger goes in parts. Large blocks need no
+    scratch.
     """
 
     def __init__(self, groups: Sequence[LayerBlocks], lanes: CudaLanes, gpu_scratch_bytes: int) -> None:
         super().__init__(groups)
         self._lanes = lanes
         largest = max(HEADER_BYTES + round_up(group.payload_bytes, ALIGNMENT) for group in groups)
-        self.scratch_bytes = max(gpu_scratch_bytes // 2, largest)
+        self.scratch_bytes = max(gpu_scratch_bytes // len(Lane), largest)
         # Zeros, so that headers and padding that a gather copies out hold no stale bytes.
         self._scratch = {lane: torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=lanes.device) for lane in Lane}
+        self._next = {lane: cycle(both) for lane, both in _BOTH.items()}
         zeroed = lanes.record(None)
         for lane in Lane:
             lanes.wait(lane, zeroed)
@@ -247,6 +357,8 @@ class CudaCopier(HostCopier):
         """See ``HostCopier``."""
         device = self._lanes.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+            if device.type == "cuda":
+                relax_captures()
             yield
 
     def compute_done(self) -> Event | None:
@@ -255,44 +367,94 @@ class CudaCopier(HostCopier):
 
     def hold_model(self) -> None:
         """See ``HostCopier``."""
-        self._lanes.wait(None, self._lanes.record(Lane.STORE))
+        for lane in _BOTH[Lane.STORE]:
+            self._lanes.wait(None, self._lanes.record(lane))
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``HostCopier``."""
-        layers = self._groups[group]
-        with self._lanes.on(Lane.STORE):
-            if after is not None:
-                self._lanes.wait(Lane.STORE, after)
-            at = self._lanes.numbers(blocks)
-            for part, some, scratch in self._parts(Lane.STORE, slots):
+        straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
+        if straight is not None:
+            return straight
+        layers, used = self._groups[group], dict[Lane, None]()
+        for lane, part, some, scratch in self._parts(Lane.STORE, slots):
+            with self._lanes.on(lane):
+                if after is not None and lane not in used:
+                    self._lanes.wait(lane, after)
+                at = self._lanes.numbers(blocks[part])
                 for stack in layers.stacks:
                     target = layers.widened(_payload_part(scratch, stack))
-                    torch.index_select(layers.widened(stack.blocks), 0, at[part], out=target)
+                    torch.index_select(layers.widened(stack.blocks), 0, at, out=target)
                 for run, neighbours in _runs(some):
                     neighbours.copy_(scratch[run], non_blocking=True)
-            return self._lanes.record(Lane.STORE)
+            used[lane] = None
+        return self._end_of(used)
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
-        layers = self._groups[group]
-        with self._lanes.on(Lane.LOAD):
-            at = self._lanes.numbers(blocks)
-            for part, some, scratch in self._parts(Lane.LOAD, slots):
+        straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
+        if straight is not None:
+            return straight
+        layers, used = self._groups[group], dict[Lane, None]()
+        for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
+            with self._lanes.on(lane):
+                at = self._lanes.numbers(blocks[part])
                 for run, neighbours in _runs(some):
                     scratch[run].copy_(neighbours, non_blocking=True)
-                if after is not None and part.start == 0:
-                    self._lanes.wait(Lane.LOAD, after)
+                if after is not None and lane not in used:
+                    self._lanes.wait(lane, after)
                 for stack in layers.stacks:
                     target = layers.widened(stack.blocks)
-                    target.index_copy_(0, at[part], layers.widened(_payload_part(scratch, stack)))
-            return self._lanes.record(Lane.LOAD)
+                    target.index_copy_(0, at, layers.widened(_payload_part(scratch, stack)))
+            used[lane] = None
+        return self._end_of(used)
 
-    def _parts(self, lane: Lane, slots: Slots) -> Iterator[tuple[slice, Slots, torch.Tensor]]:
-        """Yield as many slots as fit the scratch: which, and their scratch (count, slot_bytes)."""
+    def _straight(self, group: int, blocks: Sequence[int], slots: Slots) -> list[_Rectangle]:
+        """Return copies of rows that need no scratch; none where they would be too small, or the
+        slots are on the GPU."""
+        layers, found = self._groups[group], list[_Rectangle]()
+        layer_count = sum(stack.blocks.shape[1] for stack in layers.stacks)
+        rows_bytes = layers.payload_bytes if layers.rows is not None else layers.payload_bytes / max(1, layer_count)
+        far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
+        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or rows_bytes < STRAIGHT_ROW_BYTES:
+            return found
+        assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
+        for run, neighbours in _runs(slots):
+            found += layers.rectangles(blocks[run], neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0))
+        return found if layers.payload_bytes * len(blocks) >= STRAIGHT_BYTES * len(found) else []
+
+    def _copy_straight(
+        self, lane: Lane, group: int, blocks: Sequence[int], slots: Slots, after: Event | None
+    ) -> Event | None:
+        """Start the copies of ``_straight``; None: there are none, or CUDA refused one, and is not
+        asked again."""
+        copies = self._straight(group, blocks, slots)
+        if copies and after is not None:
+            self._lanes.wait(lane, after)
+        for of_blocks, of_slots, row_bytes, count in copies:
+            ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
+            if not self._lanes.copy_rows(lane, *ways, row_bytes, count):
+                logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
+                self._lanes.copies_rows = False
+                self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather
+                return None
+        return self._lanes.record(lane) if copies else None
+
+    def _parts(self, lane: Lane, slots: Slots) -> Iterator[tuple[Lane, slice, Slots, torch.Tensor]]:
+        """Yield as many slots as fit the scratch: the lane whose turn it is, which slots, and its
+        scratch for them (count, slot_bytes)."""
         slot_bytes = slots.memory.slot_sizes[slots.size_class]
         most = self.scratch_bytes // slot_bytes
         for start in range(0, len(slots.indices), most):
             some = slots._replace(indices=slots.indices[start : start + most])
-            count = len(some.indices)
-            scratch = self._scratch[lane][: count * slot_bytes].view(count, slot_bytes)
-            yield slice(start, start + count), some, scratch
+            count, turn = len(some.indices), next(self._next[lane])
+            scratch = self._scratch[turn][: count * slot_bytes].view(count, slot_bytes)
+            yield turn, slice(start, start + count), some, scratch
+
+    def _end_of(self, used: Iterable[Lane]) -> Event:
+        """Return an event after all that these lanes, one at least, were given so far."""
+        first, *others = used
+        event = self._lanes.record(first)
+        for lane in others:
+            self._lanes.wait(lane, event)
+            event = self._lanes.record(lane)
+        return event

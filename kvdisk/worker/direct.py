@@ -123,6 +123,7 @@ def choose_direct(
     arena, staging = Arena(slot_sizes, slot_counts, pin=lanes.device.type == "cuda"), None
     try:
         staging = GpuStaging(slot_sizes, slot_counts, lanes)
+        arena.await_pinned()
         with nameless_file(directory, file_bytes) as (fd, _):
             _Trial(fd, make_device(), arena, staging, found).run(file_bytes)
     except Silence:

@@ -83,6 +83,8 @@ class GpuStaging(SlotMemory):
     OutOfMemoryError where the GPU has not so much left.
     """
 
+    on_gpu = True
+
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], lanes: CudaLanes) -> None:
         super().__init__(slot_sizes, slot_counts)
         self._lanes = lanes
@@ -112,7 +114,7 @@ class GpuStaging(SlotMemory):
         self._host_sums = on_host(lambda count: (count, LANES), torch.int64)
         self._sums = [torch.zeros(count, LANES, dtype=torch.int64, device=device) for count in slot_counts]
         largest = max(slot_sizes) - HEADER_BYTES
-        self._payload_sums = {lane: PayloadSums(device, largest) for lane in Lane}
+        self._payload_sums = {lane: PayloadSums(device, largest) for lane in (Lane.STORE, Lane.LOAD)}
         made = lanes.record(None)
         for lane in Lane:
             lanes.wait(lane, made)

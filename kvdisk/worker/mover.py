@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
@@ -222,13 +223,14 @@ class Mover:
         return happened
 
     def _run(self) -> None:
-        try:
-            with self._copier.thread():
+        with ExitStack() as within:  # the end, too: it waits for copies, and gives memory of the GPU back
+            try:
+                within.enter_context(self._copier.thread())
                 self._runner.attach()
                 self._turn_until_closed()
-        except BaseException as error:  # whatever it is, the model's thread shall hear of it
-            self._error = error
-        self._finish()
+            except BaseException as error:  # whatever it is, the model's thread shall hear of it
+                self._error = error
+            self._finish()
 
     def _turn_until_closed(self) -> None:
         happened = True

@@ -30,6 +30,8 @@ class Resources:
     is an NVMe tier. ``direct``: the way straight between drive and GPU, where ``device`` has one.
     All memory stays the caller's, who closes it after the mover. ``device``, ``files`` and
     ``remote``, the store that hosts share, become the mover's, which closes them.
+    ``checksum_threads``: that seal and verify slots in host memory, several parts at once; 0: the
+    mover's own thread does it.
     """
 
     geometry: Geometry
@@ -41,6 +43,7 @@ class Resources:
     files: SegmentFiles
     direct: Direct | None = None
     remote: Objects | None = None
+    checksum_threads: int = 0
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.geometry.rank_count
@@ -168,8 +171,9 @@ class Part:
     a direct route ``memory`` is GPU staging.
 
     ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``copy``: its
-    end, where it is a copy; ``batch``: the positions of the moves in each transfer, where it is at
-    the device. ``late``: its moves have failed, and the device still owns its slots.
+    end, where it is a copy, or on another thread; ``batch``: the positions of the moves in each
+    transfer, where it is at the device. ``late``: its moves have failed, and the device still owns
+    its slots.
     """
 
     work: Work

@@ -14,9 +14,10 @@ import threading
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvdisk.blocks import JobId, Tier
 from kvdisk.device.base import Outcome
@@ -52,6 +53,21 @@ _COUNTED = {
     Reason.CHECKSUM: "verification_failures.checksum",
     Reason.DEADLINE: "deadline_misses",
 }
+
+
+class Summing:
+    """``Event`` of what checksum threads do."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return self.future.done()
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        wait([self.future])
 
 
 class Runner:
@@ -106,6 +122,9 @@ class Runner:
         self._parts = PartCutter(resources, part_bytes)
         self._direct = resources.direct
         self._stopping = False
+        self._threads = None
+        if resources.checksum_threads:
+            self._threads = ThreadPoolExecutor(resources.checksum_threads, "kvdisk-checksum")
 
     def attach(self) -> None:
         """Make the memory known to the device. Once, before the first turn."""
@@ -263,6 +282,8 @@ class Runner:
                 self._remote_io.close()
         with suppress(Exception):
             self._resources.device.drain()
+        if self._threads is not None:
+            self._threads.shutdown()
         self._files.close()
         self._resources.device.close()
 
@@ -288,11 +309,12 @@ class Runner:
         writes = sum(part.route.writes and part.route.far is route.far for part in others)
         of_stores = sum(part.route.gathers and part.copy is not None for part in others)
         of_loads = sum(part.route.scatters and part.copy is not None for part in others)
+        summing = self._resources.checksum_threads
         return (
             not (route.reads and reads >= (MOST_READS // 2 if route.kind is JobKind.PROMOTE else MOST_READS))
             and not (route.writes and writes >= MOST_WRITES)
-            and not (route.gathers and of_stores >= MOST_GATHERS and not urgent)
-            and not (route.scatters and of_loads >= MOST_SCATTERS)
+            and not (route.gathers and of_stores >= MOST_GATHERS + summing and not urgent)
+            and not (route.scatters and of_loads >= MOST_SCATTERS + summing)
         )
 
     def _expire(self, now_s: float) -> bool:
@@ -347,10 +369,9 @@ class Runner:
                 self._note_copied(part.work)
             part.begun += 1
             part.began_s = self._clock()
-            if part.leg is Leg.CHECK:
-                self._check(part)
-            elif part.leg is Leg.SEAL and not direct:
-                self._headers.seal(part)
+            if part.leg is Leg.CHECK or (part.leg is Leg.SEAL and not direct):
+                if not self._sum(part):
+                    return
             elif part.begun > 1 and self._stopping:
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
             elif self._send(part) if part.leg in {Leg.READ, Leg.WRITE} else self._copy(part):
@@ -399,11 +420,14 @@ class Runner:
         return copier.scatter(part.group, slots, blocks, work.after)
 
     def _has_copied(self, part: Part, copy: Event) -> bool:
-        """Note a copy that has ended."""
+        """Note a copy, or a seal or check on another thread, that has ended."""
         if not copy.query():
             return False
         copy.synchronize()
         part.copy = None
+        if isinstance(copy, Summing):
+            self._note_summed(part, copy.future.result())
+            return True
         self._count(part, len(part.positions))
         return True
 
@@ -455,8 +479,18 @@ class Runner:
     def _payload_bytes(self, part: Part) -> int:
         return self._resources.geometry.groups[part.group].payload_bytes
 
-    def _check(self, part: Part) -> None:
-        bad, unknown = self._headers.check(part)
+    def _sum(self, part: Part) -> bool:
+        """Seal or verify a part's slots; return whether that has ended."""
+        act = self._headers.check if part.leg is Leg.CHECK else self._headers.seal
+        if self._threads is None or part.route.direct:
+            self._note_summed(part, act(part))
+            return True
+        part.copy = Summing(self._threads.submit(act, part))
+        return False
+
+    def _note_summed(self, part: Part, found: tuple[dict[int, Reason], list[int]] | None) -> None:
+        """Note the end of a seal (None), or what a check found."""
+        bad, unknown = found or ({}, [])
         self._load_by_host(part, unknown)
         for position, reason in bad.items():
             move = part.work.job.moves[position]

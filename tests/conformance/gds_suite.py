@@ -11,11 +11,12 @@ import resource
 import signal
 import threading
 from collections.abc import Sequence
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
-from gpu_report import Route
+from gpu_report import drive_route
 from support.addressed_device import CpuLanes, range_of
 
 from kvdisk.device import gds
@@ -149,7 +150,7 @@ class TestGds(FilesConformance):
 def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) -> None:
     """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other
     wrote."""
-    route = Route(CpuLanes(), tmp_path, GdsDevice(compat=True), 1 << 16, 48, direct=True)
+    route = drive_route(CpuLanes(), tmp_path, partial(GdsDevice, compat=True), 1 << 16, 48, direct=True)
     direct = route._mover._runner._direct
     before = [layer.clone() for layer in route.layers]
     for straight, act in ((stored_straight, route.store), (loaded_straight, route.load)):

@@ -17,7 +17,6 @@ LEFT_ALONE = {
     "get_kv_connector_kv_cache_events": "events come from the scheduler, by take_events",
     "get_loaded_kv_cache_group_ids": "all groups that can be in a prefix cache: those of every kind that is accepted",
     "get_mem_pool_context": "None: the engine allocates the KV cache as it does without a connector",
-    "get_required_kvcache_layout": "None: layer_blocks takes every layout in which a block is contiguous",
     "has_connector_metadata": "the base keeps the step's metadata",
     "has_pending_block_frees": "False: no transfer holds a block that a preemption could wait for",
     "register_finished_partial_tail": "False: a state behind the last full block has no key",

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
+from kvdisk.worker import arena as arenas
+from kvdisk.worker import copier as copiers
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks, Slots
 
@@ -31,27 +33,45 @@ def within_blocks(layers: int, layer_bytes: int) -> list[torch.Tensor]:
     return list(whole.split(layer_bytes, dim=1))
 
 
-@pytest.fixture(params=[one_allocation, separate, within_blocks])
+def interleaved(layers: int, layer_bytes: int) -> list[torch.Tensor]:
+    """Two kinds that take turns, as MLA and its indexer do."""
+    kinds = [one_allocation(layers // 2, size) for size in (layer_bytes, layer_bytes // 8)]
+    return [layer for pair in zip(*kinds, strict=True) for layer in pair]
+
+
+@pytest.fixture(params=[one_allocation, separate, within_blocks, interleaved])
 def layers(request):
     return request.param(8, 16384)
 
 
 @pytest.fixture
-def arena(layers):
+def arena(layers, monkeypatch):
     payload = sum(layer.shape[1] for layer in layers)
-    made = Arena([HEADER_BYTES + round_up(payload, ALIGNMENT)], [SLOTS], pin=True)
+    slot_bytes = HEADER_BYTES + round_up(payload, ALIGNMENT)
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 7 * slot_bytes)  # copies may not go across two of them
+    made = Arena([slot_bytes], [SLOTS], pin=True)
+    made.await_pinned()
+    assert len(made._pinned) == -(-SLOTS // 7)
     yield made
     made.close()
 
 
+@pytest.fixture(params=[0, 1 << 60], ids=["straight", "through scratch"])
+def straight_bytes(request, monkeypatch):
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", request.param)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("straight_bytes")
 @pytest.mark.parametrize("scratch_slots", [1, 7, 200])
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
+    assert CudaLanes().copies_rows, "torch's CUDA runtime was not found"
     chance = random.Random(scratch_slots)
     count = 50
     slots = list(range(9, 9 + count)) if neighbours else chance.sample(range(SLOTS), count)
     sources = chance.sample(range(BLOCKS), count)
-    copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 2 * scratch_slots * arena.slot_sizes[0])
+    copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 4 * scratch_slots * arena.slot_sizes[0])
 
     on_host = [layer.cpu() for layer in layers]
     reference = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
@@ -65,6 +85,19 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
     for layer, expected in zip(layers, on_host, strict=True):
         assert torch.equal(layer.cpu(), expected)
     reference.close()
+
+
+def test_what_is_not_pinned_is_copied_as_well(layers, arena):
+    """As while the pinning goes on, or where the driver refused it."""
+    loose = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
+    copier, slots = CudaCopier([LayerBlocks(layers)], CudaLanes(), 64 << 20), list(range(20))
+    before = [layer.clone() for layer in layers]
+    copier.gather(0, slots, Slots(loose, 0, slots), after=copier.compute_done()).synchronize()
+    for layer in layers:
+        layer[:20] = 0
+    copier.scatter(0, Slots(loose, 0, slots), slots, after=copier.compute_done()).synchronize()
+    assert all(torch.equal(layer, old) for layer, old in zip(layers, before, strict=True))
+    loose.close()
 
 
 def test_a_gather_waits_for_the_model_and_sees_what_it_wrote(layers, arena):

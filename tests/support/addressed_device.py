@@ -13,7 +13,7 @@ import torch
 
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.testing.faulty_device import FaultyDevice
-from kvdisk.worker.copier import CudaLanes, Event, Lane, Passed
+from kvdisk.worker.copier import CudaLanes, Event, Lane, Passed, Rows
 
 
 def range_of(buffer: Buffer) -> GpuRange:
@@ -63,12 +63,15 @@ class AddressedDevice(FaultyDevice):
 
 
 class CpuLanes(CudaLanes):
-    """Those of a CPU. ``log``: what was asked of which lane."""
+    """Those of a CPU. ``log``: what was asked of which lane. ``rows``: of each copy of rows, how
+    many it had."""
 
     device = torch.device("cpu")
+    copies_rows = True
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Lane | None]] = []
+        self.rows: list[int] = []
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -82,3 +85,10 @@ class CpuLanes(CudaLanes):
 
     def numbers(self, values: Any) -> torch.Tensor:
         return torch.tensor(values)
+
+    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
+        self.rows.append(count)
+        for row in range(count):
+            to, of = (place.address + row * place.pitch for place in (target, source))
+            ctypes.memmove(to, of, row_bytes)
+        return True

@@ -18,7 +18,7 @@ from kvdisk.remote.base import Objects
 from kvdisk.stats import Stats
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import HostCopier, LayerBlocks
+from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -70,6 +70,7 @@ class Rank:
     """A mover that ``run`` turns, over random KV and a faulty device over bytes in RAM.
 
     ``direct``: what is staged goes through GPU staging, over CPU tensors, of as many slots.
+    ``on_gpu``: the copier is that of GPUs, over CPU tensors.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Rank:
         home: HomeSpec | None = None,
         direct: bool = False,
         remote: Objects | None = None,
+        on_gpu: bool = False,
+        checksum_threads: int = 0,
     ) -> None:
         sizes = GEOMETRY.slot_sizes
         generator = torch.Generator().manual_seed(100)
@@ -102,16 +105,18 @@ class Rank:
         if direct:
             every = frozenset(range(classes))
             self.direct = Direct(GpuStaging(sizes, [staging_slots] * classes, CpuLanes()), every, every)
+        groups = [LayerBlocks(layers) for layers in self.layers]
         resources = Resources(
             GEOMETRY,
             0,
             self.arena,
             self.staging,
-            copier or HostCopier([LayerBlocks(layers) for layers in self.layers]),
+            copier or (CudaCopier(groups, CpuLanes(), 0) if on_gpu else HostCopier(groups)),
             AddressedDevice(self.device) if direct else self.device,
             self.files,
             self.direct,
             remote,
+            checksum_threads,
         )
         self.mover = Mover(
             resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=4 * max(sizes), threaded=threaded

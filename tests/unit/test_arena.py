@@ -4,11 +4,14 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.waits import WAIT_S
 
 from kvdisk.errors import ConfigError
 from kvdisk.worker import arena as arenas
@@ -58,12 +61,9 @@ def test_what_outlives_the_arena_never_dangles():
     assert int(tensor[0, 0]) == ord("k")
 
 
-def test_what_cannot_be_had_is_one_sentence(monkeypatch):
+def test_what_cannot_be_had_is_one_sentence():
     with pytest.raises(ConfigError, match="bytes of host memory"):
         Arena((1 << 40,), (1 << 20,), pin=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="CUDA"):
-        Arena(SIZES, COUNTS, pin=True)
 
 
 # -- pinned memory is touched by processors near its GPU, as sysfs names them ---------------------
@@ -84,20 +84,91 @@ def test_the_processors_near_a_gpu(tmp_path, text, expected):
     assert arenas.processors_near(SimpleNamespace(), tmp_path) == set()
 
 
+class Driver:
+    """What an arena asks of CUDA. ``calls``: GPU and processors of the thread, and what was pinned.
+    ``refused``: which piece it does not pin."""
+
+    def __init__(self, monkeypatch, refused: int = -1) -> None:
+        self.gpu, self.calls, self.refused, self.freed = -1, [], refused, []
+        for name, found in (
+            ("current_device", lambda: 3),
+            ("set_device", lambda gpu: setattr(self, "gpu", gpu)),
+            ("cudart", lambda: SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.freed.append)),
+            ("get_device_properties", lambda gpu: GPU if gpu == 3 else None),
+        ):
+            monkeypatch.setattr(torch.cuda, name, found)
+
+    def register(self, address, byte_count, _flags):
+        self.calls.append((self.gpu, os.sched_getaffinity(0), address, byte_count))
+        return 2 if len(self.calls) - 1 == self.refused else 0
+
+
 @pytest.mark.parametrize("near", [{min(os.sched_getaffinity(0)), 100_000}, {100_000}, set()])
 def test_an_arena_is_pinned_by_processors_near_its_gpu(monkeypatch, near):
-    before, found = os.sched_getaffinity(0), []
-
-    def register(_address, byte_count, _flags):
-        found.append((os.sched_getaffinity(0), byte_count))
-        return 0
-
-    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _address: 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: GPU if gpu == 3 else None)
+    before, driver = os.sched_getaffinity(0), Driver(monkeypatch)
     monkeypatch.setattr(arenas, "processors_near", lambda gpu: near if gpu is GPU else set())
     Arena([8192], [16], pin=True).close()
-    assert found == [(near & before or before, 16 * 8192)]
+    ((gpu, processors, _, byte_count),) = driver.calls
+    assert (gpu, processors, byte_count) == (3, near & before or before, 16 * 8192)
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("refused", [-1, 2])
+def test_it_is_pinned_in_pieces_of_whole_slots_as_far_as_the_driver_does(monkeypatch, caplog, refused):
+    driver = Driver(monkeypatch, refused)
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 2 * 8192 + 100)
+    arena = Arena(SIZES, COUNTS, pin=True)
+    arena.await_pinned()
+    start = address(arena.memory)
+    # Two slots, two, and one of the smaller size; then one slot each, as it is larger than a piece.
+    lengths = [16384, 16384, 8192, 20480, 20480, 20480]
+    offsets = [0, *itertools.accumulate(lengths)][:-1]
+    tried = list(zip(offsets, lengths, strict=True))[: refused + 1 if refused >= 0 else None]
+    assert [(place - start, length) for _, _, place, length in driver.calls] == tried
+    assert [arena.piece_slots(size_class) for size_class in (0, 1)] == [2, 1]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (refused >= 0)
+    assert all("69632 of 102400 bytes" in line and "error 2" in line for line in warnings)
+    arena.view(1, 2)[:3] = b"xyz"  # it serves, pinned or not
+    arena.close()
+    assert driver.freed == [start + offset for offset in offsets[: refused if refused >= 0 else None]]
+
+
+def test_a_driver_that_is_not_there_is_one_warning(monkeypatch, caplog):
+    Driver(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _gpu: 1 // 0)
+    Arena(SIZES, COUNTS, pin=True).close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_serving_does_not_wait_for_the_pinning_and_the_end_does(monkeypatch):
+    driver, held, pinning = Driver(monkeypatch), threading.Event(), threading.Event()
+    monkeypatch.setattr(arenas, "cuda_runtime", object)
+    monkeypatch.setattr(arenas, "relax_captures", lambda: driver.calls.append("relaxed"))
+
+    def register(_address, _byte_count, _flags):
+        pinning.set()
+        assert held.wait(WAIT_S)
+        return 0
+
+    driver.register = register
+    arena = Arena(SIZES, COUNTS, pin=True)
+    arena.view(0, 0)[:3] = b"xyz"
+    assert pinning.wait(WAIT_S)
+    assert driver.calls == ["relaxed"], "before anything that a capture of CUDA graphs forbids"
+    threading.Timer(0.01, held.set).start()
+    arena.close()
+    assert len(driver.freed) == 1, "what was being pinned is freed, and no more was begun"
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_children_that_fork_do_not_get_what_is_pinned(monkeypatch, pin):
+    Driver(monkeypatch)
+    arena = Arena(SIZES, COUNTS, pin=pin)
+    arena.view(0, 0)[0] = 1
+    place = f"{address(arena.memory):x}-"
+    mappings = Path("/proc/self/smaps").read_text().split("\n")
+    at = next(at for at, line in enumerate(mappings) if line.startswith(place))
+    flags = next(line for line in mappings[at:] if line.startswith("VmFlags:")).split()
+    assert ("dc" in flags) == pin
+    arena.close()

@@ -5,14 +5,18 @@ once, on the CPU."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from ranks import CpuLanes
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
+from kvdisk.worker import arena as arenas
+from kvdisk.worker import copier as copiers
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaCopier, HostCopier, Lane, LayerBlocks, Slots
 
@@ -44,7 +48,48 @@ def layers_with_a_gap():
     return [first, second, fourth]
 
 
-LAYOUTS = [separate_layers, layers_within_blocks, odd_layers, layers_with_a_gap]
+def as_vllm_lays_out(kinds, layers: int, *, block_outer: bool):
+    """Layers whose kinds (bytes each) take turns, as in a group of MLA with an indexer: vLLM puts
+    each kind together, blocks outermost or not."""
+    each = sum(kinds)
+    whole = random_bytes(BLOCKS * layers * each)
+    found, start = {}, 0
+    for kind, size in enumerate(kinds):
+        for layer in range(layers):
+            strides = (layers * each, 1) if block_outer else (size, 1)
+            offset = start + layer * size * (1 if block_outer else BLOCKS)
+            found[layer, kind] = whole.as_strided((BLOCKS, size), strides, offset)
+        start += layers * size * (1 if block_outer else BLOCKS)
+    return [found[place] for place in sorted(found)]
+
+
+def eighty_layers():
+    return as_vllm_lays_out([64], 80, block_outer=False)
+
+
+def eighty_layers_in_a_block():
+    return as_vllm_lays_out([64], 80, block_outer=True)
+
+
+def mla_with_indexer():
+    return as_vllm_lays_out([1152, 132], 61, block_outer=False)
+
+
+def mla_with_indexer_in_a_block():
+    return as_vllm_lays_out([1152, 132], 61, block_outer=True)
+
+
+STACKS = {
+    separate_layers: (3, False),
+    layers_within_blocks: (1, True),
+    odd_layers: (3, False),
+    layers_with_a_gap: (2, False),
+    eighty_layers: (1, False),
+    eighty_layers_in_a_block: (1, True),
+    mla_with_indexer: (2, False),
+    mla_with_indexer_in_a_block: (2, False),
+}
+"""How many operations a gather takes, and whether a block is one range of bytes, as a payload."""
 
 
 def payload(layers, block: int) -> bytes:
@@ -59,17 +104,32 @@ def arena_for(*groups: LayerBlocks) -> Arena:
 def make_copiers(groups):
     one_slot = CudaCopier(groups, CpuLanes(), 0)
     assert one_slot.scratch_bytes == HEADER_BYTES + round_up(max(g.payload_bytes for g in groups), ALIGNMENT)
-    return [HostCopier(groups), one_slot, CudaCopier(groups, CpuLanes(), 10 * one_slot.scratch_bytes)]
+    return [HostCopier(groups), one_slot, CudaCopier(groups, CpuLanes(), 20 * one_slot.scratch_bytes)]
 
 
 SLOT_ORDERS = {"a run": list(range(6, 15)), "scattered": [20, 3, 4, 5, 0, 11, 10, 9, 23], "one": [7]}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["host", "scratch of one slot", "scratch of five"])
+@pytest.mark.parametrize(("layout", "expected"), STACKS.items())
+def test_kinds_of_layers_are_copied_at_once_wherever_they_lie(layout, expected, monkeypatch):
+    blocks = LayerBlocks(layout())
+    assert (len(blocks.stacks), blocks.rows is not None) == expected
+    monkeypatch.setattr(copiers, "MOST_WORDS", 2 * BLOCKS * 64 // 16)  # as of a cache above 32 GiB
+    assert len(LayerBlocks(eighty_layers()).stacks) == 40
+    assert len(LayerBlocks(eighty_layers_in_a_block()).stacks) == 1, "each of its layers spans all"
+
+
+@pytest.mark.parametrize("layout", STACKS)
+@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["host", "scratch of one slot", "scratch of five", "straight"])
 @pytest.mark.parametrize("slots", SLOT_ORDERS.values(), ids=SLOT_ORDERS)
-def test_there_and_back(layout, which, slots):
+def test_there_and_back(layout, which, slots, monkeypatch):
     torch.manual_seed(1)
+    if which == 3:
+        which = 2
+        monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+        monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
+        monkeypatch.setattr(copiers, "MOST_WORDS", 512)
+        monkeypatch.setattr(arenas, "PIECE_BYTES", 5 * 8192)
     layers, others = layout(), separate_layers()
     groups = [LayerBlocks(others), LayerBlocks(layers)]
     arena = arena_for(*groups)
@@ -105,18 +165,98 @@ def test_the_model_is_waited_for_before_its_blocks_are_read_or_written():
     copier = CudaCopier(groups, lanes, 0)
     lanes.log.clear()
     mark = copier.compute_done()
-    copier.gather(0, [1, 2], Slots(arena, 0, [1, 2]), after=mark)
+    copier.gather(0, [1], Slots(arena, 0, [1]), after=mark)
     assert lanes.log == [("record", None), ("wait", Lane.STORE), ("record", Lane.STORE)]
     lanes.log.clear()
-    for slots in ([1, 2], [1]):
-        copier.scatter(0, Slots(arena, 0, slots), slots, after=mark)
-    assert lanes.log == [("wait", Lane.LOAD), ("record", Lane.LOAD)] * 2
-    lanes.log.clear()
+    for lane in (Lane.LOAD, Lane.LOAD_BESIDE):
+        copier.scatter(0, Slots(arena, 0, [1]), [1], after=mark)
+        assert lanes.log == [("wait", lane), ("record", lane)]
+        lanes.log.clear()
     copier.scatter(0, Slots(arena, 0, [1]), [1])
     assert lanes.log == [("record", Lane.LOAD)]
     lanes.log.clear()
     copier.hold_model()
-    assert lanes.log == [("record", Lane.STORE), ("wait", None)], "the model waits for gathers, and nothing else"
+    both = [[("record", lane), ("wait", None)] for lane in (Lane.STORE, Lane.STORE_BESIDE)]
+    assert lanes.log == [*both[0], *both[1]], "the model waits for gathers, and nothing else"
+    arena.close()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_parts_take_two_streams_and_two_scratches_in_turn_and_end_together(loads):
+    """So that one part's kernel can run while another part is on the link."""
+    groups = [LayerBlocks(separate_layers())]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    copier = CudaCopier(groups, lanes, 0)  # of one slot
+    slots, mark, first, second = [4, 1, 7, 2], copier.compute_done(), *lanes_of(loads)
+    entered = []
+    lanes.on = lambda lane: contextlib.nullcontext(entered.append(lane))
+    lanes.log.clear()
+    if loads:
+        copier.scatter(0, Slots(arena, 0, slots), slots, after=mark)
+    else:
+        copier.gather(0, slots, Slots(arena, 0, slots), after=mark)
+    assert entered == [first, second] * 2
+    waits = [("wait", first), ("wait", second)]
+    assert lanes.log == [*waits, ("record", first), ("wait", second), ("record", second)]
+    places = [copier._scratch[lane].data_ptr() for lane in Lane]
+    assert all(abs(one - other) >= copier.scratch_bytes for one, other in itertools.combinations(places, 2))
+    arena.close()
+
+
+def lanes_of(loads: bool) -> tuple[Lane, Lane]:
+    return (Lane.LOAD, Lane.LOAD_BESIDE) if loads else (Lane.STORE, Lane.STORE_BESIDE)
+
+
+def test_layers_of_large_blocks_go_in_rows_also_where_they_lie_apart(monkeypatch):
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 61 * 600)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 600)  # a mean of 642
+    groups = [LayerBlocks(mla_with_indexer()), LayerBlocks(eighty_layers())]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    copier = CudaCopier(groups, lanes, 0)
+    copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
+    assert lanes.rows == [61] * 4, "of each block the layers of a kind"
+    lanes.rows.clear()
+    copier.gather(1, [2, 9], Slots(arena, 1, [4, 5]))
+    monkeypatch.setattr(copiers, "_MOST_PITCH", 100)
+    copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
+    assert lanes.rows == [], "of too short ones, or of layers too far apart for CUDA"
+    arena.close()
+
+
+def test_blocks_that_lie_as_in_a_payload_go_in_rows_where_these_are_large(monkeypatch):
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 3 * 80 * 64)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 5000)
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 4 * 12288)
+    groups = [LayerBlocks(eighty_layers_in_a_block())]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    copier = CudaCopier(groups, lanes, 0)
+    lanes.log.clear()
+    copier.gather(0, range(2, 8), Slots(arena, 0, range(2, 8)), after=copier.compute_done())
+    assert lanes.rows == [2, 4], "a run of blocks at once, and none across two pieces of pinned memory"
+    assert lanes.log == [("record", None), ("wait", Lane.STORE), ("record", Lane.STORE)]
+    lanes.rows.clear()
+    copier.gather(0, [2, 3, 9], Slots(arena, 0, [4, 5, 6]))
+    copier.scatter(0, Slots(arena, 0, [1, 4, 2]), [3, 4, 5])
+    assert lanes.rows == [], "so small ones are gathered"
+    lanes.copies_rows = False
+    copier.gather(0, range(2, 8), Slots(arena, 0, range(2, 8)))
+    assert lanes.rows == []
+    arena.close()
+
+
+def test_where_cuda_refuses_rows_all_is_gathered_from_then_on(monkeypatch, caplog):
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
+    layers = eighty_layers_in_a_block()
+    groups = [LayerBlocks(layers)]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    copier, asked = CudaCopier(groups, lanes, 0), []
+    lanes.copy_rows = lambda *_: asked.append(1)
+    before = [payload(layers, block) for block in range(BLOCKS)]
+    copier.gather(0, [3, 7], Slots(arena, 0, [0, 1]))
+    copier.scatter(0, Slots(arena, 0, [0, 1]), [5, 6])
+    assert [payload(layers, block) for block in (5, 6)] == [before[3], before[7]]
+    assert len(asked) == len(caplog.records) == 1
     arena.close()
 
 
@@ -151,5 +291,8 @@ def test_the_movers_thread_has_the_models_gpu_and_may_write_what_was_made_in_inf
     entered = []
     lanes.device = SimpleNamespace(type="cuda", index=3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+    relaxed = Mock()
+    monkeypatch.setattr(copiers, "relax_captures", relaxed)
     with copier.thread():
         assert entered == [lanes.device]
+        relaxed.assert_called_once_with()
