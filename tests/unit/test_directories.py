@@ -10,12 +10,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from cli_stores import CAP, PLAIN, leave_home, run_here
+from support.users import user
 
 from kvdisk.device.drives import check_directories
 from kvdisk.device.probe import probe
@@ -34,21 +34,6 @@ def volume() -> Iterator[Path]:
     (around / "kv").mkdir()
     yield around / "kv"
     shutil.rmtree(around)
-
-
-@contextmanager
-def user(uid: int, *groups: int) -> Iterator[None]:
-    """Be another user for a while."""
-    before = os.getgroups()
-    os.setgroups(groups)
-    os.setegid(uid)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(before)
 
 
 def mode_of(path: Path) -> int:
