@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,29 @@ def test_no_permission(path, command):
         assert (done.returncode, done.stdout) == (2, "")
         said = sentence(done.stderr)
         assert f"no permission to read {closed}" in said and "run this as the user whose engine made it" in said
+
+
+def test_paths_in_a_directory_that_may_not_be_looked_into(path, tmp_path):
+    leave_home(path, PLAIN, 1, last_use_s=2000)
+    closed, config, prompt = tmp_path / "closed", tmp_path / "kvdisk.json", tmp_path / "prompt.txt"
+    closed.mkdir(0)
+    prompt.write_text("a prompt")
+    inner = closed / "of another"
+    for call in (
+        ("inspect", inner),
+        ("bench", inner),
+        ("size", "--model", inner),
+        ("report", path, "-o", inner),
+        ("why", path, "--prompt", prompt, "--tokenizer", inner),
+        ("check", {"store_dirs": str(inner), "nvme_bytes": "1GiB"}),
+        ("check", {"store_dirs": str(inner / "kv"), "nvme_bytes": "1GiB"}),
+        ("check", {"trace_file": str(inner)}),
+    ):
+        if isinstance(call[1], dict):
+            config.write_text(json.dumps(call[1]))
+        done = run(*(config if isinstance(word, dict) else word for word in call), obey_modes=True)
+        assert (done.returncode, done.stdout) == (2, ""), call
+        assert re.search("no permission|this user can write", sentence(done.stderr)) and str(closed) in done.stderr
 
 
 def test_a_home_of_another_format_is_said_and_the_others_are_served(path):
