@@ -112,12 +112,11 @@ def check_directories(directories: Directories) -> None:
                 _check_can_be_made(path)
                 continue
             check_directory(path)
+            _check_not_readonly(path)
             record = read_store(path)
-            if record is None:
-                _check_not_readonly(path)
-            elif path == listed[0]:
+            if record is not None and path == listed[0]:
                 check_is_first(path, first := record)
-            else:
+            elif record is not None:
                 _check_is_part(path, record, first.store_id if first else "", listed[0])
 
 

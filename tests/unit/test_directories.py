@@ -135,9 +135,11 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_made(v
     assert not list(volume.iterdir())
 
 
-@pytest.mark.parametrize("name", ["kv", "kv/to be made"])
-def test_a_file_system_that_cannot_be_written_is_refused(volume, monkeypatch, name):
+@pytest.mark.parametrize(("name", "is_store"), [("kv", False), ("kv", True), ("kv/to be made", False)])
+def test_a_file_system_that_cannot_be_written_is_refused(volume, monkeypatch, name, is_store):
     volume.chmod(0o700)
+    if is_store:
+        Store.open(volume)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(ConfigError, match=f"{volume} is on a file system that is mounted to be read only"):
         check_directories(volume.parent / name)
