@@ -58,6 +58,7 @@ from kvdisk.cli.output import (
     report_console,
     short_model,
     size,
+    standard_output,
 )
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
@@ -188,13 +189,14 @@ def _delete(
         with opening(named):
             carry_out(store, plan)
             after = _held(list_homes(named)) if plan.engine_stores else None
-    if as_json:
-        said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
-        asked["everything"] = all(value is None for value in asked.values())
-        head = {"path": store.path, "dry_run": dry_run, "asked": asked, "before": before}
-        print_json(head | said | {"after": after}, JSON_VERSION)
-    else:
-        _show_result(plan, before, after, report_console(), dry_run=dry_run)
+    with standard_output(Exit.NOTHING_DONE if after is None else Exit.WRONG):
+        if as_json:
+            said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
+            asked["everything"] = all(value is None for value in asked.values())
+            head = {"path": store.path, "dry_run": dry_run, "asked": asked, "before": before}
+            print_json(head | said | {"after": after}, JSON_VERSION)
+        else:
+            _show_result(plan, before, after, report_console(), dry_run=dry_run)
     results = {home.result for home in plan.engine_stores}
     if results & {"in use", "gone"}:
         raise typer.Exit(Exit.IN_USE)

@@ -293,9 +293,10 @@ def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
 
 
 @contextmanager
-def standard_output() -> Iterator[None]:
-    """End the command with one sentence where what it prints finds no room, as in /dev/full, and
-    where a path that was typed lies in a directory that nobody lets it look into."""
+def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
+    """End the command with one sentence and ``code`` where what it prints finds no room, as in
+    /dev/full, and with NOTHING_DONE where a path that was typed lies in a directory that nobody
+    lets it look into."""
     try:
         yield
     except OSError as error:
@@ -305,7 +306,7 @@ def standard_output() -> Iterator[None]:
             raise
         # Python writes what is left once more at its end: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise refusal(f"standard output cannot be written ({error.strerror}).") from None
+        raise refusal(f"standard output cannot be written ({error.strerror}).", code) from None
 
 
 @contextmanager

@@ -131,6 +131,21 @@ def test_an_output_without_room_is_said(path, command):
         assert sentence(done.stderr) == "kvdisk: standard output cannot be written (No space left on device).\n"
 
 
+@pytest.mark.parametrize(("options", "code", "left"), [([], 2, 1), (["--json"], 1, 0)])
+def test_what_was_deleted_is_not_said_to_be_there_for_want_of_room_for_the_report(path, options, code, left):
+    """The plan is shown before anything goes; there is none before JSON."""
+    leave_home(path, HYBRID, 1, last_use_s=2000)
+    done = run("clear", path, "--yes", *options, stdout="/dev/full")
+    assert "cannot be written" in sentence(done.stderr)
+    assert (done.returncode, len(os.listdir(path / "homes"))) == (code, left)
+
+
+@pytest.mark.parametrize("typed", ["--help", "--version"])
+def test_no_room_for_what_is_printed_before_any_command(typed):
+    done = run(typed, stdout="/dev/full")
+    assert done.returncode == 2 and "cannot be written" in sentence(done.stderr)
+
+
 def test_the_installed_command_itself():
     assert run("--version").stdout == f"kvdisk {__version__}\n"
     for command in COMMANDS:
