@@ -106,7 +106,7 @@ def prune(
 
     [cyan]0[/cyan]  done, or there was nothing to delete
 
-    [cyan]1[/cyan]  less was deleted than asked for; the report says why
+    [cyan]1[/cyan]  less was deleted than asked for, and the report says why; or it found no room
 
     [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another
     format, wrong usage, or the answer was no
@@ -134,7 +134,7 @@ def clear(
 
     [cyan]0[/cyan]  done, or there was nothing to delete
 
-    [cyan]1[/cyan]  something could not be deleted; the report says why
+    [cyan]1[/cyan]  something could not be deleted, and the report says why; or it found no room
 
     [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another
     format, wrong usage, or the answer was no

@@ -77,7 +77,7 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = Fals
 
     [cyan]0[/cyan]  every engine store asked for is healthy, or was rebuilt
 
-    [cyan]1[/cyan]  one could not be rebuilt; the report says why
+    [cyan]1[/cyan]  one could not be rebuilt, and the report says why; or it found no room
 
     [cyan]2[/cyan]  nothing was done: not a store, no such engine store, no permission, or wrong
     usage
