@@ -141,8 +141,10 @@ def check_settings(values: Mapping[str, Any]) -> Config:
         check_directories(config.store_dirs)
     if config.remote is not None:
         _open_remote(config).close()
-    if config.trace_file is not None and not config.trace_file.parent.is_dir():
-        raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that is there.")
+    if config.trace_file is not None and not os.access(
+        f"{config.trace_file.parent}/", os.W_OK | os.X_OK, effective_ids=True
+    ):
+        raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that this user can write in.")
     return config
 
 

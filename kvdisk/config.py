@@ -342,7 +342,7 @@ class Config:
         one that is much like it."""
         for key in values:
             if key not in PARSERS:
-                near = difflib.get_close_matches(str(key), PARSERS, n=1, cutoff=_NEAR_MISS)
+                near = difflib.get_close_matches(str(key).lower(), PARSERS, n=1, cutoff=_NEAR_MISS)
                 meant = f"; the nearest it knows is {near[0]!r}" if near else ""
                 raise ConfigError(f"kvdisk does not know the setting {key!r}{meant}.")
         config = cls(**{key: PARSERS[key](key, value) for key, value in values.items() if value is not None})

@@ -70,6 +70,17 @@ class Model(NamedTuple):
 SMALL = Model("Qwen/Qwen2.5-0.5B-Instruct", "torch.bfloat16", "auto", 1, 24 * 2 * 2 * 64 * 2 * BLOCK_TOKENS)
 LARGE = Model("meta-llama/Llama-3.2-1B-Instruct", "torch.bfloat16", "fp8", 2, 16 * 2 * 4 * 64 * 1 * BLOCK_TOKENS)
 
+LLAMA_8B = {
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+"""The config.json of a larger one, for commands that count and need no store."""
+
 
 @dataclass
 class Block:

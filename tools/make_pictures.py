@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_store import branching_block, demo_store, prompt_of
+from demo_store import LLAMA_8B, branching_block, demo_store, prompt_of
 from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
 from rich.console import CONSOLE_SVG_FORMAT, Console
@@ -143,15 +143,6 @@ LIVE = (
 WARM_S = 12.0
 SETTINGS = {"nvme_bytes": "32GiB", "cpu_bytes": "8GiB"}
 MODEL = "Llama-3.1-8B"
-MODEL_CONFIG = {
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
 
 
 def show(shown: Shown, store: Path, trace: Path | None) -> None:
@@ -186,7 +177,7 @@ def desk(store: Path, trace: Path | None) -> Iterator[Path]:
             (folder / trace.name).symlink_to(trace)
         (folder / "prompt.json").write_text(json.dumps([*prompt_of(branching_block()), *range(60)]))
         (folder / MODEL).mkdir()
-        (folder / MODEL / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        (folder / MODEL / "config.json").write_text(json.dumps(LLAMA_8B))
         (folder / "kvdisk.json").write_text(json.dumps(SETTINGS | {"store_dirs": str(store)}))
         yield folder
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import Tier, make_block_keys
 from kvdisk.config import Config
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.messages import JobKind, JobResult, Plan, Report
@@ -313,6 +314,31 @@ def hits(blocks: int, store_dir: Path | None) -> Samples:
             sides.step(sides.output([], {}))
 
 
+def reasons(blocks: int) -> Samples:
+    """Yield, of requests whose prompt came before and is in no tier, what it takes kvdisk to say
+    why, and its whole lookup and step with that."""
+    sides, taken_s = BothSides(TIER_BLOCKS, None), 0.0
+    manager = sides.ours._manager
+    hits, tell_why = manager._hits, manager._hits._why
+
+    def tell_why_timed(*asked: Any) -> Any:
+        nonlocal taken_s
+        taken_s, answer = timed(partial(tell_why, *asked))
+        return answer
+
+    hits._why = tell_why_timed
+    while True:
+        request, output = sides.prefill(blocks)
+        manager._history.count(make_block_keys(request.block_hashes[:blocks], 0), 0, blocks, 0)
+        (lookup_s, found), _ = sides.both(
+            partial(sides.ours.matched_tokens, request, 0), partial(sides.theirs.get_num_new_matched_tokens, request, 0)
+        )
+        assert found == (0, False)
+        step_s, _, _ = sides.step(output)
+        yield taken_s, lookup_s + step_s
+        sides.finish(request.request_id)
+
+
 def rows() -> Iterator[tuple[str, Callable[[Path | None], Samples]]]:
     """Yield what is measured, and what measures it with and without NVMe."""
     for new in (0, NEW_BLOCKS):
@@ -349,6 +375,12 @@ def main() -> int:
             table.add_row(name, *cells)
     console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)
+    for blocks in STORED[1:]:
+        samples = list(islice(reasons(blocks), 8, 8 + options.rounds))
+        reason_s, all_s = (statistics.median(column) for column in zip(*samples, strict=True))
+        console.print(
+            f"Why {blocks} blocks missed: {1e6 * reason_s:.1f} us, {reason_s / all_s:.2%} of lookup and step."
+        )
     console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
     return 0
 

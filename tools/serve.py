@@ -33,6 +33,7 @@ def server_command(options: argparse.Namespace, model: Path) -> list[str]:
         "cpu_bytes": options.cpu_bytes,
         "min_load_tokens": 0,
         "log_requests": True,
+        **json.loads(options.settings),
     }
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": settings}
     return [
@@ -80,6 +81,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--nvme-bytes", default="4GiB", help="cap of the store")
     parser.add_argument("--cpu-bytes", default="1GiB", help="host memory of the CPU tier")
+    parser.add_argument("--settings", default="{}", metavar="JSON", help="more of kvdisk's settings")
     options = parser.parse_args()
     options.store = options.store.absolute()
     return options

@@ -12,7 +12,6 @@ import mmap
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, on_trial, probe
 from kvdisk.errors import ConfigError, DeviceError
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import ALIGNMENT, Geometry
 
 JSON_VERSION = 4
 LEFT_FREE_BYTES = 1 << 30
@@ -121,10 +120,11 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
             f" {size(LEFT_FREE_BYTES)} free."
         )
     try:
-        with tempfile.TemporaryDirectory(prefix=".kvdisk-bench-", dir=directory) as private:
-            found = probe(Path(private))
+        with nameless_file(directory, ALIGNMENT):
+            pass
     except OSError as error:
         raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
+    found = probe(directory, of_store=False)
     block_bytes = max(geometry.slot_sizes) if geometry else BLOCK_BYTES
     try:
         read, run_read, write = measure_drive(directory, min(block_bytes, RUN_BYTES))

@@ -130,6 +130,10 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
         named = ", ".join(f"{name[: len(wanted) + 8]}…" for name in hashes[:MOST_NAMED])
         raise ConfigError(f"{len(hashes)} blocks have a key that begins with {wanted} ({named}); give more digits")
     if not hashes:
+        stores, namespaces = [home.id for home in homes], [namespace.id for namespace, _ in found]
+        for kind, ids in ("an engine store", stores), ("a namespace", namespaces):
+            if any(one.startswith(wanted) for one in ids):
+                raise ConfigError(f"{wanted} is {kind}, and no block; --stores shows all of them")
         unread = sum(home.problem is not None for home in homes)
         without = f" ({unread} of its indexes cannot be read)" if unread else ""
         raise ConfigError(f"no block of this store has a key that begins with {wanted}{without}")

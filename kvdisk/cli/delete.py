@@ -58,6 +58,7 @@ from kvdisk.cli.output import (
     report_console,
     short_model,
     size,
+    standard_output,
 )
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
@@ -105,7 +106,7 @@ def prune(
 
     [cyan]0[/cyan]  done, or there was nothing to delete
 
-    [cyan]1[/cyan]  less was deleted than asked for; the report says why
+    [cyan]1[/cyan]  less was deleted than asked for, and the report says why; or it found no room
 
     [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another
     format, wrong usage, or the answer was no
@@ -133,7 +134,7 @@ def clear(
 
     [cyan]0[/cyan]  done, or there was nothing to delete
 
-    [cyan]1[/cyan]  something could not be deleted; the report says why
+    [cyan]1[/cyan]  something could not be deleted, and the report says why; or it found no room
 
     [cyan]2[/cyan]  nothing was deleted: not a store, no permission, another
     format, wrong usage, or the answer was no
@@ -188,13 +189,14 @@ def _delete(
         with opening(named):
             carry_out(store, plan)
             after = _held(list_homes(named)) if plan.engine_stores else None
-    if as_json:
-        said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
-        asked["everything"] = all(value is None for value in asked.values())
-        head = {"path": store.path, "dry_run": dry_run, "asked": asked, "before": before}
-        print_json(head | said | {"after": after}, JSON_VERSION)
-    else:
-        _show_result(plan, before, after, report_console(), dry_run=dry_run)
+    with standard_output(Exit.NOTHING_DONE if after is None else Exit.WRONG):
+        if as_json:
+            said = {name: getattr(plan, name) for name in ("goes", "engine_stores", "in_use", "kept", "short_bytes")}
+            asked["everything"] = all(value is None for value in asked.values())
+            head = {"path": store.path, "dry_run": dry_run, "asked": asked, "before": before}
+            print_json(head | said | {"after": after}, JSON_VERSION)
+        else:
+            _show_result(plan, before, after, report_console(), dry_run=dry_run)
     results = {home.result for home in plan.engine_stores}
     if results & {"in use", "gone"}:
         raise typer.Exit(Exit.IN_USE)

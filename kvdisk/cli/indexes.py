@@ -245,7 +245,7 @@ def why_no_record(path: Path) -> str | None:
     except FileNotFoundError:
         return "its HOME file is missing, as after an interrupted deletion; the next engine that starts removes it"
     except CorruptRecord as error:
-        return f"its HOME file cannot be read ({str(error).replace(f'{path}/', '')}); prune and clear remove it"
+        return f"its HOME file cannot be read ({str(error).replace(f'{path}/', '')}); kvdisk clear removes it"
     except OSError as error:
         return f"its HOME file cannot be read ({error.strerror})"
     return None

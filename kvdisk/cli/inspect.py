@@ -205,7 +205,9 @@ def _verdict(survey: Survey) -> Text:
     if any("kvdisk repair" in problem for problem in survey.problems):
         return Text("damaged: run kvdisk repair", "bold red")
     only_unnamed = all(NOT_NAMED in problem for problem in survey.problems)
-    return Text("seen in part: name all directories of the store" if only_unnamed else "damaged", "bold red")
+    return Text(
+        "seen in part: name all directories of the store" if only_unnamed else "damaged: see the problems", "bold red"
+    )
 
 
 def _summary(survey: Survey) -> Table:

@@ -26,6 +26,11 @@ from kvdisk.cli.why import why
 class Commands(TyperGroup):
     """The commands; what is printed is written before one ends, or one sentence says why not."""
 
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        """Read what was typed before the command: its help, or the version, is printed at once."""
+        with standard_output():
+            return super().make_context(*arguments, **more)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed."""
         with standard_output():

@@ -293,16 +293,20 @@ def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
 
 
 @contextmanager
-def standard_output() -> Iterator[None]:
-    """End the command with one sentence where what it prints finds no room, as in /dev/full."""
+def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
+    """End the command with one sentence and ``code`` where what it prints finds no room, as in
+    /dev/full, and with NOTHING_DONE where a path that was typed lies in a directory that nobody
+    lets it look into."""
     try:
         yield
     except OSError as error:
+        if error.filename is not None and error.errno in _DENIED:
+            raise refusal(f"no permission to look at {error.filename}.") from None
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         # Python writes what is left once more at its end: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise refusal(f"standard output cannot be written ({error.strerror}).") from None
+        raise refusal(f"standard output cannot be written ({error.strerror}).", code) from None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from kvdisk.cli.output import (
     plural,
     print_json,
     printable,
+    standard_output,
 )
 from kvdisk.cli.survey import survey_home
 from kvdisk.cli.verify import why_unusable
@@ -76,7 +77,7 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = Fals
 
     [cyan]0[/cyan]  every engine store asked for is healthy, or was rebuilt
 
-    [cyan]1[/cyan]  one could not be rebuilt; the report says why
+    [cyan]1[/cyan]  one could not be rebuilt, and the report says why; or it found no room
 
     [cyan]2[/cyan]  nothing was done: not a store, no such engine store, no permission, or wrong
     usage
@@ -98,13 +99,14 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = Fals
     reports = [
         Repaired(one.id, "healthy") if one.id in healthy and not yes else _repair(store, one.id) for one in homes
     ]
-    if as_json:
-        print_json({"json_version": 3, "engine_stores": reports})
-    else:
-        for report in reports if yes or len(healthy) < len(homes) else ():
-            _print(report)
-        if not reports:
-            typer.echo(f"{printable(paths[0])} is empty: there is nothing to repair.")
+    with standard_output(Exit.WRONG):
+        if as_json:
+            print_json({"json_version": 3, "engine_stores": reports})
+        else:
+            for report in reports if yes or len(healthy) < len(homes) else ():
+                _print(report)
+            if not reports:
+                typer.echo(f"{printable(paths[0])} is empty: there is nothing to repair.")
     codes = {"in use": Exit.IN_USE, "failed": Exit.WRONG}
     raise typer.Exit(max((codes.get(report.result, Exit.FINE) for report in reports), default=Exit.FINE))
 

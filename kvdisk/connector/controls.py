@@ -23,6 +23,8 @@ STORE_LIMIT = "max_offload_tokens"
 KV_HINTS = "kv_hints"
 MOST_ACTIONS: Final = 16
 MOST_SECONDS: Final = 86_400
+_MOST_BITS: Final = 128
+"""Of an integer that is shown: Python refuses to write one of 4,301 digits."""
 
 
 class Controls:
@@ -100,5 +102,6 @@ def _part(said: Any, name: str) -> Any:
 
 def _short(value: Any) -> str:
     """Return a value that came from outside so that a log can take it."""
-    text = repr(value) if isinstance(value, str | int | float) else type(value).__name__
+    is_short = value.bit_length() <= _MOST_BITS if isinstance(value, int) else isinstance(value, str | float)
+    text = repr(value) if is_short else type(value).__name__
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -81,7 +81,11 @@ def prepare_directory(path: Path, *, create: bool = True) -> None:
 
 
 def _check_can_be_made(path: Path) -> None:
-    if not path.parent.is_dir():
+    try:
+        is_directory = path.parent.is_dir()
+    except PermissionError:
+        raise ConfigError(f"store_dirs: user {os.geteuid()} has no permission to look at {path.parent}") from None
+    if not is_directory:
         raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
     _check_not_readonly(path.parent)
     if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
@@ -108,12 +112,11 @@ def check_directories(directories: Directories) -> None:
                 _check_can_be_made(path)
                 continue
             check_directory(path)
+            _check_not_readonly(path)
             record = read_store(path)
-            if record is None:
-                _check_not_readonly(path)
-            elif path == listed[0]:
+            if record is not None and path == listed[0]:
                 check_is_first(path, first := record)
-            else:
+            elif record is not None:
                 _check_is_part(path, record, first.store_id if first else "", listed[0])
 
 

@@ -77,18 +77,24 @@ def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
 
 
 def probe(
-    directory: Path, make: Callable[[bool], Device] = lambda queue: PosixDevice(kernel_queue=queue)
+    directory: Path,
+    make: Callable[[bool], Device] = lambda queue: PosixDevice(kernel_queue=queue),
+    *,
+    of_store: bool = True,
 ) -> ProbeReport:
     """Write and read a small file as a worker does, and compare; where the kernel's queue moves
     wrong bytes, threads shall serve.
 
-    ``directory``: of a store, made where it is missing. ``make``: makes the device, with the
-    kernel's queue or without. Waits a few seconds at most; raises nothing that a drive can cause.
+    ``directory``: of a store, made where it is missing; any that is there, where it is not
+    ``of_store``. ``make``: makes the device, with the kernel's queue or without. Waits a few
+    seconds at most; raises nothing that a drive can cause.
     """
     name, direct = "posix", None
-    (directory,) = list_directories(directory)
+    if of_store:
+        (directory,) = list_directories(directory)
     try:
-        prepare_directory(directory)
+        if of_store:
+            prepare_directory(directory)
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
             name, wrong = _try(make(True), fd)
             if not wrong:

@@ -115,34 +115,36 @@ class Demand:
         self._history = history
         self._admissions = admissions
 
-    def reach(self, request: RequestState, group: int, stop: int) -> Sequence[BlockKey]:
-        """A request has come to its first ``stop`` blocks of a group, or will. Return those that it
-        wants and did not before: of recurrent states the last of its prompt that any request left.
-        """
+    def reach(self, request: RequestState, group: int, stop: int) -> None:
+        """A request has come to its first ``stop`` blocks of a group, or will, and wants those that
+        it did not before: of recurrent states the last of its prompt that any request left, which
+        ``states`` takes."""
         start = request.counted[group]
         if start >= stop:
-            return ()
+            return
         keys = request.keys[group]
         request.counted[group] = stop
         if group in self._history.state_groups:
             last = None if start else self._history.last_known(keys)
-            return () if last is None else self._want_state(request, last)
+            if last is not None:
+                self._want_state(request, last)
+                request.states.append(last)
+            return
         request.kin[group] = self._history.count(keys, start, stop, request.kin[group])
-        return self._want(request, keys[start:stop])
+        self._want(request, keys[start:stop])
 
     def leave_state(self, request: RequestState, key: BlockKey) -> None:
         """A request leaves a recurrent state; the first that does wants it, too."""
         if not self._history.known(key)[0]:
             self._want_state(request, key)
 
-    def _want_state(self, request: RequestState, key: BlockKey) -> Sequence[BlockKey]:
+    def _want_state(self, request: RequestState, key: BlockKey) -> None:
         self._history.count((key,), 0, 1, STATES)
-        return self._want(request, (key,))
+        self._want(request, (key,))
 
-    def _want(self, request: RequestState, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    def _want(self, request: RequestState, keys: Sequence[BlockKey]) -> None:
         for admission in self._admissions:
             admission.want(keys, request.request_id)
-        return keys
 
 
 def make_admission(text: str, history: ReuseHistory, key: str = "admission") -> AdmissionPolicy:

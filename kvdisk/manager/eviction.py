@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS
-from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import NONE, READY, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
@@ -458,7 +457,5 @@ assert tuple(_POLICIES) == EVICTIONS
 
 
 def make_eviction(name: str, keys: Keys, history: ReuseHistory) -> EvictionPolicy:
-    """Return a new policy by its configuration name. Raises ConfigError."""
-    if name not in _POLICIES:
-        raise ConfigError(f"eviction must be one of {', '.join(map(repr, _POLICIES))}, not {name!r}.")
+    """Return a new policy; ``name``: one of ``EVICTIONS``."""
     return _POLICIES[name](keys, history)

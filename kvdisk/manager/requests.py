@@ -129,6 +129,8 @@ class RequestState:
     """By group: how many of its blocks are counted as wanted."""
     kin: list[int] = field(default_factory=list)
     """By group: what ``ReuseHistory.count`` returned for these."""
+    states: list[BlockKey] = field(default_factory=list)
+    """Recurrent states that it wants and has not used yet."""
     lookups: Lookups = field(default_factory=Lookups)
     held_tokens: int = 0
     held_blocks: Sequence[Sequence[int]] = ()
@@ -196,6 +198,7 @@ class RequestState:
     def count_anew(self) -> None:
         """What was counted of it is forgotten, or it has other keys."""
         self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
+        self.states = []
 
     def limit_loads(self, tokens: int) -> None:
         """Let no hit reach beyond this position any more, because a load failed there."""

@@ -104,11 +104,13 @@ class StorePlanner(HasParts):
             request.reached[group.group] = stop
             if start < stop:
                 keys = request.keys[group.group]
-                wanted = self._demand.reach(request, group.group, stop)
-                self._use(keys[start:stop] if group.state_tokens is None else wanted)
+                self._demand.reach(request, group.group, stop)
                 if group.state_tokens is None:
+                    self._use(keys[start:stop])
                     positions = self._store_policy.reached(request.request_id, keys, start, stop)
                     request.due += [(group.group, at) for at in positions]
+        states, request.states = request.states, []
+        self._use(states)
         if not request.due or request.back_off.holds(self._state.released, now):
             return
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again

@@ -30,8 +30,8 @@ from kvdisk.remote.base import (
     Result,
 )
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
-from kvdisk.remote.memory import MemoryObjects
 from kvdisk.remote.s3 import S3Bucket
+from kvdisk.testing.memory_objects import MemoryObjects
 from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
 
 URL = "s3://kvdisk-tests/some/prefix"

@@ -12,14 +12,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import make_wheel
 import pytest
 import yaml
+from support.users import user
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -131,20 +130,6 @@ def test_what_the_tiers_take_is_there():
 # -- users -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def user(uid: int, gid: int, groups: list[int]) -> Iterator[None]:
-    before = os.getgroups()
-    os.setgroups(groups)
-    os.setegid(gid)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(before)
-
-
 def test_nothing_runs_as_root_or_may_become_it():
     pod = POD["securityContext"]
     assert pod["runAsNonRoot"] and f"{pod['runAsUser']}:{pod['runAsGroup']}" == dict(STEPS)["USER"] == "2000:0"
@@ -171,7 +156,7 @@ def test_the_volume_serves_the_pods_user_over_restarts():
             for path in (volume, *volume.rglob("*")):
                 os.chown(path, -1, pod["fsGroup"])
                 path.chmod(stat.S_IMODE(path.stat().st_mode) | (0o2770 if path.is_dir() else 0o660))
-            with user(pod["runAsUser"], pod["runAsGroup"], [pod["fsGroup"]]):
+            with user(pod["runAsUser"], pod["fsGroup"], gid=pod["runAsGroup"]):
                 check_directories(volume / "kv")
                 assert Store.open(volume / "kv").path == volume / "kv"
             assert stat.S_IMODE((volume / "kv").stat().st_mode) == 0o700

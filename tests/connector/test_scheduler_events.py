@@ -213,7 +213,7 @@ def test_the_limit_of_loads_counts_from_what_is_on_the_gpu(engines):
 
 
 def test_a_wrong_value_is_ignored_and_said_once(engines, caplog):
-    for number, value in enumerate([-1, 1.5, "64", True, [], {"a": 1}, "x" * 1000]):
+    for number, value in enumerate([-1, -(10**5000), 1.5, "64", True, [], {"a": 1}, "x" * 1000]):
         bench = engines.make()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "kvdisk.connector"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, SIZES, SLOT_BYTES, Bench, prompt_of
+from schedulers import BLOCK_TOKENS, BLOCKS, SIZES, SLOT_BYTES, Bench, prompt_of
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -207,6 +207,20 @@ def test_victims_of_a_preemption_leave_only_states_that_their_keys_name(engines,
     for name in ("r0", "r1", "r2"):
         bench.forget()
         bench.serve(f"{name} again", bench.texts[name].tokens[:190])
+
+
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+def test_a_state_that_memory_serves_counts_as_used_on_nvme_too(engines, eviction):
+    bench = engines.make(nvme=True, extra={"eviction": eviction}, **STATES)
+    for number in (1, 2):
+        bench.serve(f"before {number}", prompt_of(number))
+    bench.forget()
+    bench.serve("a", prompt_of(1))
+    assert loaded(bench, "a") == [BLOCKS, 1]
+    nvme, catalog = bench.manager._tiers.get(Tier.NVME), bench.manager._catalog
+    state = {name: catalog.find(bench.keys(name, 1)[BLOCKS - 1]) for name in ("before 1", "before 2")}
+    assert not nvme.uses.table[state["before 2"]]["uses"] and nvme.uses.table[state["before 1"]]["uses"] == 1
+    assert nvme._victims(nvme.class_of(state["before 1"]), 1, keep_queued=False) == [state["before 2"]]
 
 
 def test_nothing_but_states(engines):

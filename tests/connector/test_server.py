@@ -34,13 +34,14 @@ WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @contextmanager
-def server(model: Path, store: Path, log: Path, typed: list[str] | None = None) -> Iterator[OpenAI]:
+def server(model: Path, store: Path, log: Path, typed: list[str] | None = None, **settings: str) -> Iterator[OpenAI]:
     """Start the server; yield a client of it, and end it in order. ``typed``: takes the lines that
-    it says to type."""
+    it says to type. ``settings``: more of kvdisk's."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     options = ["--model", model, "--store", store, "--port", port, "--cpu-bytes", "64Mi", "--nvme-bytes", "256Mi"]
+    options += ["--settings", json.dumps(settings)]
     command = [sys.executable, ROOT / "tools" / "serve.py", *options]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -115,7 +116,8 @@ def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_r
         engine.generate([PROMPT])
         engine.drain()
     typed: list[str] = []
-    with server(tiny_llama, store, tmp_path / "server.log", typed) as client:
+    trace = tmp_path / "trace.jsonl"
+    with server(tiny_llama, store, tmp_path / "server.log", typed, trace_file=str(trace)) as client:
         text, cached = ask(client, cache_salt="nobody else's")
         assert cached == 0, "the server computes it"
         assert ask(client) == (text, WHOLE), "from NVMe"
@@ -136,6 +138,7 @@ def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_r
             str(client.base_url).replace("/v1/", "/tokenize"), json={"model": "demo", "prompt": LICENSE[:LETTERS]}
         )
         (tmp_path / "tokens.json").write_text(known.text)
+        hit = sum(hit_tokens(client).values())
     log = (tmp_path / "server.log").read_text()
     told = re.findall(r"kvdisk.*|req cmpl.*", log)
     line = r"req cmpl-\S+: 1,000 prompt tokens = 0 GPU \+ 0 CPU \+ 992 NVMe \+ 8 computed; load "
@@ -144,6 +147,11 @@ def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_r
     count = known.json()["count"]
     assert f"{(count - 1) // BLOCK_TOKENS * BLOCK_TOKENS:,} of {count:,} prompt tokens would hit" in why.stdout
     assert not verify.verify_store([store]).wrong
+    replayed = CliRunner().invoke(app, ["replay", str(trace), "--nvme", "100%", "--json", "--processes", "1"])
+    assert replayed.exit_code == 0, replayed.stderr
+    found = json.loads(replayed.stdout)
+    assert (found["trace"]["form"], found["trace"]["requests"]) == ("kvdisk", trace.read_text().count("\n") - 1)
+    assert sum(found["runs"][0]["hit_tokens"].values()) == hit - WHOLE, "but for what another process had stored"
 
 
 @pytest.mark.torture

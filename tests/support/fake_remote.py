@@ -12,7 +12,7 @@ from itertools import takewhile
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import FILE_EPOCH, Namespace
 from kvdisk.remote.base import ObjectsOutcome, RemoteAnswer, Result, object_name
-from kvdisk.remote.memory import MemoryObjects
+from kvdisk.testing.memory_objects import MemoryObjects
 from support.fake_slots import TORN, Content
 from support.sim_drive import Weather
 

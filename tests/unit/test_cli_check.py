@@ -53,6 +53,15 @@ def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
     assert found["nvme"]["tokens"] == fit_nvme(geometry, 64 << 20, 1).tokens
 
 
+def test_an_empty_directory_has_nothing_in_it_at_any_time(tmp_path, settings, monkeypatch):
+    """A check that is killed would leave it, and the engine would refuse the directory for it."""
+    (tmp_path / "kv").mkdir(0o700)
+    file = written(tmp_path, settings)
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=AssertionError("a directory was made")))
+    (one,) = json_of("check", file)["directories"]
+    assert (one["state"], one["direct"]) == ("empty", True) and not os.listdir(tmp_path / "kv")
+
+
 def test_the_default_output_fits_a_terminal_and_says_what_loads_bring(tmp_path, settings, measured):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     leave_home(tmp_path / "kv", PLAIN, 1, last_use_s=1000)

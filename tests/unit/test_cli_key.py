@@ -60,6 +60,9 @@ def test_one_block_with_record_slots_chain_and_uses(path: Path) -> None:
     shown = run_here("inspect", path, name).stdout
     assert "32 up to 48 of a prompt" in shown and "3 times" in shown and shown.count("✓") == RANKS
     assert "no block of this store has a key that begins with ffffffff" in refused("inspect", path, "ffffffff")
+    assert f"{MINE.hex()[:8]} is a namespace, and no block" in refused("inspect", path, MINE.hex()[:8])
+    store = home_path(path).name[:8]
+    assert f"{store} is an engine store, and no block" in refused("inspect", path, store)
     assert "has 8 hex digits or more" in refused("inspect", path, "ffff")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,29 @@ def test_no_permission(path, command):
         assert f"no permission to read {closed}" in said and "run this as the user whose engine made it" in said
 
 
+def test_paths_in_a_directory_that_may_not_be_looked_into(path, tmp_path):
+    leave_home(path, PLAIN, 1, last_use_s=2000)
+    closed, config, prompt = tmp_path / "closed", tmp_path / "kvdisk.json", tmp_path / "prompt.txt"
+    closed.mkdir(0)
+    prompt.write_text("a prompt")
+    inner = closed / "of another"
+    for call in (
+        ("inspect", inner),
+        ("bench", inner),
+        ("size", "--model", inner),
+        ("report", path, "-o", inner),
+        ("why", path, "--prompt", prompt, "--tokenizer", inner),
+        ("check", {"store_dirs": str(inner), "nvme_bytes": "1GiB"}),
+        ("check", {"store_dirs": str(inner / "kv"), "nvme_bytes": "1GiB"}),
+        ("check", {"trace_file": str(inner)}),
+    ):
+        if isinstance(call[1], dict):
+            config.write_text(json.dumps(call[1]))
+        done = run(*(config if isinstance(word, dict) else word for word in call), obey_modes=True)
+        assert (done.returncode, done.stdout) == (2, ""), call
+        assert re.search("no permission|this user can write", sentence(done.stderr)) and str(closed) in done.stderr
+
+
 def test_a_home_of_another_format_is_said_and_the_others_are_served(path):
     bad = leave_home(path, HYBRID, 1, last_use_s=2000)
     leave_home(path, PLAIN, 1, last_use_s=3000)
@@ -105,6 +129,21 @@ def test_an_output_without_room_is_said(path, command):
         done = run(command, path, *options, stdout="/dev/full")
         assert done.returncode == 2
         assert sentence(done.stderr) == "kvdisk: standard output cannot be written (No space left on device).\n"
+
+
+@pytest.mark.parametrize(("options", "code", "left"), [([], 2, 1), (["--json"], 1, 0)])
+def test_what_was_deleted_is_not_said_to_be_there_for_want_of_room_for_the_report(path, options, code, left):
+    """The plan is shown before anything goes; there is none before JSON."""
+    leave_home(path, HYBRID, 1, last_use_s=2000)
+    done = run("clear", path, "--yes", *options, stdout="/dev/full")
+    assert "cannot be written" in sentence(done.stderr)
+    assert (done.returncode, len(os.listdir(path / "homes"))) == (code, left)
+
+
+@pytest.mark.parametrize("typed", ["--help", "--version"])
+def test_no_room_for_what_is_printed_before_any_command(typed):
+    done = run(typed, stdout="/dev/full")
+    assert done.returncode == 2 and "cannot be written" in sentence(done.stderr)
 
 
 def test_the_installed_command_itself():

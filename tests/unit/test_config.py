@@ -55,6 +55,7 @@ def test_wrong_sizes(wrong):
     ("values", "said"),
     [
         ({"stor_dirs": "/x"}, "'stor_dirs'; the nearest it knows is 'store_dirs'.$"),
+        ({"CPU_BYTES": "1G"}, "'CPU_BYTES'; the nearest it knows is 'cpu_bytes'.$"),
         ({"directory": "/x"}, "the setting 'directory'.$"),
         ({1: "/x"}, "the setting 1.$"),
         ({"store_dirs": "/x"}, "needs nvme_bytes"),

@@ -10,12 +10,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from cli_stores import CAP, PLAIN, leave_home, run_here
+from support.users import user
 
 from kvdisk.device.drives import check_directories
 from kvdisk.device.probe import probe
@@ -34,21 +34,6 @@ def volume() -> Iterator[Path]:
     (around / "kv").mkdir()
     yield around / "kv"
     shutil.rmtree(around)
-
-
-@contextmanager
-def user(uid: int, *groups: int) -> Iterator[None]:
-    """Be another user for a while."""
-    before = os.getgroups()
-    os.setgroups(groups)
-    os.setegid(uid)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(before)
 
 
 def mode_of(path: Path) -> int:
@@ -150,9 +135,11 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_made(v
     assert not list(volume.iterdir())
 
 
-@pytest.mark.parametrize("name", ["kv", "kv/to be made"])
-def test_a_file_system_that_cannot_be_written_is_refused(volume, monkeypatch, name):
+@pytest.mark.parametrize(("name", "is_store"), [("kv", False), ("kv", True), ("kv/to be made", False)])
+def test_a_file_system_that_cannot_be_written_is_refused(volume, monkeypatch, name, is_store):
     volume.chmod(0o700)
+    if is_store:
+        Store.open(volume)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(ConfigError, match=f"{volume} is on a file system that is mounted to be read only"):
         check_directories(volume.parent / name)

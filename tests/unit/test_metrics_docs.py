@@ -55,6 +55,14 @@ def test_few_panels_are_seen_first_and_each_has_a_number_of_its_own():
     assert len({panel["id"] for panel in [*PANELS, *folded]}) == len(PANELS) + len(folded)
 
 
+def test_the_first_row_is_of_numbers():
+    first = [panel for panel in VISIBLE if panel["gridPos"]["y"] == 0]
+    assert {panel["type"] for panel in first} == {"stat"} and VISIBLE[: len(first)] == first
+    asked = [panel["targets"][0]["expr"] for panel in first]
+    wanted = ("hit_tokens_total", "saved_seconds_total", VLLMS_OWN, "used_bytes", "failed_loads_total")
+    assert [name for name, text in zip(wanted, asked, strict=True) if name not in text] == []
+
+
 def test_every_metric_has_a_panel_or_is_left_out_on_purpose():
     shown = {NAMES[name].name for expression, _ in QUERIES for name in _named(expression)}
     assert shown | set(LEFT_OUT) == set(METRICS)

@@ -12,7 +12,7 @@ from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
 from kvdisk.messages import JobKind, Reason
 from kvdisk.remote.base import ObjectsOutcome, Result, object_name
-from kvdisk.remote.memory import MemoryObjects
+from kvdisk.testing.memory_objects import MemoryObjects
 
 BLOCKS = [5, 1, 2, 40, 17]
 GROUP_OF = [0, 1, 0, 0, 1]

@@ -12,8 +12,8 @@ from support.waits import WAIT_S
 
 from kvdisk.blocks import BlockKey
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result
-from kvdisk.remote.memory import MemoryObjects
 from kvdisk.remote.reader import MOST_ALONE, MOST_QUESTIONS, ChainSearch, RemoteReader
+from kvdisk.testing.memory_objects import MemoryObjects
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 100, 1000])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Objects`` in this process: the reference."""
+"""``Objects`` in this process: the reference, and what stands for a store in tests."""
 
 from __future__ import annotations
 
