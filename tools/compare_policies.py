@@ -127,9 +127,10 @@ def tell(rows: Iterable[tuple[str, Row]]) -> Iterator[str]:
         yield "|---|---|---|---|---|---|---|"
         for row in mine:
             best, lru, written = row.others[row.best], row.others["lru"], row.ours.written
+            name = row.best.replace("lru", "LRU").replace("arc", "ARC").replace("s3fifo", "S3-FIFO")
             yield (
                 f"| {row.trace} | {row.room} | {row.ours.hits:.2f} | {row.memory.hits:.2f} "
-                f"| {row.best} {best.hits:.2f} | {row.bound.hits:.2f} "
+                f"| {name} {best.hits:.2f} | {row.bound.hits:.2f} "
                 f"| {written / best.written:.2f}, {written / lru.written:.2f} |"
             )
     yield ""

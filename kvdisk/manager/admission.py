@@ -116,14 +116,15 @@ class Demand:
         self._admissions = admissions
 
     def reach(self, request: RequestState, group: int, stop: int) -> None:
-        """A request has come to its first ``stop`` blocks of a group, or will, and wants those that
-        it did not before: of recurrent states the last of its prompt that any request left, which
-        ``states`` takes."""
+        """A request has come to its first ``stop`` blocks of a group, or will: it wants all of its
+        prompt, also those of later steps. Count those that it did not want before: of recurrent
+        states the last of its prompt that any request left, which ``states`` takes."""
         start = request.counted[group]
         if start >= stop:
             return
         keys = request.keys[group]
-        request.counted[group] = stop
+        prompt_blocks = request.first_prompt_tokens // request.geometry.groups[group].block_tokens
+        stop = request.counted[group] = max(stop, min(prompt_blocks, len(keys)))
         if group in self._history.state_groups:
             last = None if start else self._history.last_known(keys)
             if last is not None:

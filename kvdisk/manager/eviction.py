@@ -174,16 +174,14 @@ class EvictionPolicy:
         Between two rows the caller may park the first, and nothing else.
         """
         lists, last = self._lists, self._last
-        hinted = self.count(FIRST) or self.count(LATE)
-        worth = self._worth if hinted else self.worth
-        rows = [lists.oldest(number) for number in range(self.classes + (2 if hinted else 0))]
-        worths = [worth(number, last[row]) if row >= 0 else math.inf for number, row in enumerate(rows)]
+        rows = [lists.oldest(number) for number in range(self.classes + STAYS)]
+        worths = [self._worth(number, last[row]) if row >= 0 else math.inf for number, row in enumerate(rows)]
         while (least := min(worths)) < math.inf:
             number = worths.index(least)
             row = rows[number]
             newer = rows[number] = lists.newer(row)
             yield least, row
-            worths[number] = worth(number, last[newer]) if newer >= 0 else math.inf
+            worths[number] = self._worth(number, last[newer]) if newer >= 0 else math.inf
 
     def _class(self, row: int) -> int:
         return self._lists.number_of(row) % self._kinds

@@ -3,7 +3,7 @@
 them. Scheduler thread only.
 
 Eviction and admission of all tiers go by it (decision 31). Time is counted in blocks that requests
-came to.
+came to; it passes between requests, not within one.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class ReuseHistory:
         """By class: how often a block came to be in it, or was used in it."""
         self._reused = [0] * (CLASSES * _BUCKETS)
         """By class and bucket: how many of these were used again at that age."""
+        self._prompt_blocks = 1.0
+        """Of a request, in the mean of late. Nothing leaves for less."""
         self._lately = [1.0] * _KINS
         """By kin: of blocks that come for the first or the second time, the latter's share,
         lately."""
@@ -106,15 +108,17 @@ class ReuseHistory:
     # -- keys ----------------------------------------------------------------------------------
 
     def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int) -> int:
-        """A request came to these blocks of its prompt, from ``start`` on, for the first time.
+        """A request came to these blocks of its prompt, from ``start`` on, for the first time. It
+        came to all of them at once: how old each was does not depend on how long the prompt is.
 
         ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
         ``start``; 0 at first; of a state, which comes alone, ``STATES``. Each request counts once:
         the caller sees to that.
         """
-        tags, times, marks, entered, reused, now, mask = (
-            self._tags, self._times, self._marks, self._entered, self._reused, self.now, self._places - 1,
+        tags, times, marks, entered, reused, mask = (
+            self._tags, self._times, self._marks, self._entered, self._reused, self._places - 1,
         )  # fmt: skip
+        before, now = self.now, self.now + stop - start
         found: list[tuple[int, int, int]] = []
         for name in map(number_of, keys[start:stop]):
             tag, place = name >> 32 | 1, name & mask
@@ -125,11 +129,10 @@ class ReuseHistory:
             found.append((place, kin, tag))
         new, again = [0] * _KINS, [0] * _KINS
         least = 0
-        for place, came_behind, tag in reversed(found):  # the tail first: it is to leave before its head
-            now += 1
+        for place, came_behind, tag in reversed(found):
             if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
                 mark = marks[place]
-                reused[_CLASS_OF[mark] * _BUCKETS + (now - times[place] & _BITS).bit_length()] += 1
+                reused[_CLASS_OF[mark] * _BUCKETS + (before - times[place] & _BITS).bit_length()] += 1
                 if mark < 2 * _KINS:
                     again[mark % _KINS] += 1
                 uses, own_kin = divmod(mark, _KINS)
@@ -143,6 +146,8 @@ class ReuseHistory:
             times[place] = now & _BITS
             entered[_CLASS_OF[mark]] += 1
         self.now = now
+        if not start:
+            self._prompt_blocks += (stop - self._prompt_blocks) / 64
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
                 weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
@@ -268,6 +273,8 @@ class ReuseHistory:
         )
         wanted = (reused - old[2]).reshape(CLASSES, _BUCKETS)
         self._returned = (wanted[:_KINS].sum(1) / np.maximum(come_to[:_KINS, 0], 1.0)).tolist()
+        widths = _WIDTHS.copy()
+        widths[0] = self._prompt_blocks  # what the next request wants is kept for as long as that comes
         chance, all_left, left = _FIRST_CHANCE, 1.0, np.ones(CLASSES)
         self._hits, self._kept, self._left = (np.zeros((CLASSES, _BUCKETS)) for _ in range(3))
         for bucket in range(_BUCKETS):
@@ -278,7 +285,7 @@ class ReuseHistory:
             own = np.minimum(1.0, (wanted[:, bucket] + _PRIOR * chance) / (risk[:, bucket] * left + _PRIOR))
             self._left[:, bucket] = left
             self._hits[:, bucket] = left * own
-            self._kept[:, bucket] = _WIDTHS[bucket] * left * (1.0 - own / 2)
+            self._kept[:, bucket] = widths[bucket] * left * (1.0 - own / 2)
             left = np.maximum(left * (1.0 - own), 1e-6)
         rates = np.zeros((CLASSES, _BUCKETS + 1))
         for bucket in range(_BUCKETS):

@@ -159,12 +159,19 @@ class ManagerWatch(Watch):
         """Note which of the request's blocks some tier has or gets."""
         if not self.sizes.config.store_decode:
             computed_tokens = min(computed_tokens, request.prompt_tokens)
+        self._come(request, computed_tokens)
         for key in self._held_keys(request, computed_tokens):
             self._wants.setdefault(key, set()).add(request.id)
             if self._is_held(key):
                 self._stored.add((request.id, key))
             elif not self._is_admitted(self._first_admission, key):
                 self._not_admitted.add((request.id, key))
+
+    def _come(self, request: FakeRequest, tokens: int) -> None:
+        """A request that comes to its first blocks wants all of its prompt."""
+        for group in self.sizes.geometry.groups:
+            for position in range(request.prompt_tokens // group.block_tokens if tokens >= group.block_tokens else 0):
+                self._wants.setdefault(key_of(request, group, position), set()).add(request.id)
 
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
         """Offers are answered: what was refused is offered again only where something has changed.
@@ -261,6 +268,8 @@ class ManagerWatch(Watch):
                     for end in range(tokens, len(move.key) - GROUP_BYTES + 1, tokens):
                         before = make_block_key(move.key[:end], group_of(move.key))
                         self._wants.setdefault(before, set()).add(owner)
+                    if request is not None:
+                        self._come(request, len(move.key) - GROUP_BYTES)
             if job.kind is not JobKind.LOAD:
                 admission = config.nvme_admission if writes else config.cpu_admission
                 if job.kind is JobKind.DEMOTE and not writes:

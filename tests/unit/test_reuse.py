@@ -92,6 +92,24 @@ def test_a_kin_tells_what_extends_a_conversation_from_what_begins_one():
     assert len({history.known(key)[1] for key in (new, first)}) == 2
 
 
+def test_how_old_a_block_is_does_not_depend_on_how_long_its_prompt_is():
+    history, keys = ReuseHistory(), [key_of(number) for number in range(300)]
+    come(history, keys)
+    assert {history.known(key)[2] for key in keys} == {0}
+    come(history, [key_of(1000), key_of(1001)])
+    assert {history.known(key)[2] for key in keys} == {2}
+
+
+def test_what_the_next_request_wants_is_kept_for_as_long_as_that_one_comes():
+    """Prompts of 40 blocks, each asked twice: a block is kept for half as long as one comes, or
+    longer."""
+    history = ReuseHistory()
+    for number in range(200):
+        for _ in range(2):
+            come(history, [key_of(1000 * number + at) for at in range(40)])
+    assert 0.5 / 40 < history.rate(0, 0) < 2 / 40
+
+
 @pytest.fixture(scope="module")
 def learnt() -> ReuseHistory:
     """200 blocks that come back in turn, between blocks that never do."""
