@@ -75,7 +75,7 @@ class MooncakeBucket:
     """
 
     parallel = 1024
-    hint_life_s = 5.0  # its default lease: what is asked for stays that long
+    hint_life_s = 5.0  # half its lease: what is asked for stays that long
 
     def __init__(self, url: str, options: Mapping[str, str], *, deadline_s: float) -> None:
         self.name = url
