@@ -234,7 +234,7 @@ def measure_down(options: argparse.Namespace, work: Path, console: Console) -> N
     there = {"aws_endpoint": "http://127.0.0.1:9", "aws_region": "x", "aws_access_key_id": "x"}
     remote = {"remote": "s3://kvdisk/x", "remote_options": there | {"aws_secret_access_key": "x"}}
     limits = {"max_model_len": 1040, "max_num_seqs": 8}
-    ratios, steps = [], {DOWN: [0.0], WITHOUT: [0.0]}
+    ratios, cpu, steps = [], [], {DOWN: [0.0], WITHOUT: [0.0]}
     model = build_model()
     with (
         EngineChild(
@@ -247,13 +247,16 @@ def measure_down(options: argparse.Namespace, work: Path, console: Console) -> N
             taken = {}
             for place, name in enumerate(engines if number % 2 else reversed(engines)):
                 engines[name].call("measure_remote:watch_steps")
-                taken[name] = take_turn(engines[name], make_prompts(2 * number + place, 16, 1000, VOCABULARY), 32)
+                taken[name] = take_turn(
+                    engines[name], make_prompts(2 * number + place, options.requests, 1000, VOCABULARY), 32
+                )
                 steps[name].append(engines[name].call("measure_remote:longest_step_s") if number else 0.0)
             if number:
                 ratios.append(taken[WITHOUT].work_s / taken[DOWN].work_s)
-                cpu = taken[DOWN].cpu_s / taken[WITHOUT].cpu_s
-                console.print(f"round {number}: throughput {ratios[-1]:.3f}, CPU time {cpu:.3f} of without remote")
-    console.print(f"Throughput is {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}).")
+                cpu.append(taken[DOWN].cpu_s / taken[WITHOUT].cpu_s)
+                console.print(f"round {number}: throughput {ratios[-1]:.3f}, CPU time {cpu[-1]:.3f} of without remote")
+    for what, found in (("Throughput", ratios), ("CPU time", cpu)):
+        console.print(f"{what} is {statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f}).")
     for name, found in steps.items():
         console.print(f"Longest step with {name}: {1000 * max(found):.0f} ms")
 
@@ -266,6 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=16, help="of a turn of 'down'")
     options = parser.parse_args()
     console = Console(highlight=False, width=130)
     WORK.mkdir(exist_ok=True)

@@ -102,9 +102,12 @@ class MooncakeStore:
         return json.loads(self._node.stdout.readline())
 
     def hold_node(self) -> None:
-        """Stop the node as a machine that hangs does."""
+        """Stop the node as a machine that hangs does, and wait until each of its threads has."""
         assert self._node is not None
         self._node.send_signal(signal.SIGSTOP)
+        for thread in Path(f"/proc/{self._node.pid}/task").iterdir():
+            while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
 
     def resume_node(self) -> None:
         """Let it go on after ``hold_node``."""
