@@ -56,5 +56,8 @@ def test_a_planted_bug_is_caught(bug: dict[str, str], tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     planted = tmp_path / bug["file"]
     planted.write_text(planted.read_text().replace(bug["old"], bug["new"]))
+    if planted.suffix == ".c":
+        made = planted.with_name(f"{planted.stem}.abi3.so")
+        subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", str(made), str(planted)], check=True)  # noqa: S607
     ran = run_tests(tmp_path, bug["tests"])
     assert ran is None or ran.returncode == 1, f"the bug went through, or the tests did not run:\n{ran.stdout[-2000:]}"

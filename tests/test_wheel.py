@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: one for every Python, with the package and nothing else, which works where nothing
-else is installed."""
+"""The wheel: one for every Python, with the package, its compiled queue and nothing else, which
+works where nothing else is installed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from kvdisk import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
+QUEUE = "kvdisk/device/drive_queue.abi3.so"
 
 
 def committed() -> list[str]:
@@ -31,21 +32,27 @@ def test_the_wheel_has_the_package_and_serves_every_python(tmp_path):
     for name in committed():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
-    for left in ("build/lib/kvdisk/gone.py", "kvdisk/__pycache__/gone.cpython-311.pyc", "kvdisk.egg-info/SOURCES.txt"):
+    for left in (
+        "build/lib/kvdisk/gone.py",
+        "kvdisk/device/gone.abi3.so",
+        "kvdisk/__pycache__/gone.cpython-311.pyc",
+        "kvdisk.egg-info/SOURCES.txt",
+    ):
         (checkout / left).parent.mkdir(parents=True, exist_ok=True)
         (checkout / left).write_text("")
     dist = tmp_path / "dist"
     dist.mkdir()
     (dist / "kvdisk-0.0.1-py3-none-any.whl").write_text("")
     wheel = make_wheel.build(dist, checkout)
-    assert [path.name for path in dist.iterdir()] == [wheel.name] == [f"kvdisk-{__version__}-py3-none-any.whl"]
+    assert [path.name for path in dist.iterdir()] == [wheel.name]
+    assert re.fullmatch(rf"kvdisk-{re.escape(__version__)}-cp311-abi3-linux_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata = archive.read(f"{info}/METADATA").decode()
         entries = archive.read(f"{info}/entry_points.txt").decode()
     inside = {name for name in names if not name.startswith(info)}
-    assert inside == {name for name in committed() if name.startswith("kvdisk/")}
+    assert inside == {name for name in committed() if name.startswith("kvdisk/")} | {QUEUE}
     assert "\nRequires-Python: >=3.11\n" in metadata and "\nRequires-Dist: lmdb" in metadata
     assert "kvdisk = kvdisk.cli.main:app" in entries and "kvdisk = kvdisk.connector.plugin:register" in entries
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's device beside fio and vLLM's own way to a drive, in turn, on one drive.
+"""kvdisk's device beside fio and vLLM's own way to a drive, in turn, on one drive: through the
+kernel's queue and through threads, alone and beside a Python thread that never pauses.
 
     python tools/bench_tiers.py /nvme/somewhere
 
@@ -27,10 +28,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,6 +95,40 @@ def run_device(case: Case, device: PosixDevice, fd: int, memory: memoryview) -> 
     """Move a case's bytes as ``kvdisk bench`` does; return the seconds."""
     batches = shuffled(fd, memory[: case.total_bytes], case.block_bytes, max(RUN_BYTES, case.block_bytes))
     return case.total_bytes / move_all(device, case.op, batches)
+
+
+@contextmanager
+def busy_thread(*, wanted: bool) -> Iterator[None]:
+    """Run Python code beside what is done meanwhile, as an engine's process may."""
+    over = False
+
+    def work() -> None:
+        while not over:
+            pass
+
+    thread = threading.Thread(target=work)
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        over = True
+        if wanted:
+            thread.join()
+
+
+def device_contenders(case: Case, devices: Sequence[PosixDevice], fd: int, memory: memoryview) -> dict[str, Seconds]:
+    """Return what moves the blocks once through each device, alone and beside a busy thread."""
+
+    def run(device: PosixDevice, busy: bool) -> float:
+        with busy_thread(wanted=busy):
+            return run_device(case, device, fd, memory)
+
+    return {
+        f"{device.name}{', busy Python' * busy}": partial(run, device, busy)
+        for busy in (False, True)
+        for device in devices
+    }
 
 
 def run_fio(case: Case, engine: str, path: str) -> float:
@@ -259,10 +295,10 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
         fd, direct = stack.enter_context(nameless_file(private, total_bytes))
-        device, extension = PosixDevice(), None
-        stack.callback(device.close)
-        device.attach_memory(memory)
-        device.attach_file(fd)
+        devices, extension = [PosixDevice(), PosixDevice(kernel_queue=False)], None
+        for device in devices:
+            stack.callback(device.close)
+            device.attach_file(fd)
         try:
             extension = load_extension()
         except ConfigError as error:
@@ -273,7 +309,7 @@ def main(arguments: list[str]) -> int:
         for number, case in enumerate(cases):
             print(case.words, file=sys.stderr)
             with ExitStack() as mine:
-                contenders: dict[str, Seconds] = {device.name: partial(run_device, case, device, fd, memory)}
+                contenders = device_contenders(case, devices, fd, memory)
                 if has_fio:
                     path = f"/proc/{os.getpid()}/fd/{fd}"
                     contenders |= {engine: partial(run_fio, case, engine, path) for engine in FIO_ENGINES}

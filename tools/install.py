@@ -98,8 +98,9 @@ class Installer:
         self._step("docs", "what builds the documentation", "\n".join([text, *also]), ["-r", str(listed), *also])
 
     def install_kvdisk(self) -> None:
-        """Install this checkout, editable."""
-        made_from = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
+        """Install this checkout, editable, and compile its C where there is a compiler."""
+        compiled = (path.read_text() for path in sorted((ROOT / "kvdisk").rglob("*.c")))
+        made_from = "\n".join([str(ROOT), (ROOT / "pyproject.toml").read_text(), *compiled])
         self._step("checkout", "this checkout", made_from, ["--no-build-isolation", "-e", str(ROOT)])
 
     def _step(self, name: str, what: str, made_from: str, arguments: list[str]) -> None:

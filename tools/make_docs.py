@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md
-from the help, and the tables of docs/METRICS.md from ``kvdisk.stats``.
+from the help, the tables of docs/METRICS.md from ``kvdisk.stats``, and docs/MODULES.md from the
+first words of each module.
 
 ``tests/test_docs.py`` holds them equal. What the commands print is in docs/output, which
 ``tools/make_pictures.py`` writes.
@@ -314,8 +315,64 @@ def metrics() -> str:
     return with_metrics((DOCS / "METRICS.md").read_text())
 
 
+# --- The modules. ---
+
+PACKAGES = (
+    "",
+    "manager",
+    "worker",
+    "index",
+    "device",
+    "remote",
+    "connector",
+    "cli",
+    "cli/replay",
+    "cli/report",
+    "testing",
+)
+"""The folders of kvdisk/, in the order of docs/MODULES.md."""
+
+
+def modules() -> str:
+    """Return docs/MODULES.md."""
+    found = {path.parent for path in (ROOT / "kvdisk").rglob("*.py")}
+    folders = [ROOT / "kvdisk" / package for package in PACKAGES]
+    assert found == set(folders), "PACKAGES names each folder once"
+    return MODULES.format(tables="\n\n".join(map(_modules_of, folders)))
+
+
+def _modules_of(folder: Path) -> str:
+    name = folder.relative_to(ROOT).as_posix()
+    files = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
+    rows = [f"| `{path.name}` | {_first_words(path)} |" for path in files]
+    lines = [f"## {name}/", "", _first_words(folder / "__init__.py"), "", "| module | what it is |", "|---|---|", *rows]
+    return "\n".join(lines)
+
+
+def _first_words(path: Path) -> str:
+    """Return the first paragraph of a module's docstring, without the thread that may call it."""
+    said = ast.get_docstring(ast.parse(path.read_text()))
+    assert said, f"{path} does not say what it is"
+    first = " ".join(said.partition("\n\n")[0].split())
+    return first.removesuffix("Scheduler thread only.").rstrip().replace("``", "`").replace("|", "\\|")
+
+
+MODULES = """\
+# Modules
+
+<!-- Made by tools/make_docs.py from the first words of each module: change them there. -->
+
+For those who look for a piece of the code: which module does what?
+
+[The architecture](ARCHITECTURE.md) says where a change goes, and what must hold there.
+
+{tables}
+"""
+
+
 FILES = {
     DOCS / "CONFIGURATION.md": configuration,
+    DOCS / "MODULES.md": modules,
     DOCS / "CLI.md": command_line,
     DOCS / "METRICS.md": metrics,
 }

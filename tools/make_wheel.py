@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build kvdisk's wheel, and try it in an empty environment of each Python that is here.
 
-kvdisk is pure Python, so one wheel serves every Python that it supports. The wheel is built from a
-copy of what belongs into it: what setuptools leaves in a checkout must not get in. ``make wheel``
-runs it with the environment's own setuptools.
+kvdisk's C knows nothing of Python, so one wheel serves every Python that it supports, on machines
+like this one. It is built from a copy of what belongs into it: what setuptools leaves in a checkout
+must not get in. ``make wheel`` runs it with the environment's own setuptools.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(dist: Path, source: Path = ROOT) -> Path:
         for name in PARTS:
             part = source / name
             if part.is_dir():
-                shutil.copytree(part, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(part, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
             else:
                 shutil.copy(part, copy / name)
         pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-input")

@@ -2,9 +2,9 @@
 """What kvdisk knows of vLLM's insides, and what differs between the versions it supports.
 
 vLLM's connector API calls itself experimental. Here are its KV-cache specifications, its block
-pool, its tensors, and its hooks. The other files of this room take fields of what a hook is given
+pool, its tensors, and its hooks. The other files of this folder take fields of what a hook is given
 (configurations, requests, outputs), and the classes of events, metrics and the plugin. What other
-rooms assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
+modules assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUDirect Storage through kvikio: whether it is here, and the device that moves GPU memory too.
-``kvikio`` is imported in this room only, and late.
+``kvikio`` is imported in this module only, and late.
 
 kvikio imports and opens files without a GPU, falls back to host memory silently, and spins for ever
 where ``/proc/modules`` is missing. So files are looked at first, and kvikio is asked in a child

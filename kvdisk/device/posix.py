@@ -209,9 +209,8 @@ class PosixDevice:
                     raise
                 return {Op.READ: reads, Op.WRITE: writes}
             except OSError as error:
-                used_up = error.errno == errno.EAGAIN
-                refused = f"the kernel or a container refuses it ({error.strerror})"
-                _say_lost("fs.aio-max-nr is used up" if used_up else refused)
+                said = {errno.EAGAIN: "fs.aio-max-nr is used up", errno.ENOENT: str(error.strerror)}
+                _say_lost(said.get(error.errno or 0, f"the kernel or a container refuses it ({error.strerror})"))
         return self._make_thread_queues(name, self._threads, _run)
 
     def _make_thread_queues(self, name: str, count: int, run: Run) -> dict[Op, DriveQueue]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all rooms of the manager work on, and the state of a step that they share."""
+"""What all modules of the manager work on, and the state of a step that they share."""
 
 from __future__ import annotations
 

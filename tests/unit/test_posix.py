@@ -4,12 +4,14 @@ hang, through threads and through the kernel's queue."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import queue
 import threading
+from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -37,6 +39,45 @@ def fd(path):
 def blocks(memory, *ends):
     """Cut memory into views that end at these blocks."""
     return tuple(memory[s * ALIGNMENT : e * ALIGNMENT] for s, e in zip((0, *ends), ends, strict=False))
+
+
+class Kernel:
+    """The kernel's calls as ``drive_queue.c`` makes them, to be replaced: each is an attribute."""
+
+    FORMS: ClassVar = {
+        "setup": (ctypes.c_uint, ctypes.c_void_p),
+        "submit": (ctypes.c_ulong, ctypes.c_long, ctypes.c_void_p),
+        "getevents": (ctypes.c_ulong, ctypes.c_long, ctypes.c_void_p),
+    }
+
+    def __init__(self):
+        library, _ = aio.library()
+        self.__dict__["places"] = {name: ctypes.c_void_p.in_dll(library, f"kernel_{name}") for name in self.FORMS}
+        self.__dict__["real"] = {name: place.value for name, place in self.places.items()}
+        self.__dict__["kept"] = []  # what C may still call
+
+    def __getattr__(self, name):
+        return ctypes.CFUNCTYPE(ctypes.c_long, *self.FORMS[name])(self.real[name])
+
+    def __setattr__(self, name, call):
+        self.kept.append(ctypes.CFUNCTYPE(ctypes.c_long, *self.FORMS[name])(call))
+        self.places[name].value = ctypes.cast(self.kept[-1], ctypes.c_void_p).value
+
+    def restore(self):
+        for name, address in self.real.items():
+            self.places[name].value = address
+
+
+@pytest.fixture
+def kernel():
+    found = Kernel()
+    yield found
+    found.restore()
+
+
+def opcode(calls):
+    """Return that of the first of these ``struct iocb``."""
+    return ctypes.c_uint16.from_address(ctypes.c_uint64.from_address(calls).value + 16).value
 
 
 def singles(fd, memory, count):
@@ -118,13 +159,9 @@ def test_what_is_no_memory_of_the_host_fails_and_nothing_else(fd, monkeypatch, k
 
 
 @pytest.mark.parametrize("kernel_queue", [True, False])
-def test_writes_that_hang_hold_up_no_read(fd, monkeypatch, kernel_queue):
+def test_writes_that_hang_hold_up_no_read(fd, monkeypatch, kernel, kernel_queue):
     """As on a file system that is frozen: the submission of a write does not come back."""
     go, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr(aio, "serves", lambda _fd: True)
-    device = PosixDevice(threads=2, kernel_queue=kernel_queue)
-    device.attach_file(fd)
-    writes = getattr(device._files[fd][Op.WRITE], "_context", None)
 
     def hanging(real, is_write):
         def call(*arguments):
@@ -135,9 +172,11 @@ def test_writes_that_hang_hold_up_no_read(fd, monkeypatch, kernel_queue):
 
         return call
 
-    submit = hanging(aio._Kernel.submit, lambda _kernel, context, *_: context is writes)
-    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    kernel.submit = hanging(kernel.submit, lambda _context, _count, calls: opcode(calls) == aio._OPCODES[Op.WRITE])
     monkeypatch.setattr(os, "pwritev", hanging(os.pwritev, lambda *_: True))
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    device = PosixDevice(threads=2, kernel_queue=kernel_queue)
+    device.attach_file(fd)
     late = {device.submit(Op.WRITE, [each]) for each in singles(fd, make_memory(8 * ALIGNMENT), 8)}
     assert begun.wait(WAIT_S)
     for each in singles(fd, make_memory(3 * ALIGNMENT), 3):
@@ -148,10 +187,29 @@ def test_writes_that_hang_hold_up_no_read(fd, monkeypatch, kernel_queue):
     device.close()
 
 
-@pytest.mark.parametrize(("number", "why"), [(errno.EAGAIN, "fs.aio-max-nr"), (errno.EPERM, "refuses it (refused)")])
-def test_a_kernel_that_offers_no_queue_is_served_by_threads_and_that_is_said_once(fd, monkeypatch, caplog, number, why):
+def no_setup(number):
+    def lose(kernel, _monkeypatch):
+        kernel.setup = lambda _most, _context: -number
+
+    return lose
+
+
+def no_library(_kernel, monkeypatch):
+    monkeypatch.setattr(aio, "__file__", "/nowhere/aio.py")
+    monkeypatch.setattr(aio, "library", aio.library.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    ("lose", "why"),
+    [
+        (no_setup(errno.EAGAIN), "fs.aio-max-nr is used up"),
+        (no_setup(errno.EPERM), "refuses it (Operation not permitted)"),
+        (no_library, "drive_queue.c was not compiled"),
+    ],
+)
+def test_without_a_queue_threads_serve_and_that_is_said_once(fd, monkeypatch, caplog, kernel, lose, why):
+    lose(kernel, monkeypatch)
     monkeypatch.setattr(aio, "serves", lambda _fd: True)
-    monkeypatch.setattr(aio._Kernel, "setup", Mock(side_effect=OSError(number, "refused")))
     posix._say_lost.cache_clear()
     with caplog.at_level(logging.WARNING, "kvdisk"):
         for _ in range(2):
@@ -180,96 +238,102 @@ def drive(done):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvdisk-test")]
 
 
-@pytest.fixture
-def cut_short(monkeypatch):
-    """The first call to end moves one block only, as far as anybody hears. The numbers of calls."""
-    real, found = aio._Kernel.getevents, []
+@pytest.mark.parametrize("moved", [ALIGNMENT, 4 * ALIGNMENT, 5 * ALIGNMENT, 1000, 0])
+def test_a_call_that_stops_short_in_the_kernel_is_continued(kernel, drive, done, fd, path, moved):
+    """The first call to end moves less, as far as anybody hears."""
+    real, ends = kernel.getevents, []
 
-    def getevents(kernel, context, least, most, events, timeout):
-        count, raw = real(kernel, context, least, most, events, timeout), memoryview(events).cast("B")
-        number, iocb, _, result = aio._EVENT.unpack_from(raw)
-        if count and not found:
-            aio._EVENT.pack_into(raw, 0, number, iocb, ALIGNMENT, result)
-        found.extend([number] * count)
+    def getevents(context, most, events):
+        count = real(context, most, events)
+        if count and not ends:
+            ctypes.c_int64.from_address(events + 16).value = moved
+        ends.extend([0] * count)
         return count
 
-    monkeypatch.setattr(aio._Kernel, "getevents", getevents)
-    return found
-
-
-def test_a_call_of_the_kernels_queue_that_stops_short_is_continued(cut_short, drive, done, fd, path):
+    kernel.getevents = getevents
     memory = make_memory(8 * ALIGNMENT)
     data = fill(memory, 1)
     path.write_bytes(data)
     memory[:] = bytes(len(memory))
     second, first = blocks(memory, 4, 8)
     assert drive.put(5, Op.READ, [(0, Transfer(fd, 0, (first, second)))], ALIGNMENT) == 1
-    assert done.get(timeout=WAIT_S) == Outcome(5, {})
+    continued = moved > 0 and moved % ALIGNMENT == 0
+    assert done.get(timeout=WAIT_S) == Outcome(5, {} if continued else {0: errno.EIO})
     assert bytes(first) + bytes(second) == data
-    assert len(cut_short) == 2, "the rest was another call"
+    assert len(ends) == 1 + continued, "the rest was another call"
 
 
-def test_a_full_queue_takes_the_rest_later(drive, done, fd, monkeypatch):
-    real, calls = aio._Kernel.submit, []
+def test_a_full_queue_takes_the_rest_later(kernel, drive, done, fd):
+    real, counts = kernel.submit, []
 
-    def submit(kernel, context, count, pointers):
-        calls.append(count)
-        if len(calls) % 2:
-            raise OSError(errno.EAGAIN, "full")
-        return real(kernel, context, 1, pointers)
+    def submit(context, count, calls):
+        counts.append(count)
+        return -errno.EAGAIN if len(counts) % 2 else real(context, 1, calls)
 
-    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    kernel.submit = submit
     drive.put(1, Op.READ, list(enumerate(singles(fd, make_memory(3 * ALIGNMENT), 3))), ALIGNMENT)
     assert done.get(timeout=WAIT_S) == Outcome(1, {})
-    assert calls == [3, 3, 2, 2, 1, 1]
+    assert counts == [3, 3, 2, 2, 1, 1]
 
 
-def test_a_short_batch_is_not_held_up_by_a_long_one_before_it(drive, done, fd, monkeypatch):
-    """The reaper waits for many ends at once, but not for ever: here the long batch never ends."""
-    real, begun = aio._Kernel.submit, threading.Event()
+def test_calls_that_the_kernel_refuses_fail_alone(kernel, drive, done, fd):
+    real = kernel.submit
+    kernel.submit = lambda context, count, calls: -errno.EBADF if count == 2 else real(context, 1, calls)
+    drive.put(1, Op.READ, list(enumerate(singles(fd, make_memory(3 * ALIGNMENT), 3))), ALIGNMENT)
+    assert done.get(timeout=WAIT_S) == Outcome(1, {1: errno.EBADF})
 
-    def only_the_first(kernel, context, count, pointers):
-        real(kernel, context, 1, pointers)
+
+def test_a_short_batch_is_not_held_up_by_a_long_one_before_it(kernel, drive, done, fd):
+    """Of the long batch the kernel is given one call, and the others when all is over."""
+    real, begun, held = kernel.submit, threading.Event(), []
+
+    def only_the_first(context, count, calls):
+        real(context, 1, calls)
+        held.extend((context, call) for call in (ctypes.c_uint64 * count).from_address(calls)[1:])
         begun.set()
         return count
 
-    monkeypatch.setattr(aio._Kernel, "submit", only_the_first)
+    kernel.submit = only_the_first
     *long, short = singles(fd, make_memory(4 * ALIGNMENT), 4)
     drive.put(1, Op.READ, list(enumerate(long)), ALIGNMENT)
     assert begun.wait(WAIT_S)
     drive.put(2, Op.READ, [(0, short)], ALIGNMENT)
     assert done.get(timeout=WAIT_S).ticket == 2
+    for context, call in held:
+        real(context, 1, ctypes.addressof(ctypes.c_uint64(call)))
+    assert done.get(timeout=WAIT_S) == Outcome(1, {})
 
 
-def test_writes_make_way_while_reads_are_under_way(drive, done, fd, monkeypatch):
+def test_writes_make_way_while_reads_are_under_way(kernel, drive, done, fd):
     """One call at a time, large as it is, until the last read has ended."""
     go, reading, given = threading.Event(), threading.Event(), []
-    writes = aio.KernelQueue("kvdisk-test-write", done.put, reads=drive)
-    real = aio._Kernel.submit
+    real = kernel.submit
 
-    def submit(kernel, context, count, pointers):
-        if context is drive._context:
+    def submit(context, count, calls):
+        if opcode(calls) == aio._OPCODES[Op.READ]:
             reading.set()
             assert go.wait(WAIT_S)
         else:
-            given.append(writes._bytes)
-        return real(kernel, context, count, pointers)
+            given.append(count)
+        return real(context, count, calls)
 
-    monkeypatch.setattr(aio._Kernel, "submit", submit)
+    kernel.submit = submit
+    writes = aio.KernelQueue("kvdisk-test-write", done.put, reads=drive)
     memory = make_memory(aio.LONGEST_BYTES)
-    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * aio.AHEAD_BYTES // aio.LONGEST_BYTES)]
+    ahead = aio.AHEAD_BYTES // aio.LONGEST_BYTES
+    batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * ahead)]
     try:
         drive.put(1, Op.READ, batch[:1], 4 * aio.LONGEST_BYTES)
         assert reading.wait(WAIT_S)
         writes.put(2, Op.WRITE, batch, 4 * aio.LONGEST_BYTES)
         assert done.get(timeout=WAIT_S) == Outcome(2, {})
-        assert given == [aio.LONGEST_BYTES] * len(batch)
+        assert given == [1] * len(batch)
         go.set()
         assert done.get(timeout=WAIT_S) == Outcome(1, {})
         given.clear()
         writes.put(3, Op.WRITE, batch, 4 * aio.LONGEST_BYTES)
         assert done.get(timeout=WAIT_S) == Outcome(3, {})
-        assert max(given) == aio.AHEAD_BYTES
+        assert max(given) == ahead
     finally:
         go.set()
         writes.close()
