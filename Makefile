@@ -16,7 +16,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture test-next demo serve wheel docs clean
+.PHONY: help install install-dev check test torture test-next demo demo-remote serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ test-next: install-dev ## the scheduler's, hooks' and engine's tests on the othe
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
+
+demo-remote: install-dev ## what one engine computes, another loads from S3, and from a Mooncake Store
+	@PYTHONPATH=tests $(BIN)/python tools/demo_remote.py --prompt-tokens "$(PROMPT_TOKENS)"
 
 serve: install ## start vLLM's real server with kvdisk, and print what to type to see a hit
 	@$(BIN)/python tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")

@@ -44,7 +44,8 @@ from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name
-from kvdisk.remote.client import BucketObjects, seal_key
+from kvdisk.remote.client import Bucket, BucketObjects, seal_key
+from kvdisk.remote.mooncake import MooncakeBucket
 from kvdisk.remote.reader import RemoteReader
 from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
@@ -223,7 +224,8 @@ def _open_remote(config: Config) -> BucketObjects:
     """Return the remote store, which nobody has asked yet. Raises ConfigError."""
     assert config.remote is not None
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
-    bucket = S3Bucket(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+    make: Callable[..., Bucket] = MooncakeBucket if config.remote.startswith("mooncake://") else S3Bucket
+    bucket = make(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
     return BucketObjects(bucket, deadline_s=config.remote_deadline_s, key=key)
 
 

@@ -22,7 +22,7 @@ for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("Gi
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "gds")
-REMOTES = ("s3", "gs", "az")
+REMOTES = ("s3", "gs", "az", "mooncake")
 EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _NEAR_MISS = 0.8
@@ -254,20 +254,27 @@ class Config:
     Example: 0.5
     """
     remote: str | None = _setting(None, _parse_remote)
-    """A bucket in which hosts share blocks: `"s3://bucket/prefix"`, `"gs://..."` or `"az://..."`
-    (kvdisk's extra `s3`). Behind memory and drive: blocks are sent there from memory, and
-    found there by every engine of the same model. It may be down, at the start too. Nothing is
-    deleted there by kvdisk: give the bucket a lifecycle rule.
+    """A store in which hosts share blocks: a bucket, `"s3://bucket/prefix"`, `"gs://..."` or
+    `"az://..."` (kvdisk's extra `s3`), or the master of a Mooncake Store, `"mooncake://host:port"`
+    (extra `mooncake`). Behind memory and drive: blocks are sent there from memory, and found there
+    by every engine of the same model. It may be down, at the start too. Nothing is deleted there by
+    kvdisk: give a bucket a lifecycle rule.
 
     Default: none
     Example: "s3://my-bucket/kv"
+    Example: "mooncake://10.0.0.1:50051"
     """
     remote_options: tuple[tuple[str, str], ...] = _setting((), _parse_options)
-    """Settings of `remote`, as [obstore](https://developmentseed.org/obstore/) names them; what is
-    not said is taken from the environment, as the clients of these stores do.
+    """Settings of `remote`. Of a bucket as [obstore](https://developmentseed.org/obstore/) names
+    them; what is not said is taken from the environment, as the clients of these stores do. Of
+    Mooncake as its `setup` names them: `protocol` (`"tcp"`, or `"rdma"`), `rdma_devices` (all),
+    `metadata_server` (`"P2PHANDSHAKE"`), `local_hostname` (the address that the master sees),
+    `tenant_id`, and `global_segment_size`, bytes that each process of the engine adds to the store
+    (0).
 
     Default: `{}`
     Example: {"aws_endpoint": "http://minio:9000", "aws_region": "us-east-1"}
+    Example: {"protocol": "rdma", "rdma_devices": "mlx5_0"}
     """
     remote_admission: str = _setting("reuse(2)", _parse_remote_admission)
     """Which blocks are sent to `remote`: `"all"`, or `"reuse(n)"`: those that n distinct requests

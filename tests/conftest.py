@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from support.mooncake_store import MooncakeStore
 from support.s3_server import S3Server
 
 # No deadline: two shared cores make no promise. Where every change is tested, the same examples
@@ -24,3 +25,13 @@ def s3_server(tmp_path_factory) -> Iterator[S3Server]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def mooncake_store(tmp_path_factory) -> Iterator[MooncakeStore]:
+    """A real Mooncake Store. A test that stops or kills a part of it has it run again when it
+    ends."""
+    store = MooncakeStore(tmp_path_factory.mktemp("mooncake"))
+    store.start()
+    yield store
+    store.kill()

@@ -34,6 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "kvikio": ("kvdisk/device/gds.py",),
     "obstore": ("kvdisk/remote/s3.py",),
     "blake3": ("kvdisk/remote/client.py",),
+    "mooncake": ("kvdisk/remote/mooncake_process.py",),
     "numpy": ("kvdisk/",),
     "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/catalog.py"),
     "rich": ("kvdisk/cli/",),

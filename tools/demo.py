@@ -72,9 +72,15 @@ class Pass:
         return self.counted.get("hit_tokens.nvme", 0)
 
     @property
+    def from_remote(self) -> int:
+        """Tokens loaded from the remote store."""
+        return self.counted.get("hit_tokens.remote", 0)
+
+    @property
     def from_gpu(self) -> int:
         """Tokens that were in the GPU prefix cache."""
-        return sum(answer.cached for answer in self.answers) - self.from_cpu - self.from_nvme
+        loaded = self.from_cpu + self.from_nvme + self.from_remote
+        return sum(answer.cached for answer in self.answers) - loaded
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -84,6 +90,10 @@ class Pass:
     def ttft_s(self, asker: int) -> float:
         """Median time to first token of those who asked a document first (0) or second (1)."""
         return statistics.median(answer.ttft_s for answer in self.answers[asker :: len(QUESTIONS)])
+
+
+Rows = list[tuple[str, Callable[[Pass], str]]]
+"""Of a table: what stands at the left, and the cell of a pass."""
 
 
 class Demo:
@@ -105,17 +115,18 @@ class Demo:
 
     def run(self) -> list[Pass]:
         """Run vLLM alone, then the three passes with kvdisk. Raises EngineError."""
-        with self._start("vLLM alone", "alone", None) as engine:
-            passes = [self._pass("vLLM alone", engine)]
-        with self._start("vLLM with kvdisk", "first", self.config) as engine:
-            passes.append(self._pass("cold", engine))
+        with self.start("vLLM alone", "alone", None) as engine:
+            passes = [self.ask("vLLM alone", engine)]
+        with self.start("vLLM with kvdisk", "first", self.config) as engine:
+            passes.append(self.ask("cold", engine, self.options.store))
             engine.reset()
-            passes.append(self._pass("warm from CPU", engine))
-        with self._start("vLLM with kvdisk again", "second", self.config) as engine:
-            passes.append(self._pass("after a restart, from NVMe", engine))
+            passes.append(self.ask("warm from CPU", engine, self.options.store))
+        with self.start("vLLM with kvdisk again", "second", self.config) as engine:
+            passes.append(self.ask("after a restart, from NVMe", engine, self.options.store))
         return passes
 
-    def _start(self, what: str, name: str, config: dict[str, Any] | None) -> EngineChild:
+    def start(self, what: str, name: str, config: dict[str, Any] | None) -> EngineChild:
+        """Start an engine, whose log is named. Raises EngineError."""
         self.say(f"starting {what}")
         log = WORK / f"engine-{name}.log"
         log.unlink(missing_ok=True)
@@ -129,7 +140,8 @@ class Demo:
         engine.generate([WARM_UP], 2)
         return engine
 
-    def _pass(self, name: str, engine: EngineChild) -> Pass:
+    def ask(self, name: str, engine: EngineChild, store: Path | None = None) -> Pass:
+        """Have an engine answer every prompt. ``store``: whose bytes are told of."""
         self.say(f"asking: {name}")
         before = engine.counters() if engine.connected else {}
         answers = engine.generate(self.prompts, MAX_TOKENS, together=False)
@@ -137,17 +149,15 @@ class Demo:
             return Pass(name, self.prompts, answers, {}, None)
         engine.drain()
         counted = {counter: count - before.get(counter, 0) for counter, count in engine.counters().items()}
-        return Pass(name, self.prompts, answers, counted, survey_store(self.options.store).totals.used_bytes)
+        used = None if store is None else survey_store(store).totals.used_bytes
+        return Pass(name, self.prompts, answers, counted, used)
 
 
 def verdict(passes: Sequence[Pass]) -> list[str]:
     """Return what is wrong with the passes, in sentences; nothing where the demo showed what it is
     for."""
-    alone, *others = passes
-    _, from_cpu, from_nvme = others
-    wrong = [
-        f"The pass '{one.name}' gave other tokens than vLLM alone." for one in others if one.tokens != alone.tokens
-    ]
+    _, _, from_cpu, from_nvme = passes
+    wrong = wrong_tokens(passes)
     if not from_cpu.from_cpu:
         wrong.append("Nothing was loaded from the CPU tier.")
     if not from_nvme.from_nvme:
@@ -155,13 +165,20 @@ def verdict(passes: Sequence[Pass]) -> list[str]:
     return wrong
 
 
-def table_of(passes: Sequence[Pass]) -> Table:
-    """Return the table that the demo ends with: a column for each pass."""
+def wrong_tokens(passes: Sequence[Pass]) -> list[str]:
+    """Return which passes gave other tokens than the first, in sentences."""
+    return [
+        f"The pass '{one.name}' gave other tokens than vLLM alone." for one in passes if one.tokens != passes[0].tokens
+    ]
+
+
+def rows_of(passes: Sequence[Pass], loaded: Rows) -> Rows:
+    """Return the rows that every demo has. ``loaded``: where tokens came from. The first pass is
+    vLLM's alone, the second starts cold."""
     alone, cold = passes[0], passes[1]
-    rows: list[tuple[str, Callable[[Pass], str]]] = [
+    return [
         ("prompt tokens", lambda one: f"{sum(map(len, one.prompts)):,}"),
-        ("  loaded from the CPU tier", lambda one: f"{one.from_cpu:,}"),
-        ("  loaded from NVMe", lambda one: f"{one.from_nvme:,}"),
+        *loaded,
         ("  in the GPU prefix cache", lambda one: f"{one.from_gpu:,}"),
         ("median TTFT", lambda one: f"{one.ttft_s(0):.3f} s"),
         ("  ratio to cold", lambda one: f"{one.ttft_s(0) / cold.ttft_s(0):.3f}"),
@@ -170,9 +187,22 @@ def table_of(passes: Sequence[Pass]) -> Table:
             "same tokens as without kvdisk",
             lambda one: "" if one is alone else ("no", "yes")[one.tokens == alone.tokens],
         ),
-        ("on NVMe", lambda one: "" if one.nvme_bytes is None else f"{one.nvme_bytes / 2**20:,.0f} MiB"),
     ]
-    table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1))
+
+
+def table_of(passes: Sequence[Pass]) -> Table:
+    """Return the table that the demo ends with."""
+    loaded: Rows = [
+        ("  loaded from the CPU tier", lambda one: f"{one.from_cpu:,}"),
+        ("  loaded from NVMe", lambda one: f"{one.from_nvme:,}"),
+    ]
+    stored: Rows = [("on NVMe", lambda one: "" if one.nvme_bytes is None else f"{one.nvme_bytes / 2**20:,.0f} MiB")]
+    return draw(passes, rows_of(passes, loaded) + stored)
+
+
+def draw(passes: Sequence[Pass], rows: Rows) -> Table:
+    """Return a table with a column for each pass."""
+    table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for one in passes:
         table.add_column(one.name, justify="right", max_width=9)
     for label, cell in rows:

@@ -2,7 +2,7 @@
 """What the remote store is thought to have, what goes there, and all hints together.
 
 A remote store names blocks by key and evicts by itself: there are no slots of it, nor copies in the
-catalog. What it answers is a hint for HINT_LIFE_S. Blocks go there from the CPU tier, once the
+catalog. What it answers is a hint for a while. Blocks go there from the CPU tier, once the
 drive's backlog is written: what is evicted before its turn is not sent. Scheduler thread only.
 """
 
@@ -28,7 +28,6 @@ MOST_HINTS = 65536
 MOST_REJECTED = 8192
 MOST_FORGOTTEN = 256
 """Hints that are forgotten at a time: bounds a step."""
-HINT_LIFE_S = 60.0
 MOST_QUEUED = 16384
 """Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
 MOST_SEND_MOVES = 64
@@ -95,9 +94,10 @@ class RemoteCopies(HasParts):
                 for key in keys if answer.is_whole else ():
                     self.hints.pop(key, None)
             self._hint(answer.found, now)
+        life_s = 0.0 if self._index is None else self._index.hint_life_s
         for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
             key = next(iter(self.hints))
-            if len(self.hints) <= MOST_HINTS and now - self.hints[key] <= HINT_LIFE_S:
+            if len(self.hints) <= MOST_HINTS and now - self.hints[key] <= life_s:
                 break
             self._forget(key)
 

@@ -76,6 +76,10 @@ class Objects(Protocol):
     def answers(self) -> bool:
         """Whether reads are tried now: False while the store is left alone."""
 
+    @property
+    def hint_life_s(self) -> float:
+        """How long what it has said to be there is believed to be."""
+
     def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
         """Ask for a batch (one object or more), and return its ticket. Does not wait."""
 
@@ -105,6 +109,10 @@ class RemoteIndex(Protocol):
     @property
     def any(self) -> bool:
         """Whether questions are tried now."""
+
+    @property
+    def hint_life_s(self) -> float:
+        """How long an answer is believed."""
 
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
         """Queue a question, which ``poll`` answers some time later; False where too many wait.

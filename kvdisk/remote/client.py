@@ -14,12 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.remote.base import ANSWERS, Health, ObjectOp, ObjectsOutcome, RemoteObject, Result
@@ -28,28 +28,41 @@ logger = logging.getLogger("kvdisk.remote")
 
 MOST_OBJECTS = 1 << 14
 """Objects of batches under way: a batch that would make it more is refused."""
-PARALLEL = 64
-"""Requests at the store at a time."""
 SEAL_BYTES = 32
 LEAST_SECRET_BYTES = 32
 _CLOSE_TIMEOUT_S = 5.0
 
 
+class StoreBusy(Exception):
+    """Raised by a ``Bucket``: not tried, as requests that were given up have all that it has."""
+
+
 class Bucket(Protocol):
     """What a store's client must do. All is called on one thread, in an event loop, and may be
-    cancelled; whatever it raises is a failure. ``name``: for the log."""
+    cancelled; whatever it raises is a failure.
+
+    ``name``: for the log. ``parallel``: requests that it is given at a time. ``hint_life_s``: how
+    long what it has said to be there is believed to be.
+    """
 
     name: str
+    parallel: int
+    hint_life_s: float
 
-    async def size(self, name: str) -> int | None:
-        """Return the length of an object; None: it is not there."""
+    async def exists(self, name: str) -> bool:
+        """Return whether an object is there."""
 
-    async def get(self, name: str, byte_count: int) -> Any:
-        """Return an object as a buffer; None: it is not there. Of one that is not ``byte_count``
-        long, anything that is not so long either."""
+    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
+        """Call ``take`` with an object as a buffer, which is of use in that call only, and return
+        what it has returned; None: it is not there. Of one that is not ``byte_count`` long it is
+        given anything that is not so long either. Others may still change what is in the buffer."""
 
-    async def put(self, name: str, body: Any) -> None:
-        """Write an object, a buffer that nobody changes any more."""
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None]) -> None:
+        """Have an object of that length there: where there is none, write what ``fill`` puts into
+        the buffer that it is called with."""
+
+    def close(self) -> None:
+        """Let go of what it holds, once, when nothing is under way any more."""
 
 
 def seal_key(path: Path) -> bytes:
@@ -76,9 +89,11 @@ def _ending_of(task: asyncio.Task[tuple[Result, str]]) -> tuple[Result, str]:
 
 
 class _Ended(NamedTuple):
+    """``said``: what a failure said; None: the batch was not sent."""
+
     ticket: int
     results: tuple[Result, ...]
-    said: str
+    said: str | None
 
 
 class BucketObjects:
@@ -95,7 +110,6 @@ class BucketObjects:
         *,
         deadline_s: float,
         key: bytes | None = None,
-        parallel: int = PARALLEL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
@@ -109,7 +123,7 @@ class BucketObjects:
         """By ticket: what was asked, of how many objects."""
         self._ended: SimpleQueue[_Ended] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
-        self._slots = asyncio.Semaphore(parallel)
+        self._slots = asyncio.Semaphore(bucket.parallel)
         self._batches: set[asyncio.Task[None]] = set()
         """Under way: the loop itself would let go of them."""
         self._thread = threading.Thread(target=self._run, name="kvdisk-remote", daemon=True)
@@ -122,6 +136,11 @@ class BucketObjects:
         """See ``Objects.answers``."""
         return self._reads.is_open
 
+    @property
+    def hint_life_s(self) -> float:
+        """See ``Objects.hint_life_s``."""
+        return self._bucket.hint_life_s
+
     def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
         """See ``Objects.submit``."""
         assert batch, "an empty batch"
@@ -132,7 +151,7 @@ class BucketObjects:
         if queued + len(batch) <= MOST_OBJECTS and self._health(op).begin(ticket):
             self._loop.call_soon_threadsafe(self._start, ticket, op, tuple(batch))
         else:
-            self._ended.put(_Ended(ticket, (Result.REFUSED,) * len(batch), ""))
+            self._ended.put(_Ended(ticket, (Result.REFUSED,) * len(batch), None))
         return ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
@@ -144,8 +163,8 @@ class BucketObjects:
             except Empty:
                 break
             op, _ = self._under_way.pop(ended.ticket)
-            tried = set(ended.results) - {Result.REFUSED}
-            if tried and self._health(op).end(ended.ticket, answered=not tried.isdisjoint(ANSWERS)):
+            answered = not ANSWERS.isdisjoint(ended.results)
+            if ended.said is not None and self._health(op).end(ended.ticket, answered=answered):
                 said = ended.said or f"no answer in {self._deadline_s:g} s"
                 self._log.warn(
                     op.value, f"{self._bucket.name} is left alone for a while, as a {op.value} failed: {said}"
@@ -173,6 +192,7 @@ class BucketObjects:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._bucket.close()
         self._loop.close()
 
     def _start(self, ticket: int, op: ObjectOp, batch: tuple[RemoteObject, ...]) -> None:
@@ -196,42 +216,46 @@ class BucketObjects:
         async with self._slots:
             try:
                 return await self._ways[op](asked), ""
+            except StoreBusy:
+                return Result.REFUSED, ""
             except Exception as error:  # whatever the client raises
                 return Result.FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     async def _exists(self, asked: RemoteObject) -> Result:
-        return Result.ABSENT if await self._bucket.size(asked.name) is None else Result.OK
+        return Result.OK if await self._bucket.exists(asked.name) else Result.ABSENT
 
     async def _get(self, asked: RemoteObject) -> Result:
-        byte_count = len(asked.buffer) + (SEAL_BYTES if self._key else 0)
-        found = await self._bucket.get(asked.name, byte_count)
-        if found is None:
-            return Result.ABSENT
-        if memoryview(found).nbytes != byte_count:
+        found = await self._bucket.get(asked.name, self._stored_bytes(asked), partial(self._take, asked))
+        return Result.ABSENT if found is None else found
+
+    def _take(self, asked: RemoteObject, found: Any) -> Result:
+        """Copy an object, and only then look whether it is sealed: of memory that others can write
+        to, what was looked at may not be what is copied."""
+        if memoryview(found).nbytes != self._stored_bytes(asked):
             return Result.BAD
-        body = np.frombuffer(found, np.uint8)
-        if self._key:
-            body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
-            if not hmac.compare_digest(seal.tobytes(), self._seal(asked.name, body)):
-                return Result.BAD
+        body, seal = np.split(np.frombuffer(found, np.uint8), [len(asked.buffer)])
         np.copyto(np.frombuffer(asked.buffer, np.uint8), body)  # which lets other threads run
+        if self._key and not hmac.compare_digest(seal.tobytes(), self._seal(asked)):
+            return Result.BAD
         return Result.OK
 
     async def _put(self, asked: RemoteObject) -> Result:
-        byte_count = len(asked.buffer) + (SEAL_BYTES if self._key else 0)
-        if await self._bucket.size(asked.name) == byte_count:
-            return Result.OK
-        body = np.empty(byte_count, np.uint8)
-        np.copyto(body[: len(asked.buffer)], np.frombuffer(asked.buffer, np.uint8))
-        if self._key:
-            body[-SEAL_BYTES:] = np.frombuffer(self._seal(asked.name, body[:-SEAL_BYTES]), np.uint8)
-        await self._bucket.put(asked.name, body)
+        await self._bucket.put(asked.name, self._stored_bytes(asked), partial(self._fill, asked))
         return Result.OK
 
-    def _seal(self, name: str, body: NDArray[np.uint8]) -> bytes:
+    def _fill(self, asked: RemoteObject, memory: Any) -> None:
+        body, seal = np.split(np.frombuffer(memory, np.uint8), [len(asked.buffer)])
+        np.copyto(body, np.frombuffer(asked.buffer, np.uint8))
+        if self._key:
+            seal[:] = np.frombuffer(self._seal(asked), np.uint8)
+
+    def _stored_bytes(self, asked: RemoteObject) -> int:
+        return len(asked.buffer) + (SEAL_BYTES if self._key else 0)
+
+    def _seal(self, asked: RemoteObject) -> bytes:
         from blake3 import blake3
 
         assert self._key is not None
-        made = blake3(name.encode(), key=self._key)
-        made.update(body.data)
+        made = blake3(asked.name.encode(), key=self._key)
+        made.update(asked.buffer)
         return made.digest()

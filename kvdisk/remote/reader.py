@@ -93,6 +93,7 @@ class RemoteReader:
     def __init__(self, objects: Objects, name_of: Callable[[BlockKey], str]) -> None:
         self._objects = objects
         self._name_of = name_of
+        self.hint_life_s = objects.hint_life_s
         self._any = True
         self._questions: deque[_Question] = deque()
         self._answers: deque[RemoteAnswer] = deque()

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
 from kvdisk.errors import ConfigError
+from kvdisk.remote.base import Result
 
 _RETRIES = 2
 _FIRST_RETRY_S = 0.05
@@ -21,6 +24,9 @@ class S3Bucket:
     its clients do. ``deadline_s``: after which the caller gives a request up. Nothing is asked
     yet. Raises ConfigError.
     """
+
+    parallel = 64
+    hint_life_s = 60.0
 
     def __init__(self, url: str, options: Mapping[str, str], *, deadline_s: float) -> None:
         try:
@@ -49,22 +55,32 @@ class S3Bucket:
             said = str(error).partition("\n")[0].rstrip(". ")
             raise ConfigError(f"remote {url!r} cannot be used: {said}.") from error
 
-    async def size(self, name: str) -> int | None:
-        """See ``Bucket.size``."""
-        try:
-            found = await self._obstore.head_async(self._store, name)
-        except FileNotFoundError:
-            return None
-        return int(found["size"])
+    async def exists(self, name: str) -> bool:
+        """See ``Bucket.exists``."""
+        return await self._size(name) is not None
 
-    async def get(self, name: str, byte_count: int) -> Any:
+    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
         """See ``Bucket.get``. What has another length is not fetched."""
         try:
             found = await self._obstore.get_async(self._store, name)
         except FileNotFoundError:
             return None
-        return await found.bytes_async() if found.meta["size"] == byte_count else b""
+        return take(await found.bytes_async() if found.meta["size"] == byte_count else b"")
 
-    async def put(self, name: str, body: Any) -> None:
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None]) -> None:
         """See ``Bucket.put``."""
+        if await self._size(name) == byte_count:
+            return
+        body = np.empty(byte_count, np.uint8)
+        fill(body)
         await self._obstore.put_async(self._store, name, body, use_multipart=False)
+
+    def close(self) -> None:
+        """See ``Bucket.close``. It holds nothing."""
+
+    async def _size(self, name: str) -> int | None:
+        try:
+            found = await self._obstore.head_async(self._store, name)
+        except FileNotFoundError:
+            return None
+        return int(found["size"])

@@ -16,6 +16,7 @@ class MemoryObjects:
     """
 
     answers = True
+    hint_life_s = 60.0
 
     def __init__(self, contents: dict[str, bytes] | None = None, most_bytes: int = 1 << 30) -> None:
         self.contents = {} if contents is None else contents

@@ -34,6 +34,8 @@ class ObjectsCase(ABC):
 
     objects: Objects
     namespace: Namespace
+    least_bytes = 0
+    """Of the shortest object that the store can hold."""
 
     @abstractmethod
     def make_objects(self) -> Objects:
@@ -121,7 +123,7 @@ class ObjectsConformance(ObjectsCase):
 
     def test_what_has_another_length_is_bad_and_the_next_put_replaces_it(self) -> None:
         body = make_bytes(4096, 1)
-        for wrong in (b"", body[:-1], body + b"x", make_bytes(1 << 20, 2)):
+        for wrong in (body[: self.least_bytes], body[:-1], body + b"x", make_bytes(1 << 20, 2)):
             self.write(self.name(1), wrong)
             assert self.get(1, 4096) == (Result.BAD, bytes([UNTOUCHED]) * 4096)
             assert self.put(1, body) is Result.OK

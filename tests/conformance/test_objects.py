@@ -9,12 +9,16 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import obstore
+import psutil
 import pytest
 from obstore.store import from_url
+from support.mooncake_store import MooncakeStore
 from support.s3_server import S3Server
 from support.waits import WAIT_S
 
@@ -30,11 +34,13 @@ from kvdisk.remote.base import (
     Result,
 )
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
+from kvdisk.remote.mooncake import PACKAGE, ROOM_BYTES, ROOMS, MooncakeBucket
 from kvdisk.remote.s3 import S3Bucket
 from kvdisk.testing.memory_objects import MemoryObjects
 from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
 
 URL = "s3://kvdisk-tests/some/prefix"
+ROOT = Path(__file__).resolve().parents[2]
 PATIENT_S = 30.0
 """A deadline that a server that works never misses, however busy the machine is."""
 
@@ -78,18 +84,60 @@ class S3Case(ObjectsCase):
     def remove(self, name: str) -> None:
         obstore.delete(self.bucket, name)
 
+    def read(self, name: str) -> bytes:
+        return bytes(obstore.get(self.bucket, name).bytes())
+
 
 class TestS3(S3Case, ObjectsConformance):
     pass
 
 
-class TestS3Sealed(TestS3):
+class MooncakeCase(ObjectsCase):
+    """Tests with a master and a node."""
+
+    store: MooncakeStore
+    key: bytes | None = None
+    deadline_s = PATIENT_S
+    least_bytes = 1
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _store(cls, mooncake_store) -> None:
+        cls.store = mooncake_store
+
+    def make_objects(self) -> Objects:
+        self.clock_s = 0.0
+        return self.open(self.store.url)
+
+    def open(self, url: str) -> BucketObjects:
+        bucket = MooncakeBucket(url, {}, deadline_s=self.deadline_s)
+        return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, clock=lambda: self.clock_s)
+
+    def write(self, name: str, body: bytes) -> None:
+        self.store.write(name, body)
+
+    def remove(self, name: str) -> None:
+        self.store.remove(name)
+
+    def read(self, name: str) -> bytes:
+        return self.store.read(name)
+
+
+class TestMooncake(MooncakeCase, ObjectsConformance):
+    pass
+
+
+class SealedCase(ObjectsCase):
+    """Tests of a store that seals."""
+
     key = b"k" * 32
+    read: Callable[[str], bytes]
+    """Returns what an object holds."""
 
     def test_what_somebody_without_the_key_wrote_is_bad(self) -> None:
         body = make_bytes(4096, 1)
         assert self.put(1, body) is Result.OK
-        sealed = bytes(obstore.get(self.bucket, self.name(1)).bytes())
+        sealed = self.read(self.name(1))
         assert len(sealed) == len(body) + 32
         forged = [bytes([sealed[0] ^ 1]) + sealed[1:], sealed[:-1] + bytes([sealed[-1] ^ 1]), os.urandom(len(sealed))]
         for wrong in forged:
@@ -99,6 +147,14 @@ class TestS3Sealed(TestS3):
         assert self.get(2, 4096)[0] is Result.BAD
         self.write(self.name(1), sealed)
         assert self.get(1, 4096) == (Result.OK, body)
+
+
+class TestS3Sealed(SealedCase, TestS3):
+    pass
+
+
+class TestMooncakeSealed(SealedCase, TestMooncake):
+    pass
 
 
 class TestS3Failures(S3Case):
@@ -182,6 +238,141 @@ class TestS3Failures(S3Case):
         assert self.objects.answers, "that says nothing of the server"
 
 
+class TestMooncakeFailures(MooncakeCase):
+    """A master and a node that hang, die and come back empty."""
+
+    deadline_s = 1.0
+
+    @pytest.fixture(autouse=True)
+    def _patient_client(self, monkeypatch) -> None:
+        """Its calls wait for a node that hangs as long as it does, as they do with RDMA."""
+        monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "3600")
+        self.objects.close()
+        self.objects = self.make_objects()
+
+    def until(self, wanted: Result, op: ObjectOp, number: int, buffer: bytearray) -> None:
+        """Ask again, a pause later each time, until that is the result."""
+        end_s = time.monotonic() + WAIT_S
+        while self.end(op, RemoteObject(self.name(number), memoryview(buffer))) != (wanted,):
+            assert time.monotonic() < end_s
+            self.clock_s += LONGEST_PAUSE_S
+
+    @pytest.fixture
+    def body(self) -> bytes:
+        """What the object 1 holds."""
+        body = make_bytes(1 << 20, 1)
+        self.until(Result.OK, ObjectOp.PUT, 1, bytearray(body))
+        return body
+
+    def test_a_node_that_hangs_is_late_then_left_alone_then_refused_then_used(self, body) -> None:
+        buffers = [bytearray(len(body)) for _ in range(16)]
+        asked = [RemoteObject(self.name(1), memoryview(buffer)) for buffer in buffers]
+        self.store.hold_node()
+        try:
+            for _ in range(ROOMS):
+                assert self.end(ObjectOp.GET, *asked) == (Result.LATE,) * 16
+                assert not self.objects.answers
+                assert self.exists(1) == (Result.REFUSED,)
+                self.clock_s += LONGEST_PAUSE_S
+            assert self.objects.answers
+            assert self.end(ObjectOp.GET, *asked) == (Result.REFUSED,) * 16, "each call has its room"
+            assert not self.objects.answers
+            assert self.put(2, body) is Result.REFUSED
+        finally:
+            self.store.resume_node()
+        buffer = bytearray(len(body))
+        self.until(Result.OK, ObjectOp.GET, 1, buffer)
+        assert buffer == body
+        assert not any(map(any, buffers)), "what was late came after all"
+
+    def test_a_node_that_is_killed_and_comes_back_empty(self, body) -> None:
+        self.store.kill_node()
+        try:
+            assert self.get(1, len(body))[0] in {Result.FAILED, Result.LATE}
+            assert self.exists(1) == (Result.REFUSED,)
+        finally:
+            self.store.start_node()
+        self.until(Result.ABSENT, ObjectOp.GET, 1, bytearray(len(body)))
+        self.until(Result.OK, ObjectOp.PUT, 1, bytearray(body))
+        buffer = bytearray(len(body))
+        self.until(Result.OK, ObjectOp.GET, 1, buffer)
+        assert buffer == body
+
+    def test_a_master_that_is_killed_and_comes_back_empty(self, body) -> None:
+        self.store.kill_master()
+        mine, self.objects = self.objects, self.open(self.store.url)  # which finds no master at its start
+        try:
+            assert self.exists(1) == (Result.FAILED,)
+        finally:
+            self.store.start_master()
+            late, self.objects = self.objects, mine
+        self.until(Result.ABSENT, ObjectOp.EXISTS, 1, bytearray())
+        self.until(Result.OK, ObjectOp.PUT, 1, bytearray(body))
+        mine.close()
+        self.objects = late
+        self.until(Result.OK, ObjectOp.GET, 1, bytearray(len(body)))
+
+    def test_what_there_is_no_room_for_fails_and_the_rest_of_the_batch_is_there(self, tmp_path) -> None:
+        small = MooncakeStore(tmp_path, node_bytes=32 << 20)
+        small.start()
+        self.objects.close()
+        self.deadline_s = PATIENT_S
+        self.objects = self.open(small.url)
+        try:
+            bodies = [make_bytes(1 << 20, 1), bytes(33 << 20)]
+            self.until(Result.OK, ObjectOp.PUT, 0, bytearray(bodies[0]))
+            self.until(Result.OK, ObjectOp.GET, 0, bytearray(len(bodies[0])))  # it then stays for a while
+            asked = [RemoteObject(self.name(at), memoryview(body)) for at, body in enumerate(bodies)]
+            assert self.end(ObjectOp.PUT, *asked) == (Result.OK, Result.FAILED)
+            buffer = bytearray(len(bodies[0]))
+            self.until(Result.OK, ObjectOp.GET, 0, buffer)
+            assert buffer == bodies[0]
+        finally:
+            small.kill()
+
+    def test_where_its_process_is_killed_the_batch_fails_and_another_is_started(self, body) -> None:
+        (child,) = (each for each in psutil.Process().children() if "mooncake_process" in " ".join(each.cmdline()))
+        self.store.hold_node()
+        try:
+            buffer = memoryview(bytearray(len(body)))
+            ticket = self.objects.submit(ObjectOp.GET, [RemoteObject(self.name(1), buffer)])
+            child.kill()
+            assert self.await_outcomes(1) == [(ticket, (Result.FAILED,))]
+        finally:
+            self.store.resume_node()
+        self.until(Result.OK, ObjectOp.GET, 1, bytearray(len(body)))
+
+    def test_an_object_that_is_longer_than_a_room_has_one(self) -> None:
+        body = make_bytes(ROOM_BYTES + 5, 1)
+        self.until(Result.OK, ObjectOp.PUT, 1, bytearray(body))
+        buffer = bytearray(len(body))
+        self.until(Result.OK, ObjectOp.GET, 1, buffer)
+        assert buffer == body
+
+    def test_a_process_that_never_closes_its_store_ends_well_while_a_node_hangs(self, body) -> None:
+        program = f"""
+import sys
+from kvdisk.remote.base import ObjectOp, RemoteObject
+from kvdisk.remote.client import BucketObjects
+from kvdisk.remote.mooncake import MooncakeBucket
+objects = BucketObjects(MooncakeBucket({self.store.url!r}, {{}}, deadline_s=5.0), deadline_s=5.0)
+asked = [RemoteObject({self.name(1)!r}, memoryview(bytearray({len(body)})))]
+for _ in range(2):
+    objects.submit(ObjectOp.GET, asked)
+    print(objects.poll(60.0)[0].results[0].name, flush=True)
+    sys.stdin.read()
+"""
+        command = [sys.executable, "-c", program]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"OK\n"
+            self.store.hold_node()
+            try:
+                said, _ = process.communicate(timeout=WAIT_S)
+            finally:
+                self.store.resume_node()
+        assert (process.returncode, said) == (0, b"LATE\n")
+
+
 @pytest.mark.torture
 class TestS3Torture(S3Case):
     """A server that is stopped, killed and started at random while four kinds of batches are under
@@ -254,6 +445,45 @@ def test_what_cannot_be_opened_is_one_sentence(url, options, said):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("mooncake://host", {}, "must be the address of Mooncake's master"),
+        ("mooncake://host:1/prefix", {}, "must be the address of Mooncake's master"),
+        ("mooncake://host:many", {}, "must be the address of Mooncake's master"),
+        ("mooncake://host:1", {"aws_region": "x"}, "and not 'aws_region'"),
+        ("mooncake://host:1", {"global_segment_size": "4GiB"}, "global_segment_size is a number"),
+    ],
+)
+def test_what_mooncake_cannot_be_opened_with_is_one_sentence(url, options, said):
+    with pytest.raises(ConfigError, match=said):
+        MooncakeBucket(url, options, deadline_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        ("", f"needs {PACKAGE} (pip install {PACKAGE})."),
+        (
+            "raise ImportError('libibverbs.so.1: cannot open shared object file: No such file or directory')",
+            "needs libibverbs.so.1, which Mooncake's client loads (Debian's and Ubuntu's package libibverbs1).",
+        ),
+        ("raise ImportError('was built for another machine')", "Mooncake's client was built for another machine."),
+        ("import os; os.kill(os.getpid(), 4)", "Mooncake's client ended with SIGILL."),
+    ],
+)
+def test_where_its_client_is_missing_one_sentence_says_what_to_install(tmp_path, monkeypatch, store, said):
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("")
+    if store:
+        (tmp_path / "mooncake" / "store.py").write_text(store)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        MooncakeBucket("mooncake://127.0.0.1:9", {}, deadline_s=1.0)
+    assert str(raised.value).startswith("remote 'mooncake://127.0.0.1:9' ")
+    assert str(raised.value).endswith(said)
+
+
 def test_what_seals_is_a_file_of_32_bytes_or_more(tmp_path):
     path = tmp_path / "key"
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
@@ -274,17 +504,27 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [Panic("gone"), asyncio.CancelledError(), OSError("gone")])
 def test_whatever_the_client_raises_the_batch_ends(error):
+    closed = []
+
     class Failing:
         name = "failing"
 
-        async def size(self, name):
+        parallel = 2
+        hint_life_s = 1.0
+
+        async def exists(self, name):
             if name == "bad":
                 raise error
+            return False
+
+        def close(self):
+            closed.append(True)
 
     objects = BucketObjects(Failing(), deadline_s=60.0)
     ticket = objects.submit(ObjectOp.EXISTS, [RemoteObject("bad"), RemoteObject("good")])
     assert objects.poll(WAIT_S) == [ObjectsOutcome(ticket, (Result.FAILED, Result.ABSENT))]
     objects.close()
+    assert closed == [True]
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
@@ -334,6 +574,5 @@ objects = BucketObjects(S3Bucket({URL!r}, {s3_server.options!r}, deadline_s=5.0)
 objects.submit(ObjectOp.GET, [RemoteObject(str(at), memoryview(bytearray(1))) for at in range(100)])
 print("ends")
 """
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, b"ends\n"), done.stderr.decode()

@@ -189,3 +189,16 @@ def test_a_server_that_hangs_holds_up_no_request_for_long(start, s3_server) -> N
         assert has_loaded(two) == 0
     finally:
         s3_server.resume()
+
+
+def test_hosts_share_blocks_in_a_mooncake_store(start, mooncake_store) -> None:
+    model = LiveModel()
+    place = {"remote": mooncake_store.url, "remote_options": {}}
+    one = start(model, **place)
+    one.serve(PROMPTS)
+    assert one.manager.stats["sent_blocks"] > 20
+    two = start(model, drive=False, **place)
+    two.serve(PROMPTS)
+    assert has_loaded(two) > 20
+    assert not two.manager.stats["failed_loads"]
+    assert not two.manager.stats["remote_rejects"]

@@ -20,6 +20,8 @@ from support.sim_drive import Weather
 class FakeRemote:
     """``RemoteIndex``, and the objects. ``any``: whether it answers now."""
 
+    hint_life_s = 60.0
+
     def __init__(self, most_questions: int = 4) -> None:
         self.any = True
         self.objects: dict[tuple[int, BlockKey, int], Content] = {}

@@ -27,7 +27,8 @@ def _find_program() -> Path:
     return program
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nobody has now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -42,7 +43,7 @@ class S3Server:
     def __init__(self, directory: Path, most_volumes: int = 40) -> None:
         self._directory = directory
         self._most_volumes = most_volumes
-        ports = _free_ports(2 * len(_SERVICES))
+        ports = free_ports(2 * len(_SERVICES))
         self._ports = dict(zip(_SERVICES, ports[: len(_SERVICES)], strict=True))
         self._grpc = dict(zip(_SERVICES, ports[len(_SERVICES) :], strict=True))
         self.process: subprocess.Popen[bytes] | None = None

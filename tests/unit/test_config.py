@@ -61,7 +61,7 @@ def test_wrong_sizes(wrong):
         ({"store_dirs": "/x"}, "needs nvme_bytes"),
         ({"nvme_bytes": 1}, "needs store_dirs"),
         ({"cpu_bytes": 0}, "no tier"),
-        ({"remote": "bucket/prefix"}, "begins with s3://, gs:// or az://"),
+        ({"remote": "bucket/prefix"}, "begins with s3://, gs://, az:// or mooncake://"),
         ({"remote": "http://bucket"}, "begins with"),
         ({"remote": "s3://"}, "begins with"),
         ({"remote_read_only": True}, "remote_read_only needs remote"),

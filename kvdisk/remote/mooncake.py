@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake Store, through its own client, which runs in a process of its own.
+
+A call of that client takes as long as a node hangs, a process that ends meanwhile crashes in it,
+and who reaches its ports can write to memory that it has registered. So a child calls it, on a
+thread for each of a few rooms of memory, which is all that the child shares with this process. What
+is asked for in one turn of the event loop goes together, in one call for each room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import accumulate
+from multiprocessing.connection import Pipe
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvdisk.errors import ConfigError
+from kvdisk.remote import mooncake_process
+from kvdisk.remote.base import ObjectOp, Result
+from kvdisk.remote.client import StoreBusy
+
+ROOMS = 4
+"""Calls at a time."""
+ROOM_BYTES = 16 << 20
+"""Objects of one call, unless one alone is longer. A room has no memory before it is needed."""
+TOGETHER = 64
+"""Objects of one call at most."""
+PACKAGE = "mooncake-transfer-engine-non-cuda"
+_LIBRARIES = {"libibverbs.so.1": "libibverbs1"}
+"""Debian's and Ubuntu's packages of what it loads."""
+_OPTIONS = {
+    "metadata_server": "P2PHANDSHAKE",
+    "protocol": "tcp",
+    "rdma_devices": "",
+    "global_segment_size": "0",
+    "local_hostname": "",
+    "tenant_id": "default",
+}
+_START_S = 60.0
+_CLOSE_S = 2.0
+_MEANINGS = {-200: "no room is left", -800: "a node does not answer", -900: "the master does not answer"}
+
+
+class MooncakeError(Exception):
+    """What its client answered, or why that has ended."""
+
+
+class _Asked(NamedTuple):
+    """An object that is asked for. ``use``: takes the memory that holds it, or shall."""
+
+    op: ObjectOp
+    name: str
+    byte_count: int
+    use: Callable[[Any], Any]
+    future: asyncio.Future[Any]
+
+
+class MooncakeBucket:
+    """See ``client.Bucket``.
+
+    ``url``: ``mooncake://host:port`` of the master. ``options``: those of ``_OPTIONS``, as
+    Mooncake's own ``setup`` names them. ``deadline_s``: after which the caller gives a request up.
+    Starts the child, and asks nothing yet. Raises ConfigError.
+    """
+
+    parallel = 1024
+    hint_life_s = 5.0  # half its lease: what is asked for stays that long
+
+    def __init__(self, url: str, options: Mapping[str, str], *, deadline_s: float) -> None:
+        self.name = url
+        self._settings = _settings(url, options)
+        self._deadline_s = deadline_s
+        self._waiting: dict[ObjectOp, deque[_Asked]] = {
+            op: deque() for op in (ObjectOp.EXISTS, ObjectOp.GET, ObjectOp.PUT)
+        }
+        """In the order in which they are served."""
+        self._running: dict[int, list[_Asked]] = {}
+        """By room. Given up or not, they have it until the client answers."""
+        self._child: _Child | None = _Child(self._settings, deadline_s)
+        if (problem := self._child.first_word()) is not None:
+            self.close()
+            raise ConfigError(f"remote {url!r} {problem}.")
+
+    async def exists(self, name: str) -> bool:
+        """See ``Bucket.exists``."""
+        return bool(await self._ask(ObjectOp.EXISTS, name, 0, bool))
+
+    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
+        """See ``Bucket.get``."""
+        found: Result | None = await self._ask(ObjectOp.GET, name, byte_count, take)
+        return found
+
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None]) -> None:
+        """See ``Bucket.put``."""
+        await self._ask(ObjectOp.PUT, name, byte_count, fill)
+
+    def close(self) -> None:
+        """See ``Bucket.close``."""
+        if self._child is not None:
+            self._child.stop()
+            self._child = None
+
+    async def _ask(self, op: ObjectOp, name: str, byte_count: int, use: Callable[[Any], Any]) -> Any:
+        taken = self._running.values()
+        if len(taken) == ROOMS and all(asked.future.done() for group in taken for asked in group):
+            raise StoreBusy
+        loop = asyncio.get_running_loop()
+        asked = _Asked(op, name, byte_count, use, loop.create_future())
+        self._waiting[op].append(asked)
+        loop.call_soon(self._send)
+        return await asked.future
+
+    def _next_group(self) -> list[_Asked]:
+        """Return what goes together next."""
+        for queue in self._waiting.values():
+            group: list[_Asked] = []
+            left = ROOM_BYTES
+            while queue and len(group) < TOGETHER and (not group or queue[0].byte_count <= left):
+                asked = queue.popleft()
+                if not asked.future.done():
+                    group.append(asked)
+                    left -= asked.byte_count
+            if group:
+                return group
+        return []
+
+    def _send(self) -> None:
+        """Send what waits, as far as there are rooms."""
+        while len(self._running) < ROOMS and (group := self._next_group()):
+            room = min(set(range(ROOMS)) - self._running.keys())
+            try:
+                if self._child is None:
+                    self._child = _Child(self._settings, self._deadline_s)
+                self._child.watch(self._hear)
+                parts = self._child.parts(room, [asked.byte_count for asked in group])
+                if group[0].op is ObjectOp.PUT:
+                    for asked, part in zip(group, parts, strict=True):
+                        asked.use(part)
+                self._child.send(room, group[0].op, [asked.name for asked in group], list(map(len, parts)))
+            except OSError as error:  # no process, or no memory; one that has ended is heard of, too
+                _fail(group, f"{type(error).__name__}: {error}")
+            else:
+                self._running[room] = group
+
+    def _hear(self) -> None:
+        """Take one answer in."""
+        assert self._child is not None
+        try:
+            room, codes, said = self._child.pipe.recv()
+        except (EOFError, OSError):
+            ended, self._child = self._child.stop(), None
+            for group in self._running.values():
+                _fail(group, f"its client has ended ({ended})")
+            self._running.clear()
+        else:
+            group = self._running.pop(room)
+            if said:
+                _fail(group, said)
+            else:
+                parts = self._child.parts(room, [asked.byte_count for asked in group])
+                for asked, code, part in zip(group, codes, parts, strict=True):
+                    _end(asked, code, part)
+        self._send()
+
+
+def _end(asked: _Asked, code: int, part: memoryview) -> None:
+    """Give a request its answer. ``code``: of EXISTS 0 or 1, of GET the object's length, of PUT 0;
+    or what went wrong, below 0."""
+    if asked.future.done():
+        return
+    if asked.op is ObjectOp.EXISTS and code >= 0:
+        asked.future.set_result(code)
+    elif asked.op is ObjectOp.GET and (code >= 0 or code == mooncake_process.TOO_LONG):
+        asked.future.set_result(asked.use(part[: max(0, code)]))
+    elif (asked.op is ObjectOp.PUT and code == 0) or code == mooncake_process.MISSING:
+        asked.future.set_result(None)
+    else:
+        _fail([asked], f"{_MEANINGS.get(code, 'it failed')} ({code})")
+
+
+def _fail(group: Sequence[_Asked], said: str) -> None:
+    for asked in group:
+        if not asked.future.done():
+            asked.future.set_exception(MooncakeError(said))
+
+
+class _Child:
+    """The process, the pipe to it, and the rooms. Raises OSError where there can be none."""
+
+    def __init__(self, settings: Mapping[str, str], deadline_s: float) -> None:
+        limit_ms = str(math.ceil(1000 * deadline_s))
+        # How long it waits for a node is its own affair where it has no setting: see ``ROOMS``.
+        environment = {
+            "GLOG_minloglevel": "3",
+            "MC_RPC_TIMEOUT_MS": limit_ms,
+            "MC_RPC_CONNECT_TIMEOUT_MS": limit_ms,
+            "MC_STORE_CLIENT_SETUP_RETRIES": "3",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(deadline_s)),
+        }
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._memory: dict[int, memoryview] = {}
+        with ExitStack() as undo:
+            self._rooms = [os.memfd_create("kvdisk-mooncake") for _ in range(ROOMS)]
+            for room in self._rooms:
+                undo.callback(os.close, room)
+            self.pipe, theirs = Pipe()
+            undo.callback(self.pipe.close)
+            with theirs:
+                given = theirs.fileno()
+                self._process = subprocess.Popen(  # noqa: S603 - our own module, in this same interpreter
+                    [
+                        sys.executable,
+                        "-c",
+                        f"from {mooncake_process.__name__} import main; main({given}, {self._rooms})",
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[given, *self._rooms],
+                    env=environment | os.environ | path,
+                )
+            self.pipe.send((dict(settings), deadline_s))
+            undo.pop_all()
+
+    def first_word(self) -> str | None:
+        """Return what is missing here, as the end of a sentence; None: nothing."""
+        try:
+            said = self.pipe.recv() if self.pipe.poll(_START_S) else f"did not start within {_START_S:g} s"
+        except (EOFError, OSError):
+            said = f"ended with {self.stop()}"
+        if said is None:
+            return None
+        library = re.match(r"(\S+): cannot open shared object file", said)
+        if library:
+            package = _LIBRARIES.get(library[1])
+            return f"needs {library[1]}, which Mooncake's client loads" + (
+                f" (Debian's and Ubuntu's package {package})" if package else ""
+            )
+        if said.startswith("No module named"):
+            return f"needs {PACKAGE} (pip install {PACKAGE})"
+        return f"cannot be used: Mooncake's client {said}"
+
+    def watch(self, hear: Callable[[], None]) -> None:
+        """Have ``hear`` called when there is something to ``recv``, from the first call on."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self.pipe.fileno(), hear)
+
+    def parts(self, room: int, lengths: Sequence[int]) -> list[memoryview]:
+        """Return a room's memory for objects of these lengths, one behind the other."""
+        needed = sum(lengths)
+        memory = self._memory.get(room, memoryview(b""))
+        if needed > len(memory):
+            byte_count = max(ROOM_BYTES, needed)
+            os.ftruncate(self._rooms[room], byte_count)
+            memory = self._memory[room] = memoryview(mmap.mmap(self._rooms[room], byte_count))
+        return [memory[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+    def send(self, room: int, op: ObjectOp, names: Sequence[str], lengths: Sequence[int]) -> None:
+        """Start a call."""
+        room_bytes = len(self._memory.get(room, b""))
+        self.pipe.send((room, room_bytes, op.value, names, lengths))
+
+    def stop(self) -> str:
+        """End it; return how it ended. A client that is at work is killed. Idempotent."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.pipe.fileno())
+        self.pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_S)
+        self._process.kill()
+        code = self._process.wait()
+        while self._rooms:
+            os.close(self._rooms.pop())
+        return signal.Signals(-code).name if code < 0 else f"status {code}"
+
+
+def _settings(url: str, options: Mapping[str, str]) -> dict[str, str]:
+    """Return what Mooncake's ``setup`` is given. Raises ConfigError."""
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        port = None
+    if port is None or urlsplit(url).path.strip("/"):
+        raise ConfigError(
+            f"remote {url!r} must be the address of Mooncake's master, such as mooncake://10.0.0.1:50051."
+        )
+    for name in options.keys() - _OPTIONS:
+        raise ConfigError(f"remote_options of Mooncake are {', '.join(_OPTIONS)}, and not {name!r}.")
+    if not options.get("global_segment_size", "0").isdecimal():
+        raise ConfigError("remote_options: global_segment_size is a number of bytes.")
+    return {"master_server_addr": urlsplit(url).netloc, "local_buffer_size": "0"} | _OPTIONS | dict(options)
