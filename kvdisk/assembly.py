@@ -137,7 +137,7 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     if config.store_dirs:
         check_directories(config.store_dirs)
     if config.remote is not None:
-        _open_remote(config).close()
+        open_remote(config).close()
     if config.trace_file is not None and not config.trace_file.parent.is_dir():
         raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that is there.")
     return config
@@ -211,10 +211,10 @@ def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> Remot
     """Return who asks the remote store: for the first rank's objects, as a load fails where one
     rank's is missing."""
     namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.part_count
-    return RemoteReader(_open_remote(config), lambda key: object_name(namespace, key, 0, parts))
+    return RemoteReader(open_remote(config), lambda key: object_name(namespace, key, 0, parts))
 
 
-def _open_remote(config: Config) -> BucketObjects:
+def open_remote(config: Config) -> BucketObjects:
     """Return the remote store, which nobody has asked yet. Raises ConfigError."""
     assert config.remote is not None
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
@@ -462,7 +462,7 @@ def assemble_worker(
     directories = list_directories(config.store_dirs) if config.store_dirs else ()
     host = choose_device(config.device, directories)
     disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
-    remote = None if config.remote is None else _open_remote(config)
+    remote = None if config.remote is None else open_remote(config)
     resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote)
     mover = Mover(resources, io_deadline_s=config.io_deadline_s)
     memory = (arena, staging, None if direct is None else direct.staging)
