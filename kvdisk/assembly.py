@@ -35,11 +35,12 @@ from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace, WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name

@@ -144,8 +144,9 @@ class BucketObjects:
             except Empty:
                 break
             op, _ = self._under_way.pop(ended.ticket)
-            tried = set(ended.results) - {Result.REFUSED}
-            if tried and self._health(op).end(ended.ticket, answered=not tried.isdisjoint(ANSWERS)):
+            tried = [result for result in ended.results if result is not Result.REFUSED]
+            answered = 2 * sum(result in ANSWERS for result in tried) >= len(tried)
+            if tried and self._health(op).end(ended.ticket, answered=answered):
                 said = ended.said or f"no answer in {self._deadline_s:g} s"
                 self._log.warn(
                     op.value, f"{self._bucket.name} is left alone for a while, as a {op.value} failed: {said}"
