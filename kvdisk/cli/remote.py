@@ -7,6 +7,7 @@ through ``Objects``; only the tools list.
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import time
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvdisk.assembly import check_settings, open_remote
+from kvdisk.blocks import BlockKey
 from kvdisk.cli.check import read_settings
 from kvdisk.cli.output import (
     ID_LETTERS,
@@ -38,7 +40,7 @@ from kvdisk.cli.output import (
 from kvdisk.config import Config
 from kvdisk.device.header import payload_checksum, read_header
 from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch
-from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES
+from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ObjectOp, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES
 from kvdisk.remote.s3 import PAGE_OBJECTS, Listed, S3Bucket, why_failed
@@ -54,8 +56,10 @@ SAMPLE = 100
 SHOWN = 14
 _PLACES = 16
 _BATCH_BYTES = 64 << 20
+_BATCH_BLOCKS = 256
 _LEAST_DEADLINE_S = 30.0
 _POLL_S = 1.0
+logging.getLogger("kvdisk.remote").addHandler(logging.NullHandler())  # the commands say it themselves
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _WORDS = {
     Result.BAD: "its seal is not ours, or its length has changed",
@@ -169,6 +173,23 @@ def survey_remote(config: Config, most: int = MOST_LISTED) -> RemoteSurvey:
     assert config.remote is not None
     found.sort(key=lambda one: -one.bytes)
     return RemoteSurvey(config.remote, found, most_pages * PAGE_OBJECTS, int(time.time()))
+
+
+def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], parts: int) -> set[BlockKey] | None:
+    """Return those blocks of which all parts are there; None where the store does not answer."""
+    namespace, found = Namespace(bytes.fromhex(fingerprint), FILE_EPOCH), set(keys)
+    with closing(open_remote(config)) as objects:
+        for start in range(0, len(keys), _BATCH_BLOCKS):
+            some = [(key, part) for key in keys[start : start + _BATCH_BLOCKS] for part in range(parts)]
+            asked = [RemoteObject(object_name(namespace, key, part, parts)) for key, part in some]
+            objects.submit(ObjectOp.EXISTS, asked)
+            while not (ended := objects.poll(_POLL_S)):
+                pass
+            results = ended[0].results
+            if not {Result.OK, Result.ABSENT}.issuperset(results):
+                return None
+            found -= {key for (key, _), result in zip(some, results, strict=True) if result is Result.ABSENT}
+    return found
 
 
 def _sample(bucket: S3Bucket, count: int, choose: random.Random) -> list[Listed]:

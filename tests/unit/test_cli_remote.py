@@ -11,9 +11,11 @@ from typing import Any
 
 import obstore
 import pytest
-from cli_stores import json_of, refused, run, run_here
+from cli_stores import PLAIN, json_of, refused, run, run_here
+from mass_stores import Layer
 from obstore.store import from_url
 from support.s3_server import RIGHTS
+from test_cli_why import PROMPT, answered, described, keys_of, put
 
 from kvdisk.assembly import open_remote
 from kvdisk.blocks import make_block_key
@@ -297,3 +299,30 @@ def test_an_object_is_checked_without_a_server():
     assert check_object(name, memoryview(body)) is None
     wrong = check_object(name.replace("r0of2", "r1of2"), memoryview(body))
     assert wrong is not None and wrong.check == "header"
+
+
+# -- why ---------------------------------------------------------------------------------------
+
+
+def test_why_says_how_far_the_remote_store_has_a_prompt(there, path):
+    model = described(PLAIN, SOME)
+    layer = Layer(path, model)
+    put(layer, PROMPT[:32])
+    layer.leave()
+
+    def answer(file: Path, code: int = 0) -> dict[str, Any]:
+        return answered(path, PROMPT, "--remote", file, code=code)
+
+    assert answered(path, PROMPT)["remote"] is None
+    found = answer(there.file())
+    assert found["found"]["hit_tokens"] == found["remote"]["hit_tokens"] == 32
+    for at, key in enumerate(keys_of(PROMPT, model)[1:5]):
+        for rank in range(RANKS if at < 3 else 1):
+            obstore.put(there.bucket, object_name(Namespace(SOME, 0), key, rank, RANKS), b"1")
+    found = answer(there.file())
+    assert (found["found"]["hit_tokens"], found["remote"]) == (32, {"url": there.url, "hit_tokens": 64})
+    found = answer(there.file({"aws_secret_access_key": "wrong"}), code=1)
+    assert found["remote"]["hit_tokens"] is None and "did not answer" in found["problems"][0]
+    shown = run_here("why", path, "--tokens", path.parent / "tokens", "--remote", there.file()).stdout
+    assert "64 tokens would hit, with what it has" in " ".join(shown.split())
+    assert len(shown.splitlines()) <= 24 and max(map(len, shown.splitlines())) <= 80
