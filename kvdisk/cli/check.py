@@ -333,7 +333,7 @@ def _print(answer: Answer) -> None:
 
 
 def _told(trial: Trial) -> str:
-    times = (("written", trial.put_s), ("read", trial.get_s), ("missing", trial.missing_s))
+    times = (("written", trial.put_s), ("read", trial.get_s), ("said to be missing", trial.missing_s))
     said = [f"{what} in {taken_s * 1000:,.0f} ms" for what, taken_s in times if taken_s is not None]
     return f"{in_words(trial.object_bytes)} {', '.join(said)}" if said else "it cannot be used now"
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_a_remote_store_that_works_is_measured_and_nothing_is_left(there):
     lines = run_here("check", there.file()).stdout.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
     assert "An engine can start with this." in lines
+    assert re.search(
+        r"1\.0 MiB written in \d+ ms, read in \d+ ms, said to be missing in \d+ ms", " ".join(" ".join(lines).split())
+    )
 
 
 @pytest.mark.parametrize(
