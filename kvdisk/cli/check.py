@@ -45,7 +45,7 @@ from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
-from kvdisk.remote.s3 import DENIED, S3Bucket, why_failed
+from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
 
 CONNECTOR = "KVDiskConnector"
 TRIAL_BYTES = 1 << 20
@@ -250,13 +250,15 @@ class _Heard(logging.Handler):
 def _try_remote(config: Config, trial: Trial) -> list[str]:
     """Use the remote store as an engine does; return what is wrong."""
     problems: list[str] = []
-    bucket = S3Bucket(trial.url, dict(config.remote_options), deadline_s=config.remote_deadline_s)
-    try:
-        next(bucket.pages(""), None)
-    except Exception as error:  # whatever the client raises
-        if (why := why_failed(str(error))) != DENIED:
-            return [why]
-        problems.append("no right to list (s3:ListBucket), without which a missing object may look like a failure")
+    bucket = None
+    if trial.url.partition("://")[0] in SCHEMES:
+        bucket = S3Bucket(trial.url, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+        try:
+            next(bucket.pages(""), None)
+        except Exception as error:  # whatever the client raises
+            if (why := why_failed(str(error))) != DENIED:
+                return [why]
+            problems.append("no right to list (s3:ListBucket), without which a missing object may look like a failure")
     name = f"kvdisk1/check/{secrets.token_hex(8)}"
     body, found = bytearray(secrets.token_bytes(TRIAL_BYTES)), bytearray(TRIAL_BYTES)
     heard, log = _Heard(), logging.getLogger("kvdisk.remote")
@@ -271,7 +273,8 @@ def _try_remote(config: Config, trial: Trial) -> list[str]:
     finally:
         log.removeHandler(heard)
         with suppress(Exception):  # who may not delete leaves it to the lifecycle rule
-            bucket.delete(name)
+            if bucket is not None:
+                bucket.delete(name)
     if trial.get_s is not None and found != body:
         problems.append("what was read is not what had been written")
     return problems
@@ -329,7 +332,7 @@ def _print(answer: Answer) -> None:
         console.print(f"Loads pay where the GPU computes fewer than {tokens} prompt tokens a second.", soft_wrap=True)
     print_list("Not as it should be", answer.problems, console, None, "")
     later = answer.remote is not None and answer.remote.missing_s is None
-    console.print(f"An engine can start with this{', and shares blocks once the bucket works' if later else ''}.")
+    console.print(f"An engine can start with this{', and shares blocks once the remote store works' if later else ''}.")
 
 
 def _told(trial: Trial) -> str:

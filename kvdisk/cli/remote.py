@@ -43,7 +43,7 @@ from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ObjectOp, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES
-from kvdisk.remote.s3 import PAGE_OBJECTS, Listed, S3Bucket, why_failed
+from kvdisk.remote.s3 import PAGE_OBJECTS, SCHEMES, Listed, S3Bucket, why_failed
 
 FromRemote = Annotated[
     str | None,
@@ -143,8 +143,10 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
 
 @contextmanager
 def listing(config: Config) -> Iterator[S3Bucket]:
-    """Yield a bucket to list. Raises ConfigError where the bucket fails."""
+    """Yield a bucket to list. Raises ConfigError where it is none, or fails."""
     assert config.remote is not None
+    if config.remote.partition("://")[0] not in SCHEMES:
+        raise ConfigError(f"{config.remote} cannot be listed: that takes a bucket")
     bucket = S3Bucket(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
     try:
         yield bucket

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvdisk.errors import ConfigError
 
+SCHEMES = ("s3", "gs", "az")
 PAGE_OBJECTS = 1000
 """As many as a store names in one answer."""
 _RETRIES = 2

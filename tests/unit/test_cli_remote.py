@@ -20,7 +20,7 @@ from test_cli_why import PROMPT, answered, described, keys_of, put
 
 from kvdisk.assembly import open_remote
 from kvdisk.blocks import make_block_key
-from kvdisk.cli import remote
+from kvdisk.cli import check, remote
 from kvdisk.cli.remote import check_object, survey_remote, verify_remote
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, seal_slot
@@ -115,7 +115,7 @@ def test_what_is_wrong_is_one_sentence(there, options, settings, said):
     assert done.exit_code == 1 and said in shown, shown
     assert "An engine can start with this" in shown and done.stderr == ""
     works = said.startswith(("writing", "no right"))
-    assert ("and shares blocks once the bucket works." in shown) is not works
+    assert ("and shares blocks once the remote store works." in shown) is not works
 
 
 def test_who_only_reads_needs_no_right_to_write(there):
@@ -139,12 +139,15 @@ def test_a_missing_package_is_what_an_engine_says(there, monkeypatch):
 
 
 def test_a_store_that_gives_other_bytes_back_is_said(there, monkeypatch):
-    monkeypatch.setattr("kvdisk.remote.s3.S3Bucket.get", lambda *_: _other())
+    monkeypatch.setattr(check, "_timed", lambda *_: 0.1)
     assert "what was read is not what had been written" in " ".join(run_here("check", there.file()).stdout.split())
 
 
-async def _other() -> bytes:
-    return bytes(1 << 20)
+def test_a_store_that_is_no_bucket_is_tried_and_not_listed(there, monkeypatch):
+    for module in (check, remote):
+        monkeypatch.setattr(module, "SCHEMES", ())
+    assert json_of("check", there.file())["remote"]["get_s"] > 0
+    assert "cannot be listed: that takes a bucket" in refused("inspect", "--remote", there.file())
 
 
 def test_without_credentials_their_servers_are_asked_in_vain():

@@ -14,6 +14,14 @@ class Partial:
     """A bucket that fails where a name says so."""
 
     name = "partial"
+    parallel = 64
+    hint_life_s = 60.0
+
+    def close(self):
+        pass
+
+    async def exists(self, name):
+        return await self.size(name) is not None
 
     async def size(self, name):
         if name.startswith("bad"):

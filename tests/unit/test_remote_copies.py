@@ -13,7 +13,7 @@ from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.manager.prefetch import MAX_PROMOTE_JOBS
-from kvdisk.manager.remote import ASK_AGAIN_S, HINT_LIFE_S
+from kvdisk.manager.remote import ASK_AGAIN_S
 from kvdisk.messages import JobKind
 
 PROMPT, FOUR = "aabbccx", "jjkkllmmx"
@@ -94,7 +94,7 @@ def test_who_waited_longer_than_hints_live_is_asked_for_again_and_hits():
     engine.succeed()
     engine.engine.most_running = 1
     engine.queue(PROMPT)
-    engine.advance(HINT_LIFE_S + 1)
+    engine.advance(61.0)  # longer than an answer is believed
     engine.step()
     assert not engine.manager._remote.hints and engine.stats["remote_questions"] == 1
     next(iter(engine.engine.requests.values())).finishing = True
