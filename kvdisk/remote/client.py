@@ -144,9 +144,8 @@ class BucketObjects:
             except Empty:
                 break
             op, _ = self._under_way.pop(ended.ticket)
-            tried = [result for result in ended.results if result is not Result.REFUSED]
-            answered = 2 * sum(result in ANSWERS for result in tried) >= len(tried)
-            if tried and self._health(op).end(ended.ticket, answered=answered):
+            answered = 2 * sum(result in ANSWERS for result in ended.results) >= len(ended.results)
+            if set(ended.results) != {Result.REFUSED} and self._health(op).end(ended.ticket, answered=answered):
                 said = ended.said or f"no answer in {self._deadline_s:g} s"
                 self._log.warn(
                     op.value, f"{self._bucket.name} is left alone for a while, as a {op.value} failed: {said}"
