@@ -36,11 +36,12 @@ from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace, WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name
@@ -141,7 +142,7 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     if config.store_dirs:
         check_directories(config.store_dirs)
     if config.remote is not None:
-        _open_remote(config).close()
+        open_remote(config).close()
     if config.trace_file is not None and not os.access(
         f"{config.trace_file.parent}/", os.W_OK | os.X_OK, effective_ids=True
     ):
@@ -217,10 +218,10 @@ def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> Remot
     """Return who asks the remote store: for the first rank's objects, as a load fails where one
     rank's is missing."""
     namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.part_count
-    return RemoteReader(_open_remote(config), lambda key: object_name(namespace, key, 0, parts))
+    return RemoteReader(open_remote(config), lambda key: object_name(namespace, key, 0, parts))
 
 
-def _open_remote(config: Config) -> BucketObjects:
+def open_remote(config: Config) -> BucketObjects:
     """Return the remote store, which nobody has asked yet. Raises ConfigError."""
     assert config.remote is not None
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
@@ -469,7 +470,7 @@ def assemble_worker(
     directories = list_directories(config.store_dirs) if config.store_dirs else ()
     host = choose_device(config.device, directories)
     disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
-    remote = None if config.remote is None else _open_remote(config)
+    remote = None if config.remote is None else open_remote(config)
     threads = _checksum_threads(geometry.rank_count) if on_gpu else 0
     resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote, threads)
     mover = Mover(resources, io_deadline_s=config.io_deadline_s)

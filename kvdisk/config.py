@@ -287,6 +287,12 @@ class Config:
 
     Example: true
     """
+    remote_write_bytes_per_s: int = _setting(0, parse_bytes)
+    """The most that is sent to `remote`, over all ranks, as a mean over a minute. 0: as much as the
+    link takes. What waits for it may be evicted from memory, and is not sent then.
+
+    Example: "100MB"
+    """
     remote_deadline_s: float = _setting(3.0, _parse_seconds)
     """The longest that `remote` may take for a batch of blocks: what has not come then is computed.
     A store that fails is left alone, for a second at first and a minute at most.
@@ -366,7 +372,7 @@ class Config:
         if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
             raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
         if self.remote is None:
-            for name in ("remote_options", "remote_read_only", "remote_key_file"):
+            for name in ("remote_options", "remote_read_only", "remote_write_bytes_per_s", "remote_key_file"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} needs remote, the store that hosts share, such as 's3://bucket/prefix'.")
         elif self.cpu_bytes == 0:

@@ -23,16 +23,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
-from demo_store import LLAMA_8B, branching_block, demo_store, prompt_of
+from demo_store import LARGE, LLAMA_8B, SMALL, branching_block, demo_store, prompt_of
 from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
 from support import ENVIRONMENT
+from support.s3_server import S3Server
 
+from kvdisk.assembly import open_remote
+from kvdisk.blocks import make_block_key
 from kvdisk.cli.top import TopReader, draw
+from kvdisk.config import Config
+from kvdisk.device.header import SlotIdentity, seal_slot
+from kvdisk.geometry import FILE_EPOCH, Namespace
+from kvdisk.remote.base import ObjectOp, RemoteObject, object_name
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -69,15 +77,19 @@ class Shown:
 SHOWN = (
     Shown("inspect", "inspect STORE", picture=True),
     Shown("inspect-1", "inspect STORE KEY"),
+    Shown("inspect-2", "inspect --remote remote.json"),
     Shown("why", "why STORE --tokens prompt.json"),
     Shown("verify", "verify STORE"),
+    Shown("verify-1", "verify --remote remote.json"),
     Shown("repair", "repair STORE", copy=True),
     Shown("prune", "prune STORE --older-than 1d --yes", copy=True),
     Shown("clear", "clear STORE --yes", copy=True),
     Shown("report", "report STORE -o report.html"),
     Shown("top", "top STORE", picture=True, live=25),
     Shown("check", "check kvdisk.json --model Llama-3.1-8B"),
+    Shown("check-1", "check remote.json"),
     Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB"),
+    Shown("size-1", "size --model Llama-3.1-8B --prefill 4000"),
     Shown("replay", "replay TRACE"),
     Shown("bench", "bench DRIVE --model Llama-3.1-8B --prefill 4000"),
 )
@@ -149,7 +161,11 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
     """Make the output and the picture of one command."""
     typed = shown.typed.replace("STORE", str(store)).replace("DRIVE", str(store.parent))
     typed = typed.replace("KEY", branching_block().key.hex()[:12]).replace("TRACE", trace.name if trace else "")
-    with aside(store) if shown.copy else nullcontext(), desk(store, trace) as folder:
+    with (
+        aside(store) if shown.copy else nullcontext(),
+        desk(store, trace) as folder,
+        bucket(folder) if "remote.json" in typed else nullcontext(),
+    ):
         arguments = [str(COMMAND), *typed.split()]
         texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
         lines = [Text.from_ansi(text) for text in texts]
@@ -180,6 +196,32 @@ def desk(store: Path, trace: Path | None) -> Iterator[Path]:
         (folder / MODEL / "config.json").write_text(json.dumps(LLAMA_8B))
         (folder / "kvdisk.json").write_text(json.dumps(SETTINGS | {"store_dirs": str(store)}))
         yield folder
+
+
+@contextmanager
+def bucket(folder: Path) -> Iterator[None]:
+    """Have a real S3 server with blocks of two models, and ``remote.json``, which names it."""
+    server = S3Server(folder / "s3", most_volumes=200)
+    server.start()
+    settings = {"cpu_bytes": "8GiB", "remote": "s3://my-bucket/kv", "remote_options": server.options}
+    (folder / "remote.json").write_text(json.dumps(settings))
+    objects = open_remote(Config.from_mapping(settings | {"remote_deadline_s": 60}))
+    try:
+        for model, blocks in ((SMALL, 200), (LARGE, 60)):
+            (group,), namespace = model.geometry.groups, Namespace(model.fingerprint, FILE_EPOCH)
+            for number in range(blocks):
+                key, batch = make_block_key(sha256(f"{model.name} {number}".encode()).digest(), 0), []
+                for rank in range(model.ranks):
+                    body = bytearray(os.urandom(group.slot_bytes))
+                    identity = SlotIdentity(namespace, key, 1, group.payload_bytes, rank, model.ranks)
+                    seal_slot(memoryview(body), identity, None)
+                    batch.append(RemoteObject(object_name(namespace, key, rank, model.ranks), memoryview(body)))
+                objects.submit(ObjectOp.PUT, batch)
+                objects.poll(60.0)
+        yield
+    finally:
+        objects.close()
+        server.kill()
 
 
 @contextmanager

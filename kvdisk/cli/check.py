@@ -8,8 +8,12 @@ changes only with ``json_version``.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import secrets
+import time
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from kvdisk import __version__
-from kvdisk.assembly import check_settings
+from kvdisk.assembly import check_settings, open_remote
 from kvdisk.cli.bench import measure
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import (
@@ -40,8 +44,12 @@ from kvdisk.device.gds import gds_unavailable
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
+from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
+from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
 
 CONNECTOR = "KVDiskConnector"
+TRIAL_BYTES = 1 << 20
+_POLL_S = 1.0
 
 
 @dataclass
@@ -66,6 +74,18 @@ class Directory:
 
 
 @dataclass
+class Trial:
+    """What the remote store did with an object of so many bytes, in seconds; None: it was not
+    tried, or failed. ``missing_s``: to say that an object is not there."""
+
+    url: str
+    object_bytes: int = TRIAL_BYTES
+    missing_s: float | None = None
+    put_s: float | None = None
+    get_s: float | None = None
+
+
+@dataclass
 class Answer:
     """All that is shown. ``problems``: sentences; an engine starts all the same. ``token_bytes``:
     of one token on the drive; None without a model."""
@@ -78,6 +98,7 @@ class Answer:
     token_bytes: int | None = None
     cpu: Fit | None = None
     nvme: Fit | None = None
+    remote: Trial | None = None
     ok: bool = field(init=False, default=True)
     json_version: int = 1
     kvdisk_version: str = __version__
@@ -102,8 +123,9 @@ def check(
 
     Looks at every setting, at the directories (owner, mode, room), and at the
     drives: O_DIRECT, and how fast they are beside what a token of the model
-    takes. Run it as the engine's user, in its container. It makes nothing; the
-    file that is measured on goes at once.
+    takes; and tries the remote store with an object of its own. Run it as the
+    engine's user, in its container. It makes nothing; the file that is measured
+    on goes at once, and so does the object, where the credentials may delete.
 
     [bold]Exit codes[/bold]
 
@@ -175,6 +197,9 @@ def look(config: Config, geometry: Geometry | None) -> Answer:
         )
     for path in list_directories(config.store_dirs) if config.store_dirs else ():
         answer.directories.append(_look_at(path, config, geometry, answer.problems))
+    if config.remote is not None:
+        answer.remote = Trial(config.remote)
+        answer.problems += [f"{config.remote}: {what}" for what in _try_remote(config, answer.remote)]
     answer.ok = not answer.problems
     return answer
 
@@ -212,6 +237,71 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, problems: li
     return found
 
 
+class _Heard(logging.Handler):
+    """Keeps what the client of the remote store says last, which an engine would log."""
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging.Handler``."""
+        self.last = record.getMessage()
+
+
+def _try_remote(config: Config, trial: Trial) -> list[str]:
+    """Use the remote store as an engine does; return what is wrong."""
+    problems: list[str] = []
+    bucket = None
+    if trial.url.partition("://")[0] in SCHEMES:
+        bucket = S3Bucket(trial.url, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+        try:
+            next(bucket.pages(""), None)
+        except Exception as error:  # whatever the client raises
+            if (why := why_failed(str(error))) != DENIED:
+                return [why]
+            problems.append("no right to list (s3:ListBucket), without which a missing object may look like a failure")
+    name = f"kvdisk1/check/{secrets.token_hex(8)}"
+    body, found = bytearray(secrets.token_bytes(TRIAL_BYTES)), bytearray(TRIAL_BYTES)
+    heard, log = _Heard(), logging.getLogger("kvdisk.remote")
+    log.addHandler(heard)
+    try:
+        with closing(open_remote(config)) as objects:
+            trial.missing_s = _timed(objects, ObjectOp.EXISTS, name, bytearray(), problems, heard)
+            if trial.missing_s is not None and not config.remote_read_only:
+                trial.put_s = _timed(objects, ObjectOp.PUT, name, body, problems, heard)
+            if trial.put_s is not None:
+                trial.get_s = _timed(objects, ObjectOp.GET, name, found, problems, heard)
+    finally:
+        log.removeHandler(heard)
+        with suppress(Exception):  # who may not delete leaves it to the lifecycle rule
+            if bucket is not None:
+                bucket.delete(name)
+    if trial.get_s is not None and found != body:
+        problems.append("what was read is not what had been written")
+    return problems
+
+
+_WANTED = {ObjectOp.EXISTS: Result.ABSENT, ObjectOp.PUT: Result.OK, ObjectOp.GET: Result.OK}
+_ACTS = {ObjectOp.EXISTS: "asking for an object", ObjectOp.PUT: "writing", ObjectOp.GET: "reading"}
+
+
+def _timed(
+    objects: Objects, op: ObjectOp, name: str, buffer: bytearray, problems: list[str], heard: _Heard
+) -> float | None:
+    """Return how long a request took, in seconds; None, with a problem more, where it did not bring
+    what it should."""
+    started_s = time.monotonic()
+    objects.submit(op, [RemoteObject(name, memoryview(buffer))])
+    while not (ended := objects.poll(_POLL_S)):
+        pass
+    taken_s, result = time.monotonic() - started_s, ended[0].results[0]
+    if result is _WANTED[op]:
+        return taken_s
+    said = why_failed(heard.last.partition(" failed: ")[2]) or f"the answer is {result.name}"
+    only_reads = ": set remote_read_only, or give it" if op is ObjectOp.PUT and said == DENIED else ""
+    problems.append(f"{_ACTS[op]} failed: {said}{only_reads}")
+    return None
+
+
 # -- for people --------------------------------------------------------------------------------
 
 
@@ -232,13 +322,23 @@ def _print(answer: Answer) -> None:
             lines.add_row("", f"{one.device} {direct}")
             lines.add_row("", f"reads {_rate(one.read_bytes_per_s, answer)}")
             lines.add_row("", f"writes {_rate(one.write_bytes_per_s, answer)}")
+    if answer.remote is not None:
+        lines.add_row("Remote", printable(answer.remote.url))
+        lines.add_row("", _told(answer.remote))
     console.print(lines)
     read_bytes_per_s = sum(one.read_bytes_per_s or 0 for one in answer.directories)
     if answer.token_bytes and read_bytes_per_s:
         tokens = number(int(read_bytes_per_s / answer.token_bytes))
         console.print(f"Loads pay where the GPU computes fewer than {tokens} prompt tokens a second.", soft_wrap=True)
     print_list("Not as it should be", answer.problems, console, None, "")
-    console.print("An engine can start with this.")
+    later = answer.remote is not None and answer.remote.missing_s is None
+    console.print(f"An engine can start with this{', and shares blocks once the remote store works' if later else ''}.")
+
+
+def _told(trial: Trial) -> str:
+    times = (("written", trial.put_s), ("read", trial.get_s), ("said to be missing", trial.missing_s))
+    said = [f"{what} in {taken_s * 1000:,.0f} ms" for what, taken_s in times if taken_s is not None]
+    return f"{in_words(trial.object_bytes)} {', '.join(said)}" if said else "it cannot be used now"
 
 
 def _rate(bytes_per_s: float, answer: Answer) -> str:

@@ -42,6 +42,15 @@ from kvdisk.cli.output import (
     size,
 )
 from kvdisk.cli.prefixes import Prefix, each_prefix
+from kvdisk.cli.remote import (
+    JSON_VERSION as REMOTE_JSON_VERSION,
+)
+from kvdisk.cli.remote import (
+    FromRemote,
+    print_remote_survey,
+    remote_config,
+    survey_remote,
+)
 from kvdisk.cli.survey import (
     AGE_NAMES,
     JSON_VERSION,
@@ -63,7 +72,7 @@ _BAR_LETTERS = 24
 _FINE_BAR_LETTERS = 10
 
 DirectoriesAndKey = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Argument(
         metavar="DIR... [KEY]",
         help="The store: all that store_dirs names. KEY: show one block, by 8 or more hex digits of its key.",
@@ -73,7 +82,7 @@ DirectoriesAndKey = Annotated[
 
 
 def inspect(
-    directories: DirectoriesAndKey,
+    directories: DirectoriesAndKey = None,
     stores: Annotated[bool, typer.Option("--stores", help="Show engine stores and drives.")] = False,
     segments: Annotated[
         bool, typer.Option("--segments", help="Show how full and how fragmented segments are.")
@@ -93,12 +102,14 @@ def inspect(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --export.")] = False,
+    remote: FromRemote = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a store holds: its health and fill, its models, and what is used again and again.
 
     Fill is the bytes of the slots that hold blocks, of the caps (nvme_bytes) of the engines that
-    live. With a KEY, one block: its record, the slot of every rank, its chain. Only reads, so it
+    live. With a KEY, one block: its record, the slot of every rank, its chain. With --remote, and
+    without a DIR, what is in a remote store, as far as a listing goes. Only reads, so it
     may look into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
@@ -110,9 +121,12 @@ def inspect(
 
     [cyan]2[/cyan]  no report: not a store, no permission, a newer format, or wrong usage
     """
+    console = report_console()
+    if not directories or remote is not None:
+        _inspect_remote(directories, remote, console, as_json)
+        return
     *named, last = directories
     wanted = _key_of(last) if named else None
-    console = report_console()
     with opening(directories if wanted is None else named) as paths:
         if target is not None:
             if wanted is not None:
@@ -132,6 +146,12 @@ def inspect(
             views[:0] = ["models"] if everything else []
             print_json(survey, JSON_VERSION) if as_json else print_survey(survey, console, views, everything=everything)
     raise typer.Exit(Exit.WRONG if problems else Exit.FINE)
+
+
+def _inspect_remote(directories: Sequence[Path] | None, named: str | None, console: Console, as_json: bool) -> None:
+    with opening([]):
+        survey = survey_remote(remote_config(named, directories))
+    print_json(survey, REMOTE_JSON_VERSION) if as_json else print_remote_survey(survey, console)
 
 
 def _key_of(last: Path) -> str | None:

@@ -31,9 +31,9 @@ from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
 from kvdisk.stats import Miss
 
-StoreDirectories = Annotated[
-    list[Path], typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
-]
+_STORE = typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
+StoreDirectories = Annotated[list[Path], _STORE]
+StoreDirectoriesOrNone = Annotated[list[Path] | None, _STORE]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with bytes as integers.")]
 OnlyHome = Annotated[

@@ -48,6 +48,14 @@ _MODEL_FIELDS = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_t
 _GROUP_FIELDS = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
 
 
+_Prefill = Annotated[
+    float | None,
+    typer.Option(
+        metavar="TOKENS", min=1, max=_MOST_TOKENS, help="Computed in a second: what a remote store's link must carry."
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Fit:
     """What fits into a tier. ``tokens``, ``blocks``: of all KV-cache groups.
@@ -82,6 +90,16 @@ class Endurance:
     days: float | None
 
 
+@dataclass(frozen=True)
+class Link:
+    """To a remote store. ``bits_per_s``: from which on loads bring tokens sooner than the GPU
+    computes them. ``sent_bytes_per_day``: where all that is computed is sent once."""
+
+    prefill_tokens_per_s: float
+    bits_per_s: int
+    sent_bytes_per_day: int
+
+
 @dataclass
 class Answer:
     """All that is shown.
@@ -107,6 +125,7 @@ class Answer:
     nvme: Fit | None = None
     writes: Writes | None = None
     endurance: Endurance | None = None
+    link: Link | None = None
     notes: list[str] = field(default_factory=list)
     json_version: int = 2
     kvdisk_version: str = __version__
@@ -146,6 +165,7 @@ def size(
         str | None,
         typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
     ] = None,
+    prefill: _Prefill = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a token's KV takes, what fits, and how long the drive lasts.
@@ -170,6 +190,7 @@ def size(
         answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens, filled) if cpu else None
         answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens, filled) if nvme else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
+        answer.link = _link(answer, prefill) if prefill else None
         if block_size is None:
             answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
@@ -202,6 +223,11 @@ def _endurance(text: str, writes: Writes | None) -> Endurance:
     stripped = text.strip().upper().removesuffix("W")
     taken = parse_bytes("--drive-endurance", stripped)
     return Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
+
+
+def _link(answer: Answer, prefill: float) -> Link:
+    loaded, sent = prefill * answer.token_bytes * 8, prefill * answer.token_bytes_drive * DAY_S
+    return Link(prefill, round(loaded), round(sent))
 
 
 def _writes(text: str | None) -> Writes | None:
@@ -298,6 +324,10 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
             lines.add_row(name, f"{in_words(fit.capacity_bytes)}{filled}: {holds}, {whole}")
     if answer.writes is not None:
         _add_wear(lines, answer.writes, answer.endurance)
+    if answer.link is not None:
+        computed = f"{answer.link.prefill_tokens_per_s:,.0f} computed tokens/s"
+        lines.add_row("Link", f"{answer.link.bits_per_s / 1e9:,.1f} Gb/s, for loads as fast as {computed}")
+        lines.add_row("", f"{in_words(answer.link.sent_bytes_per_day)} a day, where all of that is sent")
     console.print(lines)
     for note in answer.notes:
         console.print(f"  · {printable(note)}", soft_wrap=True, style="dim")

@@ -74,8 +74,10 @@ STOPPED_SHOWN = 8
 PROBLEMS_SHOWN = 5
 MISSES_SHOWN = 2
 _BAR_LETTERS = 8
-FLOWS = tuple(route for route in ROUTES if route not in READS + WRITES)
-"""Routes by what they do to NVMe: read it, write it, or leave it alone."""
+FETCH, SEND = (f"{Tier.REMOTE.label}_to_{Tier.CPU.label}", f"{Tier.CPU.label}_to_{Tier.REMOTE.label}")
+FLOWS = tuple(route for route in ROUTES if route not in {*READS, *WRITES, FETCH, SEND})
+"""Routes by what they do to NVMe: read it, write it, or leave it alone; those of the remote
+store."""
 _WAITING = {
     "backlog_blocks": "blocks to write",
     "uncommitted_changes": "changes to commit",
@@ -96,15 +98,27 @@ class TierFigures:
 
 
 @dataclass(frozen=True)
+class RemoteFigures:
+    """The remote store, as one engine uses it. ``sent_blocks``, ``rejects``: since the start.
+    ``paused``: it did not answer, and is left alone for now."""
+
+    hit_rate: float | None
+    hit_rate_now: float | None
+    sent_blocks: int
+    rejects: int
+    paused: bool
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
 
     ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
-    by name, such as "cpu". ``bytes_per_s``: by route, such as "gpu_to_cpu". ``waiting``:
-    ``jobs`` by kind, and the gauges of docs/METRICS.md ``backlog_blocks``, ``uncommitted_changes``,
-    ``limbo_blocks`` and ``write_budget_bytes`` (null: writes have no such bound). ``failures``: by
-    kind, since its start, without those that are 0. ``reads``, ``writes``: bytes a second from and
-    to NVMe over the last looks, the newest last.
+    by name, such as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as
+    "gpu_to_cpu". ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md
+    ``backlog_blocks``, ``uncommitted_changes``, ``limbo_blocks`` and ``write_budget_bytes`` (null:
+    writes have no such bound). ``failures``: by kind, since its start, without those that are 0.
+    ``reads``, ``writes``: bytes a second from and to NVMe over the last looks, the newest last.
     """
 
     engine_store: str
@@ -118,6 +132,7 @@ class Engine:
     idle: bool = False
     seconds: float | None = None
     tiers: Mapping[str, TierFigures] = field(default_factory=dict)
+    remote: RemoteFigures | None = None
     bytes_per_s: Mapping[str, float] | None = None
     waiting: Mapping[str, Any] | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -329,6 +344,14 @@ class _Watched:
             evicted_blocks_per_s=self.rate(f"evicted_blocks.{name}"),
         )
 
+    def remote(self) -> RemoteFigures | None:
+        """Return what there is of a remote store; None where the engine has none."""
+        totals, paused = self.last.totals, self.last.gauges.get("remote_paused")
+        if paused is None:
+            return None
+        rates = hit_rate(totals, Tier.REMOTE.label), hit_rate(self.per_s or {}, Tier.REMOTE.label)
+        return RemoteFigures(*rates, totals.get("sent_blocks", 0), totals.get("remote_rejects", 0), bool(paused))
+
 
 class TopReader:
     """Reads a store again and again. ``clock``: seconds since the Unix epoch."""
@@ -396,6 +419,7 @@ class TopReader:
             idle=idle,
             seconds=watched.seconds,
             tiers={name: tier for name in TIERS if (tier := watched.tier(name))},
+            remote=watched.remote(),
             bytes_per_s=None if watched.per_s is None else {route: watched.per_s.get(route, 0.0) for route in ROUTES},
             waiting={"jobs": {job: gauges.get(f"queued_jobs.{job}", 0) for job in (*JOBS, "files")}}
             | {name: gauges.get(name, 0) for name in _WAITING}
@@ -553,7 +577,9 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
     written, read = (spark(engine.writes), "yellow"), (spark(engine.reads), "magenta")
     to_nvme, from_nvme = (per_second(engine.flow(routes)) for routes in (WRITES, READS))
     drive = Text.assemble(f"→ NVMe {to_nvme} ", written, f"   NVMe → {from_nvme} ", read)
-    lines = [*(_tier(name, tier) for name, tier in engine.tiers.items()), Text(flows), drive, _waiting(engine.waiting)]
+    lines = [_tier(name, tier) for name, tier in engine.tiers.items()]
+    lines += [_remote(engine.remote, engine)] if engine.remote is not None else []
+    lines += [Text(flows), drive, _waiting(engine.waiting)]
     lines += [_failures(engine.failures)] if engine.failures else []
     return Panel(Group(*lines), title=title, title_align="left", subtitle=Text(about, "dim"), subtitle_align="right")
 
@@ -575,6 +601,16 @@ def _tier(name: str, tier: TierFigures) -> Text:
         f" {share(fill):>5} of {size(int(tier.capacity_bytes)):<9}",
         f"  evicts {'?' if evicted is None else f'{evicted:,.0f}'}/s",
     )
+
+
+def _remote(remote: RemoteFigures, engine: Engine) -> Text:
+    now, ever = ("-" if rate is None else share(rate) for rate in (remote.hit_rate_now, remote.hit_rate))
+    text = Text.assemble(
+        ("remote ", "bold"), "hits ", (f"{now:>5}", "bold green"), (f" {f'({ever} in all)':<14}  ", "dim")
+    )
+    text.append(f"sent {number(remote.sent_blocks)}, now {per_second(engine.flow([SEND]))}, ")
+    reads = ("does not answer", "bold red") if remote.paused else (f"reads {per_second(engine.flow([FETCH]))}", "")
+    return text.append(*reads)
 
 
 def _waiting(waiting: Mapping[str, Any]) -> Text:

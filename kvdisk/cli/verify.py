@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import typer
@@ -31,7 +31,7 @@ from kvdisk.cli.output import (
     AsJson,
     Exit,
     OnlyHome,
-    StoreDirectories,
+    StoreDirectoriesOrNone,
     byte_progress,
     engine_store,
     make_lines,
@@ -46,13 +46,17 @@ from kvdisk.cli.output import (
     share,
     size,
 )
+from kvdisk.cli.remote import (
+    JSON_VERSION as REMOTE_JSON_VERSION,
+)
+from kvdisk.cli.remote import SAMPLE, FromRemote, RemoteVerdict, print_remote_verdict, remote_config, verify_remote
 from kvdisk.device.control import HomeRecord, read_record
 from kvdisk.device.home import index_is_sound
 from kvdisk.device.rebuild import HomeShape
 from kvdisk.device.segment import DriveFolder, open_segment, segment_path
 from kvdisk.device.store import Store
 from kvdisk.device.verify import NamedSlot, WrongSlot, check_slots, read_memory
-from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import Namespace, slot_offset
 from kvdisk.index.base import SegmentRecord
 from kvdisk.index.reader_process import IndexContent, read_indexes
@@ -145,15 +149,20 @@ class Verdict:
 
 
 def verify(
-    directories: StoreDirectories,
+    directories: StoreDirectoriesOrNone = None,
     sample: Annotated[
         str | None,
-        typer.Option("--sample", metavar="PERCENT", help="Read so many per cent of the blocks, at random: 5, or 0.1."),
+        typer.Option(
+            "--sample",
+            metavar="PERCENT|N",
+            help="Read so many per cent of the blocks, at random: 5, or 0.1. Of a remote store: so many objects; 100.",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Of the sample, as an earlier run printed it.")
     ] = None,
     home: OnlyHome = None,
+    remote: FromRemote = None,
     as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help="List everything that is wrong.")] = False,
 ) -> None:
@@ -161,7 +170,8 @@ def verify(
 
     Only reads, so a store in use may be verified too: blocks that are evicted
     meanwhile are no error. Checked are all engine stores, ranks and drives, in
-    the way in which an engine checks what it loads. Needs neither a GPU nor vLLM.
+    the way in which an engine checks what it loads. With --remote, and without
+    a DIR, some objects of a remote store. Needs neither a GPU nor vLLM.
 
     [bold]Exit codes[/bold]
 
@@ -174,6 +184,8 @@ def verify(
 
     [cyan]130[/cyan]  broken off by Ctrl-C; the report says what was found until then
     """
+    if not directories or remote is not None:
+        _verify_remote(directories, remote, sample, seed, as_json, None if everything else SHOWN)
     percent = _percent(sample)
     if percent is not None and seed is None:
         seed = secrets.randbelow(1 << 31)
@@ -185,9 +197,33 @@ def verify(
         print_json(judged | vars(replace(verdict, seconds=round(verdict.seconds, 3))), JSON_VERSION)
     else:
         _print(verdict, report_console(), None if everything else SHOWN)
-    if verdict.stopped:
-        raise typer.Exit(Exit.STOPPED)
-    raise typer.Exit(Exit.FINE if verdict.ok else Exit.WRONG)
+    raise _ending(verdict)
+
+
+def _ending(verdict: Verdict | RemoteVerdict) -> typer.Exit:
+    return typer.Exit(Exit.STOPPED if verdict.stopped else Exit.FINE if verdict.ok else Exit.WRONG)
+
+
+def _verify_remote(
+    directories: Sequence[Path] | None,
+    remote: str | None,
+    sample: str | None,
+    seed: int | None,
+    as_json: bool,
+    most: int | None,
+) -> NoReturn:
+    """Verify objects of a remote store, say what was found, and end the command."""
+    count = SAMPLE if sample is None else int(sample) if sample.isdecimal() else 0
+    with opening([]):
+        config = remote_config(remote, directories)
+        if count < 1:
+            raise ConfigError(f"--sample is a number of objects of a remote store, and not {sample}")
+        verdict = verify_remote(config, count, secrets.randbelow(1 << 31) if seed is None else seed)
+    if as_json:
+        print_json({"ok": verdict.ok} | vars(verdict), REMOTE_JSON_VERSION)
+    else:
+        print_remote_verdict(verdict, report_console(), most)
+    raise _ending(verdict)
 
 
 def _percent(text: str | None) -> float | None:

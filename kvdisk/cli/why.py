@@ -11,7 +11,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,9 @@ from kvdisk.cli.output import (
     report_console,
     short_model,
 )
+from kvdisk.cli.remote import FromRemote, remote_blocks, remote_config
+from kvdisk.cli.size import MOST_RANKS
+from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.manager.catalog import ABSENT, READY
@@ -78,8 +81,17 @@ class Found:
 
 
 @dataclass(frozen=True)
+class FoundFar:
+    """``hit_tokens``: with what a remote store has, of all ranks; null: it did not answer."""
+
+    url: str
+    hit_tokens: int | None
+
+
+@dataclass(frozen=True)
 class Answer:
     """``found``: in the namespace that was asked about. ``ends``: why the hit ends there.
+    ``remote``: null where none was named.
 
     ``elsewhere``: namespaces that have more of the prompt. ``problems``: sentences.
     """
@@ -89,6 +101,7 @@ class Answer:
     ends: str
     elsewhere: tuple[Found, ...]
     problems: tuple[str, ...]
+    remote: FoundFar | None = None
 
 
 def why(
@@ -107,11 +120,13 @@ def why(
         str | None, typer.Option("--namespace", metavar="N", help="How its id or its model begins; else the last used.")
     ] = None,
     salt: Annotated[str | None, typer.Option("--cache-salt", metavar="TEXT", help="Of the request.")] = None,
+    remote: FromRemote = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how far a prompt would hit, where that ends, and why; and which namespace has more of it.
 
-    Looks at what is on the drive, so not at what only the memory of an engine has. Where another
+    Looks at what is on the drive, so not at what only the memory of an engine has. With --remote,
+    also asks a remote store for what is missing there. Where another
     namespace has more, the fields of the fingerprint that differ are named. Images in a prompt
     and LoRA adapters are not considered. The tokens of a chat are what the server's /tokenize
     answers.
@@ -120,13 +135,14 @@ def why(
 
     [cyan]0[/cyan]  the answer is shown
 
-    [cyan]1[/cyan]  it is shown, and an index could not be read; the report says which
+    [cyan]1[/cyan]  it is shown, and an index could not be read, or the remote store did not answer;
+    the report says which
 
     [cyan]2[/cyan]  no answer: not a store, an empty one, no tokens, or wrong usage
     """
     with opening(directories) as named:
         ids = _token_ids(tokens, prompt, tokenizer)
-        answer = explain(named, ids, namespace, salt)
+        answer = explain(named, ids, namespace, salt, None if remote is None else remote_config(remote))
     print_json(answer, 1) if as_json else _print(answer, report_console())
     raise typer.Exit(Exit.WRONG if answer.problems else Exit.FINE)
 
@@ -239,6 +255,27 @@ class _Searched:
         return bytes(READY if self.epochs.get(key) == FILE_EPOCH else ABSENT for key in keys)
 
     @property
+    def missing(self) -> list[BlockKey]:
+        """The prompt's blocks that the store lacks."""
+        return [key for keys in self.keys for key in keys if self.epochs.get(key) != FILE_EPOCH]
+
+    @property
+    def part_count(self) -> int:
+        """How many parts a block has. Raises ConfigError."""
+        ranks: Any = described_geometry(self.namespace.record).get("ranks")
+        if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
+            raise ConfigError(f"HOME of namespace {self.namespace.id[:ID_LETTERS]} does not say how many ranks it has")
+        return ranks
+
+    def hit_with(self, others: Collection[BlockKey], tokens: int) -> int:
+        """Return the tokens that would hit if these blocks were here too."""
+
+        def presences(keys: Sequence[BlockKey]) -> bytes:
+            return bytes(READY if key in others else has for key, has in zip(keys, self._presences(keys), strict=True))
+
+        return Lookups().find(presences, self.geometry, self.keys, 0, tokens - 1).ready
+
+    @property
     def main(self) -> GroupGeometry:
         """The first group with full attention; where none has it, the first."""
         return next((group for group in self.geometry.groups if group.reads_all), self.geometry.groups[0])
@@ -300,9 +337,10 @@ def explain(
     tokens: Sequence[int],
     wanted: str | None = None,
     salt: str | None = None,
+    remote: Config | None = None,
 ) -> Answer:
     """Look for a prompt in a store. ``wanted``: as ``find_namespace``; None: the namespace in use,
-    or that was used last.
+    or that was used last. ``remote``: of the remote store to ask as well.
 
     Raises ConfigError, and as ``list_homes``.
     """
@@ -318,7 +356,13 @@ def explain(
             others.append(_Searched(one, tokens, salt))
     more = sorted((one for one in others if one.hit_tokens > asked.hit_tokens), key=lambda one: -one.hit_tokens)
     elsewhere = tuple(one.found(asked) for one in more)
-    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, index_problems(homes))
+    problems, far = index_problems(homes), None
+    if remote is not None:
+        assert remote.remote is not None
+        there = remote_blocks(remote, mine.id, asked.missing, asked.part_count)
+        far = FoundFar(remote.remote, None if there is None else asked.hit_with(there, len(tokens)))
+        problems += ("the remote store did not answer: see kvdisk check",) if there is None else ()
+    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, problems, far)
 
 
 def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
@@ -368,6 +412,11 @@ def _print(answer: Answer, console: Console) -> None:
     in_use = "in use" if found.in_use else "of stopped engines"
     lines.add_row("Namespace", f"{whose}  ({in_use})")
     lines.add_row("Ends", answer.ends)
+    if answer.remote is not None:
+        has = "no answer"
+        if answer.remote.hit_tokens is not None:
+            has = f"{number(answer.remote.hit_tokens)} tokens would hit, with what it has"
+        lines.add_row("Remote", f"{printable(answer.remote.url)}: {has}")
     console.print(lines)
     if answer.elsewhere:
         columns = (left("Namespace", "magenta"), folded("Model"), "Hits", folded("Differs in (there, asked)"))

@@ -104,7 +104,7 @@ class KernelQueue:
     ) -> None:
         self._holding, self._waiting = library()
         error = ctypes.c_int64()
-        self._queue = self._holding.queue_open(
+        self._queue: int | None = self._holding.queue_open(
             AHEAD_BYTES, BESIDE_READS_BYTES, reads._queue if reads else None, ctypes.byref(error)
         )
         if not self._queue:

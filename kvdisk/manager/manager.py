@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvdisk.blocks import KEPT_TIERS, JobId, Tier
 from kvdisk.context import HandedState
+from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import Demand, make_admission
@@ -32,6 +33,7 @@ from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Plan, Report
 from kvdisk.remote.base import RemoteIndex
 
@@ -77,7 +79,7 @@ class TierManager(HasParts):
         self._demotions = [Demotions(parts, *pair, near) for pair in tiers.pairs]
         self._remote = _make_remote(parts, remote)
         self._hints = Hints(near, self._remote)
-        self.gauges = Gauges(parts.transfers, tiers, self._demotions)
+        self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
         demand = Demand(parts.history, admissions + ([self._remote.admission] if self._remote.admission else []))
         self._sources = StoreSources(parts.context)
@@ -237,7 +239,7 @@ class TierManager(HasParts):
         for demotions in self._demotions:
             demotions.plan(now)
         if self._may_send:
-            self._remote.plan()
+            self._remote.plan(now)
         self._promotions.plan()
         # A token takes a block at most in each group.
         self._state.taken_blocks += step_tokens * len(self._geometry.groups)
@@ -357,7 +359,7 @@ class TierManager(HasParts):
             or self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))
-            or (not silent and self._may_send and self._remote.any_queued)
+            or (not silent and self._may_send and self._remote.can_go_on(now))
         )
 
     @property
@@ -369,17 +371,26 @@ class TierManager(HasParts):
 
 def _make_remote(parts: Parts, index: RemoteIndex | None) -> RemoteCopies:
     """Return the remote store, which may be none. Raises ConfigError."""
-    config = parts.config
+    config, geometry, budget = parts.config, parts.geometry, None
     if index is None or config.remote_read_only:
         return RemoteCopies(parts, index, None)
-    return RemoteCopies(parts, index, make_admission(config.remote_admission, parts.history, "remote_admission"))
+    if rate := config.remote_write_bytes_per_s:
+        largest = geometry.part_count * max(geometry.slot_sizes)
+        if 60 * rate < 2 * largest:
+            raise ConfigError(f"remote_write_bytes_per_s {rate} sends no two blocks of {largest} bytes in a minute.")
+        budget = WriteBudget(60 * rate, largest, day_s=60.0)
+    admission = make_admission(config.remote_admission, parts.history, "remote_admission")
+    return RemoteCopies(parts, index, admission, budget)
 
 
 class Gauges:
     """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
 
-    def __init__(self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions]) -> None:
+    def __init__(
+        self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions], remote: RemoteCopies
+    ) -> None:
         self._transfers = transfers
+        self._remote = remote
         self._tiers = tiers
         self._demotions = demotions
 
@@ -401,6 +412,8 @@ class Gauges:
         found["queued_jobs.files"] = sum(count(kind) for kind in JobKind if kind not in moves)
         for space in self._tiers:
             found |= space.gauges()
+        if (answers := self._remote.answers) is not None:
+            found["remote_paused"] = float(not answers)
         if self._tiers.landing_tier is not None:
             found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
         return found

@@ -24,6 +24,7 @@ from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, SegmentSpec
 
 logger = logging.getLogger("kvdisk.manager")
@@ -40,64 +41,6 @@ _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 def spare_slots(total: int) -> int:
     """Return how many of a tier's slots are kept free between steps."""
     return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
-
-
-class WriteBudget:
-    """How much may be written to the tier: a bucket of bytes, over all ranks, that fills steadily.
-
-    It starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
-    written until it holds enough for a run of blocks. Failed writes are not given back: the drive
-    may have written them. ``may_spend``: whether blocks might be written as of the last
-    ``refresh``.
-    """
-
-    _RUN_BLOCKS = 64
-
-    def __init__(self, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> None:
-        """Allow no 24 hours in which more than ``bytes_per_day`` is written.
-
-        The bucket holds an hour's share (one block at least) and fills with the rest of the day's
-        bytes over a day. ``largest_bytes``: of a block, over all ranks. ``day_s``: length of a day.
-        """
-        self.burst_bytes = max(bytes_per_day // 24, largest_bytes)
-        self._bytes_per_s = max(0, bytes_per_day - self.burst_bytes) / day_s
-        self._largest = largest_bytes
-        self._bytes = 0.0
-        self._refreshed_s: float | None = None
-        self.may_spend = False
-        self._resumed = False
-
-    def refresh(self, now: float) -> bool:
-        """Fill the bucket; return whether blocks may be written now."""
-        if self._refreshed_s is not None:
-            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
-            self._bytes = min(float(self.burst_bytes), filled)
-        self._refreshed_s = now
-        if not self.may_spend and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):
-            self.may_spend = self._resumed = True
-        return self.may_spend
-
-    def affords(self, block_bytes: int) -> int:
-        """Return how many blocks of so many bytes might be written at the last ``refresh``."""
-        return int(self._bytes // block_bytes) if self.may_spend else 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that may be written, as of the last ``refresh``."""
-        return int(self._bytes)
-
-    def spend(self, count: int, block_bytes: int) -> bool:
-        """Take out what is planned to be written; return whether that has used it up."""
-        self._bytes -= count * block_bytes
-        assert self._bytes >= 0, "more is written than the budget allows"
-        ran_dry = self.may_spend and self._bytes < self._largest
-        self.may_spend = self.may_spend and not ran_dry
-        return ran_dry
-
-    def take_resumed(self) -> bool:
-        """Whether writes have resumed since this was last asked."""
-        resumed, self._resumed = self._resumed, False
-        return resumed
 
 
 class NvmeSpace(TierSpace):

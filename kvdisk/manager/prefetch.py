@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from itertools import islice
 
-from kvdisk.blocks import BlockKey, Slot, group_of
+from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
@@ -23,7 +23,8 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
 MAX_PROMOTE_JOBS = 4
-"""Promotions queued or out; the worker reads for them only where loads leave half of its reads."""
+"""Promotions queued or out, of drives, and as many of the remote store; the worker reads for them
+only where loads leave half of its reads."""
 MAX_PROMOTE_MOVES = 64
 PREFETCH_DIVISOR = 2
 """Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests
@@ -64,6 +65,8 @@ class Promotions(HasParts):
         """The same of all."""
         self._asked: set[RequestState] = set()
         """Those of the waiting that stand for a prompt, and no request of the engine."""
+        self._far_jobs: list[JobId] = []
+        """Promotions from the remote store that were out."""
 
     # -- the queue -----------------------------------------------------------------------------
 
@@ -132,19 +135,32 @@ class Promotions(HasParts):
             return
         found = 0
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
+            self._hints.renew(request)
             if wanted is None:
                 if found == MOST_FOUND or self._hints.is_asking(request):
                     continue
                 found += 1
                 wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
-            while wanted:
-                if self._transfers.count(JobKind.PROMOTE) >= MAX_PROMOTE_JOBS:
-                    return
+            while wanted and not self._is_full(self._is_far(wanted[0])):
                 if not self._plan_job(request.request_id, wanted):
                     if request not in self._asked:
                         return  # for want of room: those behind it would take what comes free
                     wanted.clear()
-            self._end(request)
+            if not wanted:
+                self._end(request)
+            elif not self._is_far(wanted[0]):
+                return
+
+    def _is_far(self, read: Read) -> bool:
+        """Whether a block would come from the remote store."""
+        return self._catalog.find(read.key) < 0 and self._hints.tier_of(read.key) is Tier.REMOTE
+
+    def _is_full(self, far: bool) -> bool:
+        """Whether so many promotions are out already, of the remote store or of drives, that a slow
+        one does not hold up the other."""
+        self._far_jobs = [job_id for job_id in self._far_jobs if job_id in self._transfers]
+        count = len(self._far_jobs)
+        return (count if far else self._transfers.count(JobKind.PROMOTE) - count) >= MAX_PROMOTE_JOBS
 
     def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
@@ -192,7 +208,8 @@ class Promotions(HasParts):
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
         assert self._landing is not None
         picked: list[Read] = []
-        while wanted and len(picked) < MAX_PROMOTE_MOVES:
+        far = self._is_far(wanted[0])
+        while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_far(wanted[0]) is far:
             read = wanted.popleft()
             if self._is_wanted(read.key) and self._landing.admission.admits((read.key,))[0]:
                 picked.append(read)
@@ -210,7 +227,10 @@ class Promotions(HasParts):
         wanted.extendleft(reversed(left))
         if made:
             moves, details = [read.move for read in made], [read.detail for read in made]
-            self._transfers.add(JobKind.PROMOTE, moves, details, epoch=self._state.epoch, request_id=request_id)
+            record = self._transfers.add(
+                JobKind.PROMOTE, moves, details, epoch=self._state.epoch, request_id=request_id
+            )
+            self._far_jobs += [record.job.id] if far else []
         return bool(made) or not left
 
     def _take_slots(self, request_id: str, reads: list[Read]) -> dict[int, deque[Slot]]:

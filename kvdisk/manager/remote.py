@@ -8,17 +8,19 @@ drive's backlog is written: what is evicted before its turn is not sent. Schedul
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress, islice
 
-from kvdisk.blocks import BY_KEY, BlockKey, JobId, Slot, Tier
+from kvdisk.blocks import BY_KEY, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import RequestState
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.remote.base import RemoteIndex
 
@@ -33,18 +35,26 @@ MOST_QUEUED = 16384
 MOST_SEND_MOVES = 64
 MOST_SEND_JOBS = 4
 ASK_AGAIN_S = 30.0
-"""A request that is looked up so long after it asked asks again, and goes on with what is known."""
+"""A request that is looked up so long after it asked, or after half of the time that an answer is
+believed, asks again."""
 _BAD = frozenset({Reason.HEADER, Reason.CHECKSUM})
 
 
 class RemoteCopies(HasParts):
     """The remote store. Without ``index`` there is none.
 
-    ``admission``: which blocks it is sent; None: none.
+    ``admission``: which blocks it is sent; None: none. ``budget``: how many bytes; None: any.
     """
 
-    def __init__(self, parts: Parts, index: RemoteIndex | None, admission: AdmissionPolicy | None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        index: RemoteIndex | None,
+        admission: AdmissionPolicy | None,
+        budget: WriteBudget | None = None,
+    ) -> None:
         super().__init__(parts)
+        self._budget = budget
         self._index = index
         self.admission = admission
         self.hints: OrderedDict[BlockKey, float] = OrderedDict()
@@ -59,6 +69,16 @@ class RemoteCopies(HasParts):
         self._jobs: list[JobId] = []
 
     # -- questions -----------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> bool | None:
+        """Whether it is asked now; None: there is none."""
+        return None if self._index is None else self._index.any
+
+    @property
+    def hint_life_s(self) -> float:
+        """How long an answer is believed. Without a store nothing is: see ``stop``."""
+        return math.inf if self._index is None else self._index.hint_life_s
 
     def ask(self, request: RequestState, nearer: Collection[BlockKey]) -> None:
         """Ask for what of a request's blocks neither this engine has nor is in ``nearer``."""
@@ -94,7 +114,7 @@ class RemoteCopies(HasParts):
                 for key in keys if answer.is_whole else ():
                     self.hints.pop(key, None)
             self._hint(answer.found, now)
-        life_s = 0.0 if self._index is None else self._index.hint_life_s
+        life_s = self.hint_life_s
         for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
             key = next(iter(self.hints))
             if len(self.hints) <= MOST_HINTS and now - self.hints[key] <= life_s:
@@ -152,16 +172,17 @@ class RemoteCopies(HasParts):
             wanted = list(compress(wanted, self.admission.admits(wanted)))
         self._queue.update(dict.fromkeys(wanted[: max(0, MOST_QUEUED - len(self._queue))]))
 
-    @property
-    def any_queued(self) -> bool:
-        """Whether blocks wait to be sent."""
-        return bool(self._queue)
+    def can_go_on(self, now: float) -> bool:
+        """Whether blocks that wait to be sent may be."""
+        return bool(self._queue) and (self._budget is None or self._budget.refresh(now))
 
-    def plan(self) -> None:
+    def plan(self, now: float) -> None:
         """Plan jobs that send what is queued."""
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        while self._queue and len(self._jobs) < MOST_SEND_JOBS:
-            keys = list(islice(self._queue, MOST_SEND_MOVES))
+        largest, parts = max(self._geometry.slot_sizes), self._geometry.part_count
+        while len(self._jobs) < MOST_SEND_JOBS and self.can_go_on(now):
+            most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
+            keys = list(islice(self._queue, min(MOST_SEND_MOVES, most)))
             for key in keys:
                 del self._queue[key]
             catalog, states = self._catalog, self._catalog.columns(Tier.CPU).states
@@ -174,6 +195,10 @@ class RemoteCopies(HasParts):
                 for row, slot in zip(rows, catalog.columns(Tier.CPU).slots(rows), strict=True)
             ]
             details = [MoveDetail(row, source=Tier.CPU) for row in rows]
+            if self._budget is not None:
+                sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
+                sent = sum(sizes[groups[group_of(move.key)]] for move in moves)
+                self._budget.spend(1, sent * parts)
             self._jobs.append(self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch).job.id)
 
     def sent(self, record: JobRecord, now: float) -> None:
@@ -190,6 +215,9 @@ class Hints:
     def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies) -> None:
         self.neighbours = neighbours
         self.remote = remote
+        self._asked: list[RequestState] = []
+        """Those that were asked for since the time was last told."""
+        self._now_s = 0.0
 
     @property
     def changes(self) -> int:
@@ -206,17 +234,25 @@ class Hints:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
         self.neighbours.ask(request)
         self.remote.ask(request, self.neighbours.hints)
+        self._asked.append(request)
+
+    def renew(self, request: RequestState) -> bool:
+        """Ask again where the last question of a request that waits is long ago: answers are
+        believed for a time only. Return whether it was."""
+        age_s = 0.0 if request.asked_s is None else self._now_s - request.asked_s
+        is_old = age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2)
+        if is_old:
+            request.asked_s = self._now_s
+            self.ask(request)
+        return is_old
 
     def refresh(self, request: RequestState, now: float) -> None:
         """Take in answers before a request is looked up, and ask again where its question is long
         ago."""
         self.absorb(now)
-        if request.asked_s is None:
-            request.asked_s = now
-        elif now - request.asked_s > ASK_AGAIN_S:
-            request.asked_s = now
-            self.ask(request)
-            request.question = request.remote_question = 0  # nobody waits for it
+        if self.renew(request) and request.looked_up:
+            request.question = request.remote_question = 0  # nobody waits for it a second time
+        request.looked_up = True
 
     def is_asking(self, request: RequestState) -> bool:
         """Whether an answer to a request's questions is still to come."""
@@ -224,6 +260,10 @@ class Hints:
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, and forget what was heard of too long ago."""
+        self._now_s = now
+        for request in self._asked:
+            request.asked_s = now
+        self._asked.clear()
         self.neighbours.absorb(now)
         self.remote.absorb(now)
 

@@ -157,7 +157,8 @@ class RequestState:
     remote_question: int = 0
     """The same of the remote store."""
     asked_s: float | None = None
-    """When it was first looked up, or they were asked again."""
+    """When they were asked last."""
+    looked_up: bool = False
     hit_tokens: dict[Tier, int] = field(default_factory=dict)
     """Of the last planned load, by the tier they come from."""
     asked: Asked | None = None

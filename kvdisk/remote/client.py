@@ -163,7 +163,7 @@ class BucketObjects:
             except Empty:
                 break
             op, _ = self._under_way.pop(ended.ticket)
-            answered = not ANSWERS.isdisjoint(ended.results)
+            answered = 2 * sum(result in ANSWERS for result in ended.results) >= len(ended.results)
             if ended.said is not None and self._health(op).end(ended.ticket, answered=answered):
                 said = ended.said or f"no answer in {self._deadline_s:g} s"
                 self._log.warn(

@@ -3,17 +3,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from datetime import timedelta
-from typing import Any
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvdisk.errors import ConfigError
 from kvdisk.remote.base import Result
 
+SCHEMES = ("s3", "gs", "az")
+PAGE_OBJECTS = 1000
+"""As many as a store names in one answer."""
 _RETRIES = 2
 _FIRST_RETRY_S = 0.05
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
+_WRONG_CREDENTIALS = frozenset(
+    {"SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AuthenticationFailed"}
+)
+_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_CREDENTIALS_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+DENIED = "the credentials lack the right"
+
+
+class Listed(NamedTuple):
+    """An object that a listing names. ``stored_s``: seconds since 1970."""
+
+    name: str
+    size_bytes: int
+    stored_s: int
 
 
 class S3Bucket:
@@ -47,7 +67,8 @@ class S3Bucket:
             },
         }
         # Without TLS where the address that the user gave says so.
-        plain = any(value.startswith("http://") for value in options.values())
+        given = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
+        plain = any(value.startswith("http://") for value in given)
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": plain}
         try:
             self._store = from_url(url, config=dict(options), client_options=client, retry_config=retries)
@@ -84,3 +105,42 @@ class S3Bucket:
         except FileNotFoundError:
             return None
         return int(found["size"])
+
+    # -- for tools, which may wait; they raise what the client raises -------------------------
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return what lies between ``prefix``, which ends with a slash, and the next slash of each
+        name."""
+        found = self._obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        return [name.rstrip("/").rpartition("/")[2] for name in found]
+
+    def pages(self, prefix: str, after: str | None = None) -> Iterator[list[Listed]]:
+        """Yield the objects below ``prefix`` in the order of their names, from behind ``after`` on;
+        each page is a request."""
+        for page in self._obstore.list(self._store, prefix, offset=after, chunk_size=PAGE_OBJECTS):
+            yield [_listed(each["path"], each["size"], each["last_modified"]) for each in page]
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self._obstore.delete(self._store, name)
+
+
+def _listed(name: str, size_bytes: int, stored: datetime) -> Listed:
+    return Listed(name, size_bytes, int(stored.timestamp()))
+
+
+def why_failed(text: str) -> str:
+    """Say in a few words why a request failed. ``text``: of its exception."""
+    found = re.search(r"<Code>(\w+)</Code>", text)
+    code = found[1] if found else ""
+    if code in _NO_BUCKET:
+        return "there is no such bucket"
+    if code in _WRONG_CREDENTIALS:
+        return f"the credentials are wrong ({code})"
+    if any(server in text for server in _CREDENTIALS_SERVERS):
+        return "there are no credentials, neither in remote_options nor in the environment"
+    if "403 Forbidden" in text or "401 Unauthorized" in text:
+        return DENIED
+    if "error sending request" in text:
+        return "nothing answers at its address"
+    return text.partition("\n")[0].rstrip(". ")

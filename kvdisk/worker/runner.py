@@ -53,6 +53,8 @@ _COUNTED = {
     Reason.CHECKSUM: "verification_failures.checksum",
     Reason.DEADLINE: "deadline_misses",
 }
+_UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR})
+"""Of an object: the remote store said nothing of it."""
 
 
 class Summing:
@@ -448,12 +450,21 @@ class Runner:
             self._advance(part)
 
     def _reap_remote(self, wait_s: float) -> bool:
-        """Go on with the parts that the remote store has ended; return whether there were any."""
+        """Go on with the parts that the remote store has ended; return whether there were any.
+
+        Where it failed a job in part, nothing more of that is started: it would hold the request
+        for as long again, and what follows in the prompt is computed anyway."""
         ended = [] if self._remote_io is None else list(self._remote_io.ended(wait_s))
         for part, failed in ended:
             self._count(part, len(part.positions) - len(failed))
             self._drop(part, failed)
             self._advance(part)
+        broken = {part.work.job.id for part, failed in ended if not _UNANSWERED.isdisjoint(failed.values())}
+        if broken:
+            self._fail_unstarted(
+                Reason.CANCELLED,
+                lambda work, part: part and work.job.id in broken and part.route.far is Tier.REMOTE,
+            )
         return bool(ended)
 
     def _count(self, part: Part, moved: int) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import secrets
 
+import pytest
 from engine_child import EngineChild
-from torture_rounds import BLOCK_TOKENS, random_prompt, tokens_of
+from test_model_kinds import KINDS
+from torture_rounds import BLOCK_TOKENS, HERE, random_prompt, tokens_of
 
 PROMPTS = [random_prompt(seed, 340) for seed in (31, 32)]
 LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
@@ -47,3 +49,28 @@ def test_the_first_request_of_one_host_is_a_hit_from_another(tiny_llama, tmp_pat
             assert tokens_of(engine.generate(PROMPTS, together=False)) == computed, "without the server"
         finally:
             s3_server.start()
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("name", ["granite4", "qwen3-next"])
+def test_recurrent_states_of_one_host_are_a_hit_on_another(name, models, tmp_path, s3_server):
+    kind, counted = KINDS[name], []
+    shared = {
+        "cpu_bytes": "64MiB",
+        "remote": f"s3://kvdisk-tests/{secrets.token_hex(8)}",
+        "remote_options": s3_server.options,
+        "remote_admission": "all",
+        "remote_deadline_s": 60,
+        "lookup_wait_s": 60,
+    }
+    limits = {"max_model_len": 1024, "num_gpu_blocks_override": 400, **kind.limits}
+    prompts = [random_prompt(seed, 340) for seed in (31, 32)]
+    for _ in range(2):
+        with EngineChild(models(name), tmp_path / "log", extra_config=shared, env=HERE, **limits) as engine:
+            counted.append(engine.generate(prompts, together=False))
+            engine.drain()
+            counters = engine.counters()
+    assert tokens_of(counted[0]) == tokens_of(counted[1])
+    whole = [(len(prompt) - 1) // kind.block_tokens * kind.block_tokens for prompt in prompts]
+    assert [answer.cached for answer in counted[1]] == whole
+    assert counters["hit_tokens.remote"] + counters.get("hit_tokens.cpu", 0) == sum(whole)

@@ -17,11 +17,12 @@ from kvdisk.manager.catalog import Catalog, CopyState
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
-from kvdisk.manager.nvme import NvmeSpace, WriteBudget
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import FOREIGN_SEGMENTS
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine

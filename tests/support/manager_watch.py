@@ -418,7 +418,7 @@ class ManagerWatch(Watch):
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
-            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.any_queued
+            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.can_go_on(now)
             idle = not pending or parts.manager._promotions.is_asked
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:

@@ -144,8 +144,11 @@ class ReadWatch:
             assert taken <= slots // PREFETCH_DIVISOR, "more is read ahead than may be"
 
     def check_bounds(self, jobs: Collection[Job]) -> None:
-        """Assert that of the jobs under way not too many are promotions."""
-        assert [job.kind for job in jobs].count(JobKind.PROMOTE) <= MAX_PROMOTE_JOBS
+        """Assert that of the jobs under way not too many are promotions, of the remote store or of
+        drives, and none is of both."""
+        ahead = [{Tier.REMOTE in move.slots for move in job.moves} for job in jobs if job.kind is JobKind.PROMOTE]
+        assert max(map(len, ahead), default=1) == 1
+        assert max(ahead.count({True}), ahead.count({False})) <= MAX_PROMOTE_JOBS
 
     def settled(self, job: Job) -> None:
         """Every rank has answered a job."""

@@ -17,6 +17,8 @@ from pathlib import Path
 START_S = 120.0
 """A bound for a server that never comes."""
 ACCESS_KEY, SECRET_KEY = "kvdisk", "secret"
+RIGHTS = {ACCESS_KEY: ["Admin"], "reader": ["Read", "List"], "unlisted": ["Read", "Write"]}
+"""What who may do; all have the same secret."""
 _SERVICES = ("master", "volume", "filer", "s3")
 
 
@@ -62,8 +64,11 @@ class S3Server:
         """Start it, with the data that are there, and wait until it takes an object."""
         self._directory.mkdir(exist_ok=True)
         access = self._directory / "s3.json"
-        keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        access.write_text(json.dumps({"identities": [{"name": "kvdisk", "credentials": keys, "actions": ["Admin"]}]}))
+        identities = [
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": SECRET_KEY}], "actions": rights}
+            for name, rights in RIGHTS.items()
+        ]
+        access.write_text(json.dumps({"identities": identities}))
         command = [str(_find_program()), "-logtostderr", "server", f"-dir={self._directory}", "-ip=127.0.0.1"]
         command += ["-ip.bind=127.0.0.1", "-s3", f"-s3.config={access}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         for service in _SERVICES:

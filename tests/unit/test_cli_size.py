@@ -153,3 +153,17 @@ def test_the_rate_of_a_store(tmp_path):
         assert writes["at_least"] and abs(writes["measured_s"] - min(age_s, 86400)) < 60
         assert abs(writes["bytes_per_day"] - factor * recent) < recent / 100
     assert "at least, since what was evicted is not counted" in " ".join(run_here(*arguments).stdout.split())
+
+
+def test_the_link_carries_what_is_computed(tmp_path):
+    model = written(tmp_path / "model", LLAMA)
+    token = 2 * 32 * 8 * 128 * 2
+    found = json_of("size", "--model", model, "--prefill", "4000")
+    assert found["link"] == {
+        "prefill_tokens_per_s": 4000.0, "bits_per_s": 8 * 4000 * token, "sent_bytes_per_day": 86400 * 4000 * token,
+    }  # fmt: skip
+    shown = run_here("size", "--model", model, "--prefill", "4000").stdout
+    assert "4.2 Gb/s, for loads as fast as 4,000 computed tokens/s" in " ".join(shown.split())
+    assert "41.2 TiB a day" in shown
+    shared = json_of("size", "--model", written(tmp_path / "mla", DEEPSEEK), "--tp", "4", "--prefill", "1")["link"]
+    assert shared["bits_per_s"] * 86400 == 4 * 8 * shared["sent_bytes_per_day"], "each rank loads, one sends"

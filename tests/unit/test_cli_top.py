@@ -18,7 +18,7 @@ import pytest
 from cli_stores import CAP, COMMAND, PLAIN, run_here
 from rich.console import Console
 
-from kvdisk.cli.top import Frame, TierFigures, TopReader, draw
+from kvdisk.cli.top import Frame, RemoteFigures, TierFigures, TopReader, draw
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
@@ -123,6 +123,26 @@ def test_rates_are_differences_of_two_figures(engines):
     (engine,) = frame.engines
     assert engine.idle and set(engine.bytes_per_s.values()) == {0.0} and engine.tiers["nvme"].hit_rate_now is None
     assert "idle for 1 min 26 s" in shown(frame)
+
+
+def test_a_remote_store_has_a_line_and_says_whether_it_answers(engines):
+    home, reader = engines.start(), engines.reader()
+    write_telemetry(home, figures(T0 - 0.5, 100))
+    assert reader.read().engines[0].remote is None and "remote " not in shown(reader.read())
+    totals = {"hit_tokens": {"remote": 30}, "missed_tokens": {"remote": 90}, "sent_blocks": 12345, "remote_rejects": 2}
+    moved = {"transfer_bytes": {"cpu_to_remote": {"count": 1, "sum": 900 * MIB}}}
+    for at_s, paused in ((T0 + 1, 0), (T0 + 2, 1)):
+        gauges = figures(T0)["gauges"] | {"remote_paused": paused}
+        write_telemetry(home, figures(at_s, totals=totals, histograms=moved, gauges=gauges))
+        engines.now += 1
+        frame = reader.read()
+        (engine,) = frame.engines
+        assert engine.remote == RemoteFigures(0.25, 1 / 4 if not paused else None, 12345, 2, bool(paused))
+        text = shown(frame, width=80)
+        assert "(25 % in all)" in text and "sent 12,345, now" in text and "2 bad in the remote store" in text
+        assert ("does not answer" in text) is bool(paused)
+        assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
+        assert text.count("remote hits") == 1
 
 
 def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(engines):

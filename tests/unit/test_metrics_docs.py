@@ -17,6 +17,7 @@ PANELS = [*VISIBLE, *(panel for row in BOARD["panels"] for panel in row.get("pan
 LEFT_OUT = {
     "held_blocks": "used_bytes says the same",
     "budget_pauses": "write_budget_bytes shows them",
+    "remote_paused": "remote_questions stop rising",
     "lost_events": "of interest to those who listen to events only",
 }
 SUFFIXES = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}

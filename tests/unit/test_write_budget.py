@@ -10,7 +10,7 @@ from kvdisk import assembly
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.nvme import WriteBudget
+from kvdisk.manager.write_budget import WriteBudget
 
 DAY_S = 86_400.0
 BLOCK = 1000

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands say of a remote store: a real S3 server, and what its users may do there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from cli_stores import PLAIN, json_of, refused, run, run_here
+from mass_stores import Layer
+from obstore.store import from_url
+from support.s3_server import RIGHTS
+from test_cli_why import PROMPT, answered, described, keys_of, put
+
+from kvdisk.assembly import open_remote
+from kvdisk.blocks import make_block_key
+from kvdisk.cli import check, remote
+from kvdisk.cli.remote import check_object, survey_remote, verify_remote
+from kvdisk.config import Config
+from kvdisk.device.header import SlotIdentity, seal_slot
+from kvdisk.geometry import HEADER_BYTES, Namespace
+from kvdisk.remote.base import ObjectOp, RemoteObject, Result, object_name
+from kvdisk.remote.s3 import why_failed
+
+PAYLOAD_BYTES = 5000
+SLOT_BYTES = HEADER_BYTES + 8192
+OBJECTS, RANKS = 10, 2
+SOME, OTHER = b"\x3f" * 32, b"\x9b" * 32
+
+
+def slot_of(number: int, rank: int = 0, fingerprint: bytes = SOME) -> tuple[str, bytearray]:
+    """Return the name of a block's part, and its bytes."""
+    namespace, key = Namespace(fingerprint, 0), make_block_key(number.to_bytes(4, "big") * 8, 0)
+    body = bytearray(number.to_bytes(4, "big") * (SLOT_BYTES // 4))
+    seal_slot(memoryview(body), SlotIdentity(namespace, key, 7, PAYLOAD_BYTES, rank, RANKS), None)
+    return object_name(namespace, key, rank, RANKS), body
+
+
+class Remote:
+    """A prefix of the server, and a configuration that names it."""
+
+    def __init__(self, directory: Path, options: dict[str, str], prefix: str) -> None:
+        self.url = f"s3://kvdisk-tests/{prefix}"
+        self._directory, self._options = directory, options
+        self.bucket = from_url(self.url, config=options, client_options={"allow_http": True})
+
+    def file(self, options: dict[str, str] | None = None, **settings: Any) -> Path:
+        """Write a configuration."""
+        settings = {"remote": self.url, "cpu_bytes": "32Mi"} | settings
+        settings["remote_options"] = self._options | (options or {})
+        file = self._directory / "kvdisk.json"
+        file.write_text(json.dumps(settings))
+        return file
+
+    def config(self, **settings: Any) -> Config:
+        return Config.from_mapping(json.loads(self.file(**settings).read_text()))
+
+    def fill(self, config: Config, fingerprint: bytes = SOME, objects: int = OBJECTS) -> None:
+        """Send blocks as an engine does."""
+        client = open_remote(config)
+        slots = [slot_of(at // RANKS, at % RANKS, fingerprint) for at in range(objects)]
+        client.submit(ObjectOp.PUT, [RemoteObject(name, memoryview(body)) for name, body in slots])
+        (outcome,) = client.poll(60.0)
+        assert set(outcome.results) == {Result.OK}
+        client.close()
+
+    @property
+    def names(self) -> list[str]:
+        return [one["path"] for page in obstore.list(self.bucket) for one in page]
+
+
+@pytest.fixture
+def there(tmp_path, s3_server) -> Remote:
+    return Remote(tmp_path, s3_server.options, f"{uuid.uuid4().hex}/kv")
+
+
+# -- check -------------------------------------------------------------------------------------
+
+
+def test_a_remote_store_that_works_is_measured_and_nothing_is_left(there):
+    done = run("check", there.file(), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    trial = json.loads(done.stdout)["remote"]
+    assert trial["url"] == there.url and trial["object_bytes"] == 1 << 20
+    assert min(trial["missing_s"], trial["put_s"], trial["get_s"]) > 0
+    assert there.names == []
+    lines = run_here("check", there.file()).stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert "An engine can start with this." in lines
+    assert re.search(
+        r"1\.0 MiB written in \d+ ms, read in \d+ ms, said to be missing in \d+ ms", " ".join(" ".join(lines).split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "said"),
+    [
+        ({"aws_secret_access_key": "wrong"}, {}, "the credentials are wrong (SignatureDoesNotMatch)"),
+        ({"aws_access_key_id": "nobody"}, {}, "the credentials are wrong (InvalidAccessKeyId)"),
+        ({"aws_endpoint": "http://127.0.0.1:9"}, {}, "nothing answers at its address"),
+        ({"aws_access_key_id": "reader"}, {}, "writing failed: the credentials lack the right: set remote_read_only"),
+        ({"aws_access_key_id": "unlisted"}, {}, "no right to list (s3:ListBucket)"),
+        ({"aws_access_key_id": "reader"}, {"remote": "s3://no-such-bucket/kv"}, "there is no such bucket"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(there, options, settings, said):
+    done = run_here("check", there.file(options, **settings))
+    shown = " ".join(done.stdout.split())
+    assert done.exit_code == 1 and said in shown, shown
+    assert "An engine can start with this" in shown and done.stderr == ""
+    works = said.startswith(("writing", "no right"))
+    assert ("and shares blocks once the remote store works." in shown) is not works
+
+
+def test_who_only_reads_needs_no_right_to_write(there):
+    assert "reader" in RIGHTS
+    trial = json_of("check", there.file({"aws_access_key_id": "reader"}, remote_read_only=True))["remote"]
+    assert trial["missing_s"] > 0 and trial["put_s"] is None
+
+
+def test_a_server_that_hangs_is_said(there, s3_server):
+    s3_server.hold()
+    try:
+        done = run_here("check", there.file(remote_deadline_s=0.2))
+    finally:
+        s3_server.resume()
+    assert done.exit_code == 1 and "nothing answers at its address" in " ".join(done.stdout.split())
+
+
+def test_a_missing_package_is_what_an_engine_says(there, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert "needs obstore (pip install obstore)" in refused("check", there.file())
+
+
+def test_a_store_that_gives_other_bytes_back_is_said(there, monkeypatch):
+    monkeypatch.setattr(check, "_timed", lambda *_: 0.1)
+    assert "what was read is not what had been written" in " ".join(run_here("check", there.file()).stdout.split())
+
+
+def test_a_store_that_is_no_bucket_is_tried_and_not_listed(there, monkeypatch):
+    for module in (check, remote):
+        monkeypatch.setattr(module, "SCHEMES", ())
+    assert json_of("check", there.file())["remote"]["get_s"] > 0
+    assert "cannot be listed: that takes a bucket" in refused("inspect", "--remote", there.file())
+
+
+def test_without_credentials_their_servers_are_asked_in_vain():
+    said = "Error performing PUT http://169.254.169.254/latest/api/token in 3s - HTTP error: error sending request"
+    assert why_failed(said) == "there are no credentials, neither in remote_options nor in the environment"
+    assert why_failed("Something else.\nDebug") == "Something else"
+
+
+# -- inspect -----------------------------------------------------------------------------------
+
+
+def test_an_empty_remote_store(there):
+    assert json_of("inspect", "--remote", there.file())["namespaces"] == []
+    assert "no blocks" in run_here("inspect", "--remote", there.file()).stdout
+    found = json_of("verify", "--remote", there.file())
+    assert (found["objects"], found["ok"]) == (0, True)
+
+
+def test_namespaces_are_listed_with_objects_bytes_and_ages(there):
+    there.fill(there.config())
+    there.fill(there.config(), OTHER, 4)
+    obstore.put(there.bucket, "kvdisk1/check/1", b"1")
+    found = json_of("inspect", "--remote", there.file())
+    first, second = found["namespaces"]
+    assert (first["fingerprint"], first["objects"], first["bytes"]) == (SOME.hex(), OBJECTS, OBJECTS * SLOT_BYTES)
+    assert (second["fingerprint"], second["objects"], second["is_whole"]) == (OTHER.hex(), 4, True)
+    assert first["oldest_s"] <= first["newest_s"] <= found["surveyed_s"] + 1
+    shown = run_here("inspect", "--remote", there.file()).stdout
+    assert "14 objects, 168.0 KiB, in 2 namespaces" in shown
+    lines = shown.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert [line.split()[:3] for line in lines[-2:]] == [["3f3f3f3f", "10", "120.0"], ["9b9b9b9b", "4", "48.0"]]
+
+
+def test_a_listing_that_stops_says_so(there, monkeypatch):
+    for module in ("kvdisk.remote.s3", "kvdisk.cli.remote"):
+        monkeypatch.setattr(f"{module}.PAGE_OBJECTS", 4)
+    there.fill(there.config())
+    (namespace,) = survey_remote(there.config(), most=8).namespaces
+    assert (namespace.objects, namespace.is_whole) == (8, False)
+    monkeypatch.setattr(remote, "MOST_LISTED", 8)
+    (whole,) = survey_remote(there.config(), most=12).namespaces
+    assert (whole.objects, whole.is_whole) == (OBJECTS, True)
+
+
+def test_the_address_alone_serves_with_what_the_environment_has(there, s3_server, monkeypatch):
+    there.fill(there.config())
+    for name, value in s3_server.options.items():
+        monkeypatch.setenv(name.upper(), value)
+    assert json_of("inspect", "--remote", there.url)["namespaces"][0]["objects"] == OBJECTS
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_what_cannot_be_listed_is_refused_in_a_sentence(there, command, tmp_path):
+    wrong = there.file({"aws_secret_access_key": "wrong"})
+    assert "cannot be listed: the credentials are wrong" in refused(command, "--remote", wrong)
+    assert "the credentials lack the right" in refused(
+        command, "--remote", there.file({"aws_access_key_id": "unlisted"})
+    )
+    for arguments in ((), (tmp_path, "--remote", there.file())):
+        assert "name the directories of a store, or with --remote a remote store" in refused(command, *arguments)
+    (tmp_path / "local.json").write_text('{"cpu_bytes": "1Gi"}')
+    assert "names no remote store" in refused(command, "--remote", tmp_path / "local.json")
+
+
+# -- verify ------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_read_and_is_the_same_by_seed(there, monkeypatch):
+    there.fill(there.config())
+    there.fill(there.config(), OTHER)
+    found = json_of("verify", "--remote", there.file())
+    assert (found["objects"], found["wrong"], found["gone"]) == (2 * OBJECTS, [], 0)
+    assert found["read_bytes"] == 2 * OBJECTS * SLOT_BYTES
+    read = []
+    monkeypatch.setattr(remote, "check_object", lambda name, _body: read.append(name))
+    for _ in range(2):
+        assert json_of("verify", "--remote", there.file(), "--sample", "5", "--seed", "3")["objects"] == 5
+    assert read[:5] == read[5:] and len(set(read)) == 5
+    for wrong in ("0", "5%", "-1"):
+        assert "--sample is a number of objects" in refused("verify", "--remote", there.file(), "--sample", wrong)
+
+
+def test_a_large_namespace_is_read_at_random_places(there, monkeypatch):
+    for module in ("kvdisk.remote.s3", "kvdisk.cli.remote"):
+        monkeypatch.setattr(f"{module}.PAGE_OBJECTS", 2)
+    monkeypatch.setattr(remote, "_BATCH_BYTES", 3 * SLOT_BYTES)
+    slots = [slot_of(number << 24) for number in range(0, 256, 8)]
+    for name, body in slots:
+        obstore.put(there.bucket, name, bytes(body))
+    verdict = verify_remote(there.config(), 1000, seed=1)
+    assert verdict.ok and 8 < verdict.objects <= len(slots)
+
+
+def test_each_object_that_is_wrong_is_named(there):
+    there.fill(there.config())
+    damaged = {
+        slot_of(0)[0]: (lambda body: body.__setitem__(HEADER_BYTES + 9, body[HEADER_BYTES + 9] ^ 1), "checksum"),
+        slot_of(1)[0]: (lambda body: body.__setitem__(90, body[90] ^ 1), "header"),
+        slot_of(2)[0]: (lambda body: body.__setitem__(slice(None), slot_of(3)[1]), "header"),
+        slot_of(3)[0]: (lambda body: body.__delitem__(slice(6000, None)), "header"),
+        slot_of(4)[0]: (lambda body: body.__delitem__(slice(100, None)), "header"),
+    }
+    for name, (damage, _) in damaged.items():
+        body = bytearray(obstore.get(there.bucket, name).bytes())
+        damage(body)
+        obstore.put(there.bucket, name, bytes(body))
+    found = json_of("verify", "--remote", there.file(), code=1)
+    assert {one["name"]: one["check"] for one in found["wrong"]} == {name: what for name, (_, what) in damaged.items()}
+    done = run_here("verify", "--remote", there.file())
+    assert done.exit_code == 1 and "5 objects wrong" in done.stdout
+    assert f"it is that of {slot_of(3)[0]}: {slot_of(2)[0]}" in done.stdout
+
+
+def test_a_key_file_tells_what_somebody_else_wrote(there, tmp_path):
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    sealed = {"remote_key_file": str(tmp_path / "key")}
+    there.fill(there.config(**sealed))
+    assert json_of("verify", "--remote", there.file(**sealed))["objects"] == OBJECTS
+    name, body = slot_of(1)
+    obstore.put(there.bucket, name, bytes(body) + bytes(32))
+    (wrong,) = json_of("verify", "--remote", there.file(**sealed), code=1)["wrong"]
+    assert (wrong["name"], wrong["check"]) == (name, "seal")
+    obstore.put(there.bucket, name, b"short")
+    (wrong,) = json_of("verify", "--remote", there.file(**sealed), code=1)["wrong"]
+    assert wrong["name"] == name
+
+
+def test_what_is_gone_when_it_is_read_is_no_fault(there, monkeypatch):
+    there.fill(there.config())
+    sample = remote._sample
+
+    def delete_one(*arguments):
+        chosen = sample(*arguments)
+        obstore.delete(there.bucket, chosen[0].name)
+        return chosen
+
+    monkeypatch.setattr(remote, "_sample", delete_one)
+    found = json_of("verify", "--remote", there.file())
+    assert (found["objects"], found["gone"]) == (OBJECTS - 1, 1)
+
+
+def test_a_broken_off_run_shows_what_was_found(there, monkeypatch):
+    there.fill(there.config())
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remote, "_judge", stop)
+    done = run_here("verify", "--remote", there.file())
+    assert done.exit_code == 130 and "stopped before the end" in done.stdout
+
+
+def test_an_object_is_checked_without_a_server():
+    name, body = slot_of(1)
+    assert check_object(name, memoryview(body)) is None
+    wrong = check_object(name.replace("r0of2", "r1of2"), memoryview(body))
+    assert wrong is not None and wrong.check == "header"
+
+
+# -- why ---------------------------------------------------------------------------------------
+
+
+def test_why_says_how_far_the_remote_store_has_a_prompt(there, path):
+    model = described(PLAIN, SOME)
+    layer = Layer(path, model)
+    put(layer, PROMPT[:32])
+    layer.leave()
+
+    def answer(file: Path, code: int = 0) -> dict[str, Any]:
+        return answered(path, PROMPT, "--remote", file, code=code)
+
+    assert answered(path, PROMPT)["remote"] is None
+    found = answer(there.file())
+    assert found["found"]["hit_tokens"] == found["remote"]["hit_tokens"] == 32
+    for at, key in enumerate(keys_of(PROMPT, model)[1:5]):
+        for rank in range(RANKS if at < 3 else 1):
+            obstore.put(there.bucket, object_name(Namespace(SOME, 0), key, rank, RANKS), b"1")
+    found = answer(there.file())
+    assert (found["found"]["hit_tokens"], found["remote"]) == (32, {"url": there.url, "hit_tokens": 64})
+    found = answer(there.file({"aws_secret_access_key": "wrong"}), code=1)
+    assert found["remote"]["hit_tokens"] is None and "did not answer" in found["problems"][0]
+    shown = run_here("why", path, "--tokens", path.parent / "tokens", "--remote", there.file()).stdout
+    assert "64 tokens would hit, with what it has" in " ".join(shown.split())
+    assert len(shown.splitlines()) <= 24 and max(map(len, shown.splitlines())) <= 80
