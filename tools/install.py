@@ -43,6 +43,8 @@ class Installer:
 
     def make_venv(self) -> None:
         """Create the environment, or anew where it belongs to another Python or another place."""
+        if self.venv.is_symlink():
+            raise InstallError(f"{self.venv} is a link; what it leads to would be emptied: remove the link.")
         version = "{}.{}".format(*WANTED)
         made_for = self.stamps / "venv"
         wanted = f"{sys.version} {sys.executable} {self.venv}"
