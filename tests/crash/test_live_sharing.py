@@ -33,7 +33,8 @@ def verify(store: Path) -> int:
             time.sleep(0.2)
 
     verdict = verify_store([store], watch=slowly)
-    assert not verdict.wrong and not any(home.problems for home in verdict.engine_stores), verdict
+    problems = [home.problems for home in verdict.engine_stores if home.problems]
+    assert not verdict.wrong and not problems, f"{verdict.wrong} {problems}"
     return sum(home.changed_slots for home in verdict.engine_stores)
 
 

@@ -22,7 +22,6 @@ from kvdisk.manager import (
     lookup,
     manager,
     neighbours,
-    nvme,
     pool,
     prefetch,
     remote,
@@ -31,6 +30,7 @@ from kvdisk.manager import (
     settlement,
     store_policy,
     stores,
+    write_budget,
 )
 
 
@@ -311,10 +311,10 @@ BUGS = {
     ),
     "pinned copy evicted": Bug(catalog, "states[row] == READY and pins[row] == 0", "states[row] == READY"),
     "budget overdrawn": Bug(
-        nvme, "self._bytes -= count * block_bytes", "self._bytes -= count // 2 * block_bytes", (on.NVME_BUDGET,)
+        write_budget, "self._bytes -= count * block_bytes", "self._bytes -= count // 2 * block_bytes", (on.NVME_BUDGET,)
     ),
     "budget that a restart fills": Bug(
-        nvme, "self._bytes = 0.0", "self._bytes = float(self.burst_bytes)", (on.NVME_BUDGET,)
+        write_budget, "self._bytes = 0.0", "self._bytes = float(self.burst_bytes)", (on.NVME_BUDGET,)
     ),
     # -- the remote store --
     "bad block of the remote store loaded again": Bug(
