@@ -252,6 +252,13 @@ def test_linters_find_nothing(linters, tmp_path):
         assert done.returncode != 0, name
 
 
+def as_pip_is_configured() -> dict[str, str]:
+    """Return what uv is to be told of this machine: pip may have it from its own files."""
+    names = {"global.cert": "SSL_CERT_FILE", "global.index-url": "UV_DEFAULT_INDEX"}
+    lines = [line.partition("=") for line in run(sys.executable, "-m", "pip", "config", "list").splitlines()]
+    return {names[name]: value.strip("'") for name, _, value in lines if name in names}
+
+
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
 def test_the_steps_of_the_image_run(linters, tmp_path):
@@ -274,6 +281,7 @@ def test_the_steps_of_the_image_run(linters, tmp_path):
             here = rest.replace(" /tmp/", f" {source}/").replace("--system", f"--python {tmp_path / 'venv'}")
             path = os.pathsep.join([str(tmp_path / "venv/bin"), str(linters), os.environ["PATH"]])
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            environment |= as_pip_is_configured()
             said = run("sh", "-ec", here, env=environment | {"PATH": path}, cwd=tmp_path)
             assert re.fullmatch(r"kvdisk \d+\.\d+\.\d+\n", said)
     assert not (source / "source").exists(), "nothing of the source is left in the image"
