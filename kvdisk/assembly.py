@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -464,16 +464,21 @@ def assemble_worker(
         if lanes is None
         else CudaCopier(groups, lanes, max(_GPU_SCRATCH_BYTES, 2 * geometry.slot_sizes[-1]))
     )
-    arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), pin=on_gpu) if config.cpu_bytes else None
-    staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
-    files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
-    directories = list_directories(config.store_dirs) if config.store_dirs else ()
-    host = choose_device(config.device, directories)
-    disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
-    remote = None if config.remote is None else open_remote(config)
-    threads = _checksum_threads(geometry.rank_count) if on_gpu else 0
-    resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote, threads)
-    mover = Mover(resources, io_deadline_s=config.io_deadline_s)
+    with ExitStack() as undo:  # pinning goes on, on a thread, until an arena is closed
+        arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
+        if arena is not None:
+            undo.callback(arena.close)
+        staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
+        undo.callback(staging.close)
+        files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
+        directories = list_directories(config.store_dirs) if config.store_dirs else ()
+        host = choose_device(config.device, directories)
+        disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
+        remote = None if config.remote is None else open_remote(config)
+        threads = _checksum_threads(geometry.rank_count) if on_gpu else 0
+        resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote, threads)
+        mover = Mover(resources, io_deadline_s=config.io_deadline_s)
+        undo.pop_all()
     memory = (arena, staging, None if direct is None else direct.staging)
     return WorkerParts(mover, tuple(each for each in memory if each is not None))
 

@@ -189,7 +189,7 @@ def needs_little(path: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "path", filter(needs_little, sorted((DOCS / "output").glob("*.txt"))), ids=lambda path: path.stem
+    "path", [path for path in sorted((DOCS / "output").glob("*.txt")) if needs_little(path)], ids=lambda path: path.stem
 )
 def test_what_the_pages_show_is_what_a_command_prints_now(path, desk):
     """In words: figures differ, there an engine runs, and here a long path is folded."""

@@ -105,7 +105,10 @@ _TOKEN_MAJOR = ("LBNHC", "BLNHC")
 """The layouts in which all heads of a token lie together, whatever blocks the kernels take."""
 
 _WHOLE_BLOCKS = (16, 32, 64)
-"""Tokens of blocks that no attention kernel for CUDA takes in pieces."""
+"""Tokens of blocks that no attention kernel for CUDA takes in pieces, if all layers are alike."""
+_UNQUANTISED = ("auto", "float16", "bfloat16")
+_OTHER_LAYERS = ("sliding_window", "global_head_dim", "attention_chunk_size")
+"""Fields of a model's configuration that tell of layers of another kind, or may."""
 
 STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
@@ -291,8 +294,10 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     None where that brings nothing, or might break the engine.
 
     vLLM: it takes its own choice, with a warning, where a backend names layouts, and this one is
-    not among them. It does not start where kernels take such blocks in pieces, or where connectors
-    beside each other ask for different ones. ``VLLM_KV_CACHE_LAYOUT`` goes before all.
+    not among them. It does not look whether kernels take such blocks in pieces, and packs layers of
+    several kinds otherwise: so all layers have to be alike, and not quantised. It does not start
+    where connectors beside each other ask for different ones. ``VLLM_KV_CACHE_LAYOUT`` goes before
+    all.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if (
@@ -300,6 +305,8 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         or model is None
         or model.use_mla  # its indexer's layers would still lie apart from the others
         or model.is_hybrid
+        or cache.cache_dtype not in _UNQUANTISED
+        or _layers_differ(model.hf_text_config)
         or getattr(cache, "kv_cache_dtype_skip_layers", None)
         or getattr(vllm_config.attention_config, "hisparse_config", None) is not None
         or (getattr(cache, "user_specified_block_size", True) and cache.block_size not in _WHOLE_BLOCKS)
@@ -309,6 +316,12 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     capability = current_platform.get_device_capability()
     # vLLM: FlashInfer, which it prefers there, reads only blocks whose heads lie outermost.
     return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
+
+
+def _layers_differ(config: Any) -> bool:
+    """Whether a model has layers of several kinds, or may have."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return len(kinds) > 1 or any(getattr(config, name, None) for name in _OTHER_LAYERS)
 
 
 def _asked_by_another() -> bool:

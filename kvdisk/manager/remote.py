@@ -34,6 +34,8 @@ MOST_QUEUED = 16384
 """Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
 MOST_SEND_MOVES = 64
 MOST_SEND_JOBS = 4
+MOST_LOOKS = 32
+"""Times that a step looks into the queue."""
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked, or after half of the time that an answer is
 believed, asks again."""
@@ -110,9 +112,11 @@ class RemoteCopies(HasParts):
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, and forget what was heard of too long ago."""
         for answer in () if self._index is None else self._index.poll():
+            found = frozenset(answer.found)
             for keys in self._unanswered.pop(answer.ticket, ()):
                 for key in keys if answer.is_whole else ():
-                    self.hints.pop(key, None)
+                    if key in self.hints and key not in found:
+                        self._forget(key)
             self._hint(answer.found, now)
         life_s = self.hint_life_s
         for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
@@ -122,11 +126,12 @@ class RemoteCopies(HasParts):
             self._forget(key)
 
     def _hint(self, keys: Sequence[BlockKey], now: float) -> None:
-        self.changes += 1
+        count = len(self.hints)
         for key in keys:
             if key not in self._rejected:
                 self.hints[key] = now
                 self.hints.move_to_end(key)
+        self.changes += len(self.hints) != count
 
     def _forget(self, key: BlockKey) -> None:
         self.changes += 1
@@ -180,7 +185,9 @@ class RemoteCopies(HasParts):
         """Plan jobs that send what is queued."""
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         largest, parts = max(self._geometry.slot_sizes), self._geometry.part_count
-        while len(self._jobs) < MOST_SEND_JOBS and self.can_go_on(now):
+        for _ in range(MOST_LOOKS):  # much of what waited may have left memory
+            if len(self._jobs) >= MOST_SEND_JOBS or not self.can_go_on(now):
+                return
             most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
             keys = list(islice(self._queue, min(MOST_SEND_MOVES, most)))
             for key in keys:
@@ -236,22 +243,21 @@ class Hints:
         self.remote.ask(request, self.neighbours.hints)
         self._asked.append(request)
 
-    def renew(self, request: RequestState) -> bool:
+    def renew(self, request: RequestState) -> None:
         """Ask again where the last question of a request that waits is long ago: answers are
-        believed for a time only. Return whether it was."""
+        believed for a time only. Who was looked up since it came does not wait a second time."""
         age_s = 0.0 if request.asked_s is None else self._now_s - request.asked_s
-        is_old = age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2)
-        if is_old:
+        if age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2):
             request.asked_s = self._now_s
             self.ask(request)
-        return is_old
+            if request.looked_up:
+                request.question = request.remote_question = 0
 
     def refresh(self, request: RequestState, now: float) -> None:
         """Take in answers before a request is looked up, and ask again where its question is long
         ago."""
         self.absorb(now)
-        if self.renew(request) and request.looked_up:
-            request.question = request.remote_question = 0  # nobody waits for it a second time
+        self.renew(request)
         request.looked_up = True
 
     def is_asking(self, request: RequestState) -> bool:

@@ -146,7 +146,7 @@ class ReuseHistory:
             times[place] = now & _BITS
             entered[_CLASS_OF[mark]] += 1
         self.now = now
-        if not start:
+        if not start and kin != STATES:
             self._prompt_blocks += (stop - self._prompt_blocks) / 64
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:

@@ -157,13 +157,16 @@ class MooncakeBucket:
         """Take one answer in."""
         assert self._child is not None
         try:
-            room, codes, said = self._child.pipe.recv()
+            heard = self._child.pipe.recv()
         except (EOFError, OSError):
             ended, self._child = self._child.stop(), None
             for group in self._running.values():
                 _fail(group, f"its client has ended ({ended})")
             self._running.clear()
         else:
+            if not isinstance(heard, tuple):
+                return  # the first word of a child in the place of another
+            room, codes, said = heard
             group = self._running.pop(room)
             if said:
                 _fail(group, said)

@@ -107,10 +107,12 @@ class Room:
             return
         if self._memory is not None:
             store.unregister_buffer(self._address)
-        self._memory = mmap.mmap(self._descriptor, byte_count)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            self._memory = None
+        memory = mmap.mmap(self._descriptor, byte_count)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if code := store.register_buffer(self._address, byte_count):
             raise OSError(f"memory cannot be registered ({code})")
+        self._memory = memory
 
 
 def _put(store: Any, names: list[str], starts: list[int], lengths: list[int]) -> Sequence[int]:

@@ -119,11 +119,14 @@ def test_a_slot_has_the_same_bytes_however_the_engine_lays_blocks_out(make, layo
 
 def asking(**changes):
     """Return what is read of a configuration to ask for a layout."""
-    model = SimpleNamespace(use_mla=False, is_hybrid=False)
-    cache = SimpleNamespace(block_size=16, user_specified_block_size=False, kv_cache_dtype_skip_layers=[])
+    text = SimpleNamespace(layer_types=["full_attention"], sliding_window=None, global_head_dim=None)
+    model = SimpleNamespace(use_mla=False, is_hybrid=False, hf_text_config=text)
+    cache = SimpleNamespace(
+        block_size=16, user_specified_block_size=False, kv_cache_dtype_skip_layers=[], cache_dtype="auto"
+    )
     attention = SimpleNamespace(hisparse_config=None)
     for name, value in changes.items():
-        part = next(each for each in (model, cache, attention) if hasattr(each, name))
+        part = next(each for each in (model, cache, attention, text) if hasattr(each, name))
         setattr(part, name, value)
     return SimpleNamespace(model_config=model, cache_config=cache, attention_config=attention)
 
@@ -147,6 +150,10 @@ def on_cuda(monkeypatch):
         ({"is_hybrid": True}, None),
         ({"hisparse_config": object()}, None),
         ({"kv_cache_dtype_skip_layers": ["0"]}, None),
+        ({"cache_dtype": "fp8"}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None),
+        ({"sliding_window": 4096}, None),
+        ({"global_head_dim": 512}, None),
     ],
 )
 def test_blocks_whose_layers_lie_together_are_asked_for_where_no_engine_breaks(on_cuda, changes, wanted):
