@@ -141,6 +141,6 @@ def why_failed(text: str) -> str:
         return "there are no credentials, neither in remote_options nor in the environment"
     if "403 Forbidden" in text or "401 Unauthorized" in text:
         return DENIED
-    if "error sending request" in text:
+    if "error sending request" in text or "ConnectionRefusedError" in text:
         return "nothing answers at its address"
     return text.partition("\n")[0].rstrip(". ")

@@ -330,7 +330,7 @@ class TestMooncakeFailures(MooncakeCase):
         finally:
             small.kill()
 
-    def test_where_its_process_is_killed_the_batch_fails_and_another_is_started(self, body) -> None:
+    def test_where_its_process_is_killed_the_batch_fails_and_another_is_started(self, body, caplog) -> None:
         (child,) = (each for each in psutil.Process().children() if "mooncake_process" in " ".join(each.cmdline()))
         self.store.hold_node()
         try:
@@ -341,6 +341,7 @@ class TestMooncakeFailures(MooncakeCase):
         finally:
             self.store.resume_node()
         self.until(Result.OK, ObjectOp.GET, 1, bytearray(len(body)))
+        assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
     def test_an_object_that_is_longer_than_a_room_has_one(self) -> None:
         body = make_bytes(ROOM_BYTES + 5, 1)
