@@ -44,6 +44,8 @@ _HEAD = struct.Struct("=qqqq")
 _REPORT = struct.Struct("=qqq")
 """``Report``: ticket, position (-1: the batch has ended), errno."""
 _MOST_REPORTS = 512
+_LAYOUT = 1
+"""Of all three: a library that was compiled of another state of the sources has another number."""
 _VECTOR = struct.Struct("=QQ")
 """``struct iovec``: address and length."""
 
@@ -52,10 +54,15 @@ _VECTOR = struct.Struct("=QQ")
 def library() -> tuple[Any, Any]:
     """Return the functions of ``drive_queue.c``, called while holding the interpreter lock (short
     ones, which would wait to get it back) and without it. Raises OSError where it is missing."""
-    path = next(iter(Path(__file__).parent.glob("drive_queue*.so")), None)
-    if path is None:
+    path = Path(__file__).with_name("drive_queue.abi3.so")
+    if not path.exists():
         raise OSError(errno.ENOENT, "drive_queue.c was not compiled: at installation there was no compiler")
-    holding, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+    try:
+        holding, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        if holding.queue_layout() != _LAYOUT:
+            raise OSError(errno.ENOENT, f"{path.name} is of another version of kvdisk: install it anew")
+    except (AttributeError, OSError) as error:
+        raise OSError(errno.ENOENT, getattr(error, "strerror", None) or f"{path.name}: {error}") from error
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     for dll in (holding, waiting):
         for name, result, arguments in (
@@ -138,13 +145,15 @@ class KernelQueue:
 
     def close(self) -> None:
         """See ``DriveQueue``."""
-        self._waiting.queue_close(self._queue)
-        self._thread.join()
-        self._holding.queue_free(self._queue)
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            self._waiting.queue_close(queue)
+            self._thread.join()
+            self._waiting.queue_free(queue)
 
     def _report_all(self) -> None:
-        found = ctypes.create_string_buffer(_REPORT.size * _MOST_REPORTS)
-        while count := self._waiting.queue_wait(self._queue, found, _MOST_REPORTS):
+        queue, found = self._queue, ctypes.create_string_buffer(_REPORT.size * _MOST_REPORTS)
+        while count := self._waiting.queue_wait(queue, found, _MOST_REPORTS):
             for ticket, position, error in _REPORT.iter_unpack(found.raw[: count * _REPORT.size]):
                 if position >= 0:
                     self._flights[ticket][1].setdefault(position, error)

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <linux/aio_abi.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -21,6 +22,7 @@
 #include <unistd.h>
 
 #define ALIGNMENT 4096
+#define LAYOUT 1 /* of what Python passes and gets: aio.py has the same number */
 #define MOST_EVENTS 512 /* that the kernel has at a time: fs.aio-max-nr counts them */
 #define FULL_WAIT_US 1000
 
@@ -61,6 +63,8 @@ typedef struct {
 typedef struct {
     int64_t ticket, position, error;
 } Report;
+
+_Static_assert(sizeof(struct iovec) == 16 && sizeof(long) == 8, "aio.py packs these for 64 bits");
 
 typedef struct Queue {
     aio_context_t context;
@@ -135,6 +139,12 @@ static long take(Queue *queue, Call **taken) {
     return count;
 }
 
+static void wake(Queue *queue) {
+    uint64_t one = 1;
+    while (write(queue->wake, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
 static void give(Queue *queue, Call **taken, long count) {
     struct iocb *calls[MOST_EVENTS];
     for (long at = 0; at < count; at++)
@@ -149,6 +159,7 @@ static void give(Queue *queue, Call **taken, long count) {
             pthread_mutex_lock(&queue->lock);
             settle(queue, taken[done++], result ? result : -EIO);
             pthread_mutex_unlock(&queue->lock);
+            wake(queue); /* there is room, and maybe no end to come */
         }
     }
 }
@@ -166,8 +177,10 @@ static void *run(void *argument) {
             return NULL;
         give(queue, taken, count);
         uint64_t woken;
-        if (read(queue->wake, &woken, sizeof woken) < 0)
+        if (read(queue->wake, &woken, sizeof woken) < 0) {
+            usleep(errno == EINTR ? 0 : FULL_WAIT_US);
             continue;
+        }
         long ended = kernel_getevents(queue->context, MOST_EVENTS, events);
         pthread_mutex_lock(&queue->lock);
         for (long at = 0; at < ended; at++)
@@ -176,11 +189,7 @@ static void *run(void *argument) {
     }
 }
 
-static void wake(Queue *queue) {
-    uint64_t one = 1;
-    while (write(queue->wake, &one, sizeof one) < 0 && errno == EINTR)
-        ;
-}
+int64_t queue_layout(void) { return LAYOUT; }
 
 Queue *queue_open(size_t ahead_bytes, size_t beside_reads_bytes, Queue *reads, int64_t *error) {
     Queue *queue = calloc(1, sizeof *queue);
@@ -196,8 +205,13 @@ Queue *queue_open(size_t ahead_bytes, size_t beside_reads_bytes, Queue *reads, i
     queue->last = &queue->first;
     pthread_mutex_init(&queue->lock, NULL);
     pthread_cond_init(&queue->reported, NULL);
-    if (result >= 0)
+    if (result >= 0) {
+        sigset_t all, before; /* signals are for the process's own threads */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
         result = -pthread_create(&queue->thread, NULL, run, queue);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
     if (result >= 0)
         return queue;
     *error = -result;

@@ -207,7 +207,7 @@ class PosixDevice:
                 except OSError:
                     reads.close()
                     raise
-                return {Op.READ: reads, Op.WRITE: writes}
+                return {Op.WRITE: writes, Op.READ: reads}  # writes look at the reads' queue: they close first
             except OSError as error:
                 said = {errno.EAGAIN: "fs.aio-max-nr is used up", errno.ENOENT: str(error.strerror)}
                 _say_lost(said.get(error.errno or 0, f"the kernel or a container refuses it ({error.strerror})"))

@@ -283,6 +283,23 @@ def test_calls_that_the_kernel_refuses_fail_alone(kernel, drive, done, fd):
     assert done.get(timeout=WAIT_S) == Outcome(1, {1: errno.EBADF})
 
 
+def test_where_the_kernel_refuses_all_that_it_is_given_the_rest_is_given_too(kernel, drive, done, fd):
+    real, count = kernel.submit, 2 * aio.AHEAD_BYTES // aio.LONGEST_BYTES
+    kernel.submit = lambda context, count, calls: -errno.EPERM
+    batch = [(at, Transfer(fd, 0, (make_memory(aio.LONGEST_BYTES),))) for at in range(count)]
+    drive.put(1, Op.READ, batch, 4 * aio.LONGEST_BYTES)
+    assert done.get(timeout=WAIT_S) == Outcome(1, dict.fromkeys(range(count), errno.EPERM))
+    kernel.submit = real
+    drive.put(2, Op.READ, list(enumerate(singles(fd, make_memory(ALIGNMENT), 1))), ALIGNMENT)
+    assert done.get(timeout=WAIT_S) == Outcome(2, {})
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch):
+    monkeypatch.setattr(aio, "_LAYOUT", aio._LAYOUT + 1)
+    with pytest.raises(OSError, match="another version"):
+        aio.library.__wrapped__()
+
+
 def test_a_short_batch_is_not_held_up_by_a_long_one_before_it(kernel, drive, done, fd):
     """Of the long batch the kernel is given one call, and the others when all is over."""
     real, begun, held = kernel.submit, threading.Event(), []
