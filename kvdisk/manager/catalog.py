@@ -324,9 +324,9 @@ class Catalog:
         return None
 
     def is_only_in(self, tier: Tier, row: int) -> bool:
-        """Whether a row has a READY copy in a tier, and none anywhere else."""
-        return all(
-            columns.states[row] == (READY if other is tier else ABSENT) for other, columns in self._columns.items()
+        """Whether a row has a READY copy in a tier, and none anywhere else that is or gets READY."""
+        return self._columns[tier].states[row] == READY and all(
+            columns.states[row] in {ABSENT, DOOMED} for other, columns in self._columns.items() if other is not tier
         )
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:

@@ -189,11 +189,14 @@ class ManagerWatch(Watch):
             waited = offer.key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
             assert self._changes > changes, "an offer is repeated though no room can have come free"
+        # One of these may leave for one behind it, where what lies between has left the tier before.
+        held = {offer.key for offer in offers if self._is_held(offer.key)}
         job_id, refused = self._store(offers, request, now, **how)
         for offer in refused if not how else ():
             self._refused[owner, offer.key] = self._changes, now
         lacking = {offer.key for offer in refused}
-        self._stored |= {(owner, each.key) for each in offers if each.key not in lacking and self._is_held(each.key)}
+        held |= {offer.key for offer in offers if self._is_held(offer.key)}
+        self._stored |= {(owner, each.key) for each in offers if each.key not in lacking and each.key in held}
         return job_id, refused
 
     def _held_keys(self, request: FakeRequest, tokens: int) -> list[BlockKey]:
