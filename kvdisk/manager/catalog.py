@@ -324,7 +324,7 @@ class Catalog:
         return None
 
     def is_only_in(self, tier: Tier, row: int) -> bool:
-        """Whether a row has a READY copy in a tier, and none anywhere else that is or gets READY."""
+        """Whether a row has a READY copy in a tier, and none elsewhere that is or gets READY."""
         return self._columns[tier].states[row] == READY and all(
             columns.states[row] in {ABSENT, DOOMED} for other, columns in self._columns.items() if other is not tier
         )

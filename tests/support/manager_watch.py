@@ -189,7 +189,7 @@ class ManagerWatch(Watch):
             waited = offer.key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
             assert self._changes > changes, "an offer is repeated though no room can have come free"
-        # One of these may leave for one behind it, where what lies between has left the tier before.
+        # One of these may leave for one behind it, where what lies between has left the tier.
         held = {offer.key for offer in offers if self._is_held(offer.key)}
         job_id, refused = self._store(offers, request, now, **how)
         for offer in refused if not how else ():
