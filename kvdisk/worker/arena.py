@@ -43,6 +43,9 @@ class SlotMemory(ABC):
     """
 
     on_gpu = False
+    is_pageable = False
+    """Whether a copy from a GPU begins only when all is over that it has to wait for: CUDA does so
+    with memory that is to be pinned, and is not yet."""
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int]) -> None:
         assert len(slot_sizes) == len(slot_counts) > 0
@@ -110,6 +113,7 @@ class Arena(SlotMemory):
         self._memory: memoryview | None = memoryview(mapping)
         self._pinned: list[int] = []
         """Addresses of the pieces that are registered."""
+        self.is_pageable = pin
         self._closing = Event()
         self._pinning: Thread | None = None
         if pin:
@@ -179,6 +183,7 @@ class Arena(SlotMemory):
                 pinned_bytes += length
         except Exception as error:  # torch's, of a driver that answers otherwise than expected
             why = str(error)
+        self.is_pageable = bool(why)
         if why:
             left = self.total_bytes - pinned_bytes
             logger.warning(

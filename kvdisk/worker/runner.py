@@ -393,6 +393,8 @@ class Runner:
 
     def _copy(self, part: Part) -> bool:
         """Start a leg on copier or GPU, unless its store was given up; return whether it runs."""
+        if part.leg is Leg.GATHER and part.memory.is_pageable and part.work.after is not None:
+            part.work.after.synchronize()  # or the copy would wait for it, and who gives stores up for the locks
         with self._touching, self._gathering if part.leg is Leg.GATHER else nullcontext():
             if self._unmapped:
                 self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))

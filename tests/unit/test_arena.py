@@ -129,6 +129,7 @@ def test_it_is_pinned_in_pieces_of_whole_slots_as_far_as_the_driver_does(monkeyp
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (refused >= 0)
     assert all("69632 of 102400 bytes" in line and "error 2" in line for line in warnings)
+    assert arena.is_pageable == (refused >= 0)
     arena.view(1, 2)[:3] = b"xyz"  # it serves, pinned or not
     arena.close()
     assert driver.freed == [start + offset for offset in offsets[: refused if refused >= 0 else None]]
@@ -154,7 +155,7 @@ def test_serving_does_not_wait_for_the_pinning_and_the_end_does(monkeypatch):
     driver.register = register
     arena = Arena(SIZES, COUNTS, pin=True)
     arena.view(0, 0)[:3] = b"xyz"
-    assert pinning.wait(WAIT_S)
+    assert pinning.wait(WAIT_S) and arena.is_pageable
     assert driver.calls == ["relaxed"], "before anything that a capture of CUDA graphs forbids"
     threading.Timer(0.01, held.set).start()
     arena.close()

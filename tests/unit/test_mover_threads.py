@@ -64,6 +64,27 @@ def test_all_that_touches_the_gpu_is_on_the_models_gpu_and_in_inference_mode(mon
     assert all(inside for _, inside in calls), calls
 
 
+@pytest.mark.parametrize("is_pageable", [False, True])
+def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_model_without_a_lock(monkeypatch, is_pageable):
+    """CUDA would wait for it in the copy, with the locks that a step takes to give stores up."""
+    rank, free = Rank(on_gpu=True, threaded=True), []
+    rank.await_jobs(*rank.opening)
+    rank.arena.is_pageable = is_pageable
+
+    class After:
+        def synchronize(self):
+            free.append(not rank.mover._runner._gathering.locked())
+
+        def query(self):
+            return True
+
+    monkeypatch.setattr(CudaCopier, "compute_done", lambda copier: After())
+    monkeypatch.setattr(rank.mover._copier._lanes, "wait", lambda lane, event: None)
+    assert do(rank, JobKind.STORE, [move(3, 0, 3, rank.cpu(0, 3))]) == {}
+    assert free == [True] * is_pageable
+    rank.mover.close()
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_checksum_threads_seal_and_verify_what_the_movers_own_would(on_gpu):
     rank = Rank(on_gpu=on_gpu, threaded=True, checksum_threads=3)
