@@ -145,6 +145,16 @@ static void wake(Queue *queue) {
         ;
 }
 
+/* Take in the calls that have ended, without waiting for any. */
+static void reap(Queue *queue) {
+    struct io_event events[MOST_EVENTS];
+    long ended = kernel_getevents(queue->context, MOST_EVENTS, events);
+    pthread_mutex_lock(&queue->lock);
+    for (long at = 0; at < ended; at++)
+        settle(queue, (Call *)(uintptr_t)events[at].data, events[at].res);
+    pthread_mutex_unlock(&queue->lock);
+}
+
 static void give(Queue *queue, Call **taken, long count) {
     struct iocb *calls[MOST_EVENTS];
     for (long at = 0; at < count; at++)
@@ -153,9 +163,10 @@ static void give(Queue *queue, Call **taken, long count) {
         long result = kernel_submit(queue->context, count - done, calls + done);
         if (result > 0)
             done += result;
-        else if (result == -EAGAIN)
-            usleep(FULL_WAIT_US); /* the kernel is short of something */
-        else if (result != -EINTR) {
+        else if (result == -EAGAIN) { /* the kernel is short of something */
+            reap(queue);
+            usleep(FULL_WAIT_US);
+        } else if (result != -EINTR) {
             pthread_mutex_lock(&queue->lock);
             settle(queue, taken[done++], result ? result : -EIO);
             pthread_mutex_unlock(&queue->lock);
@@ -166,7 +177,6 @@ static void give(Queue *queue, Call **taken, long count) {
 
 static void *run(void *argument) {
     Queue *queue = argument;
-    struct io_event events[MOST_EVENTS];
     Call *taken[MOST_EVENTS];
     for (;;) {
         pthread_mutex_lock(&queue->lock);
@@ -181,11 +191,7 @@ static void *run(void *argument) {
             usleep(errno == EINTR ? 0 : FULL_WAIT_US);
             continue;
         }
-        long ended = kernel_getevents(queue->context, MOST_EVENTS, events);
-        pthread_mutex_lock(&queue->lock);
-        for (long at = 0; at < ended; at++)
-            settle(queue, (Call *)(uintptr_t)events[at].data, events[at].res);
-        pthread_mutex_unlock(&queue->lock);
+        reap(queue);
     }
 }
 

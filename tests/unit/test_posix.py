@@ -276,6 +276,27 @@ def test_a_full_queue_takes_the_rest_later(kernel, drive, done, fd):
     assert counts == [3, 3, 2, 2, 1, 1]
 
 
+def test_what_has_ended_is_told_while_the_kernel_takes_no_more(kernel, drive, done, fd):
+    submit, getevents, full, go = kernel.submit, kernel.getevents, threading.Event(), threading.Event()
+
+    def submit_one(context, count, calls):
+        if first:
+            first.pop()
+            return submit(context, 1, calls)
+        full.set()
+        return submit(context, 1, calls) if go.is_set() else -errno.EAGAIN
+
+    first = [True]
+    kernel.submit = submit_one
+    kernel.getevents = lambda *arguments: getevents(*arguments) if full.is_set() else 0
+    one, other = singles(fd, make_memory(2 * ALIGNMENT), 2)
+    drive.put(1, Op.READ, [(0, one)], ALIGNMENT)
+    drive.put(2, Op.READ, [(0, other)], ALIGNMENT)
+    assert done.get(timeout=WAIT_S) == Outcome(1, {})
+    go.set()
+    assert done.get(timeout=WAIT_S) == Outcome(2, {})
+
+
 def test_calls_that_the_kernel_refuses_fail_alone(kernel, drive, done, fd):
     real = kernel.submit
     kernel.submit = lambda context, count, calls: -errno.EBADF if count == 2 else real(context, 1, calls)
