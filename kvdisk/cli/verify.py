@@ -2,8 +2,8 @@
 """``kvdisk verify``: reads the slots that a store's indexes name, and checks them as a load does.
 
 It writes nothing. On a store in use blocks are evicted while it is read, and others take their
-slots. So what does not match is wrong only where the index, read again at the end, still has the
-same record.
+slots. So what does not match is wrong only where the slot, read again at the end, does not match
+either (its block may have left and come back), and the index then still has the same record.
 """
 
 from __future__ import annotations
@@ -292,6 +292,7 @@ class HomeCheck:
         self._home = home
         self._suspects: defaultdict[Finding, list[int]] = defaultdict(list)
         """What does not match, and the rows of the blocks that it is about."""
+        self._slots_to_read_again: dict[Finding, Part] = {}
         summary, record = home.summary, home.summary.record
         self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "stopped")
         if record is None:
@@ -345,9 +346,11 @@ class HomeCheck:
             at = slot_offset(segment.slot_bytes, slot.number)
             finding = Finding(*where, check, what, 1, slot.number, at, slot.namespace.epoch, slot.key)
             self._suspects[finding].append(row_of[slot.number])
+            if mine.owner == "alive":
+                self._slots_to_read_again[finding] = part._replace(rows=[row_of[slot.number]])
 
     def judge(self, verdict: Verdict) -> None:
-        """Add what did not match though its block is, by now, still where it was.
+        """Add what did not match, and does not now, though its block is still where it was.
 
         An index that cannot be read again, or only after Ctrl-C, clears nothing.
         """
@@ -357,6 +360,8 @@ class HomeCheck:
             self.mine.problems.clear()  # such as a missing index
         keys = {records.columns.keys[row] for rows in self._suspects.values() for row in rows}
         try:
+            if not verdict.stopped:
+                self._read_again()
             (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
         except KeyboardInterrupt:
             verdict.stopped, index = True, IndexContent(problem="broken off")
@@ -368,6 +373,14 @@ class HomeCheck:
             self.mine.changed_slots += len(rows) - still
             if still or not rows:
                 verdict.wrong.append(replace(finding, slots=still))
+
+    def _read_again(self) -> None:
+        """Clear the slots that match by now."""
+        findings = list(self._slots_to_read_again)
+        with closing(read_parts(list(self._slots_to_read_again.values()))) as reads:
+            for finding, (_, read) in zip(findings, reads, strict=True):
+                if read == PartRead([]):
+                    self.mine.changed_slots += len(self._suspects.pop(finding))
 
 
 def why_unusable(home: ReadHome, boot_id: str) -> str | None:

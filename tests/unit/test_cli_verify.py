@@ -199,6 +199,22 @@ def test_what_changes_while_it_is_read_is_not_wrong(path, act, changed_slots):
     end(parts)
 
 
+def test_a_block_that_leaves_and_comes_back_while_its_slot_is_read_is_not_wrong(path):
+    """Its record is then the same as before; what was read of it was half written."""
+    make_store(path)
+    parts, file, at = start(path), file_in(path), slot_offset(WIDE, 2) + HEADER_BYTES
+    sound = file.read_bytes()[at : at + 1]
+    change(file, at, b"x" if sound != b"x" else b"y")
+
+    def write(done_bytes: int, total_bytes: int) -> None:
+        if done_bytes == total_bytes:
+            change(file, at, sound)
+
+    verdict = verify_store([path], watch=write)
+    assert verdict.ok and verdict.engine_stores[0].changed_slots == 1
+    end(parts)
+
+
 def test_a_home_that_is_taken_over_while_it_is_read_is_read_again(path):
     make_store(path)
     owners = []
