@@ -20,7 +20,6 @@ import argparse
 import importlib.machinery
 import importlib.util
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -49,6 +48,7 @@ from kvdisk.device.base import Op
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import nameless_file
 from kvdisk.errors import ConfigError
+from kvdisk.worker.arena import Arena
 from kvdisk.worker.runner import MOST_READS, PART_BYTES
 
 THREADS = (1, 4, 8, 16)
@@ -290,7 +290,7 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False)
     console.print(Machine.here(options.dir).sentence)
     table = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
-    memory = memoryview(mmap.mmap(-1, total_bytes))
+    memory = Arena([RUN_BYTES], [total_bytes // RUN_BYTES], pin=False).memory  # with huge pages, as a worker's
     memory[:] = os.urandom(total_bytes)  # no drive compresses it
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))

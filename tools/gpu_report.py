@@ -9,8 +9,8 @@ Run it with nothing but kvdisk and torch installed; vLLM is not needed::
 It prints tables and a verdict per goal for docs/measurements/gpu.md, in less than eight minutes
 (``--minutes``), and writes the same as JSON. Without a GPU it says so and ends with 2; with failed
 tests it ends with 1. The directory should be on the drive that kvdisk shall use; what is written
-there (``--file-bytes``) is removed. ``--memory`` needs no GPU: it measures stores and loads between
-blocks and slots that are both in host memory, beside a plain copy.
+there (``--file-bytes``) is removed. ``--host`` needs no GPU: it measures stores and loads between
+blocks in host memory and slots there or on the drive, beside a plain copy and the drive alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import await_batches
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, slot_offset
+from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, Geometry, GroupGeometry, round_up, slot_offset
 from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.direct import Direct
@@ -215,8 +215,13 @@ def measure_plain(lanes: Lanes | None, byte_count: int, repetitions: int) -> lis
     the others."""
     import torch
 
-    host = torch.ones(byte_count, dtype=torch.uint8, pin_memory=on_gpu(lanes))
-    gpu = torch.ones(byte_count, dtype=torch.uint8, device=device_of(lanes))
+    def memory() -> torch.Tensor:
+        if on_gpu(lanes):
+            return torch.ones(byte_count, dtype=torch.uint8, pin_memory=True)
+        return Arena([round_up(byte_count, ALIGNMENT)], [1], pin=False).tensor(0)[0, :byte_count].fill_(1)
+
+    host = memory()
+    gpu = torch.ones(byte_count, dtype=torch.uint8, device=lanes.device) if lanes is not None else memory()
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -351,6 +356,8 @@ class Route:
     ``layers``: the blocks' bytes. ``memory``: closed at the end.
     """
 
+    whats = MOVES
+
     def __init__(
         self, resources: Resources, layers: Sequence[torch.Tensor], tier: Tier, memory: Sequence[Any] = ()
     ) -> None:
@@ -468,16 +475,19 @@ def unverified() -> Iterator[None]:
         yield
 
 
-def measure_routes(makers: Mapping[str, Callable[[], Route]], block_bytes: int, repetitions: int) -> list[Speed]:
+def measure_routes(
+    makers: Mapping[str, Callable[[], Route | DriveAlone]], block_bytes: int, repetitions: int
+) -> list[Speed]:
     """Return the speeds of stores and loads by each route, their repetitions in turn. ``makers``:
     by name."""
-    routes, found = {}, []
+    routes: dict[str, Route | DriveAlone] = {}
+    found = []
     try:
         for name, make in makers.items():
             try:
                 routes[name] = make()
                 routes[name].check()
-                found += [Speed(name, what, block_bytes) for what in MOVES]
+                found += [Speed(name, what, block_bytes) for what in routes[name].whats]
             except (ConfigError, OSError, RuntimeError) as error:
                 found.append(Speed(name, MOVES[0], block_bytes, why=first_line(error)))
         for speed in [speed for speed in found if not speed.why] * repetitions:
@@ -504,36 +514,65 @@ def memory_name(shape: Shape, threads: int) -> str:
     return f"memory, {shape.name}, checksum threads: {threads}"
 
 
-def measure_drive(directory: Path, block_bytes: int, file_bytes: int, repetitions: int) -> list[Speed]:
-    """Return the speed of the drive alone, in transfers as the mover's."""
-    slot_bytes = HEADER_BYTES + block_bytes
-    each = max(1, round(PART_BYTES / slot_bytes))
-    count = max(each, file_bytes // slot_bytes // each * each)
-    files, device = OneSegment(directory), PosixDevice()
-    arena = Arena([slot_bytes], [MOST_PARTS * each], pin=False)
-    try:
-        file = files.open_segment(SegmentSpec(0, slot_bytes, count))
-    except OSError as error:
-        return [Speed(DRIVE, MOVES[0], block_bytes, why=first_line(error))]
-    device.attach_memory(arena.memory)
-    device.attach_file(file.fd)
+class DriveAlone:
+    """The drive, in transfers as the mover's, with the methods of a ``Route``. Raises OSError."""
 
-    def move(op: Op) -> None:
+    whats = MOVES[:2]
+
+    def __init__(self, directory: Path, block_bytes: int, file_bytes: int) -> None:
+        self._slot_bytes = HEADER_BYTES + block_bytes
+        self._each = max(1, round(PART_BYTES / self._slot_bytes))
+        self._count = max(self._each, file_bytes // self._slot_bytes // self._each * self._each)
+        self.moved_bytes = self._count * block_bytes
+        self._files, self._device = OneSegment(directory), PosixDevice()
+        self._arena = Arena([self._slot_bytes], [MOST_PARTS * self._each], pin=False)
+        self._fd = self._files.open_segment(SegmentSpec(0, self._slot_bytes, self._count)).fd
+        self._device.attach_memory(self._arena.memory)
+        self._device.attach_file(self._fd)
+
+    def store(self) -> None:
+        """Write the file."""
+        self._move(Op.WRITE)
+
+    def load(self) -> None:
+        """Read it."""
+        self._move(Op.READ)
+
+    def check(self) -> None:
+        """Write the file once: what was never written is not read from the drive."""
+        self.store()
+
+    def close(self) -> None:
+        """Give memory and file back."""
+        self._device.close()
+        self._files.close()
+        self._arena.close()
+
+    def _move(self, op: Op) -> None:
         waiting: list[int] = []
-        for start in range(0, count, each):
+        for start in range(0, self._count, self._each):
             while len(waiting) >= MOST_PARTS:
-                ended = {outcome.ticket for outcome in device.poll(1.0)}
+                ended = {outcome.ticket for outcome in self._device.poll(1.0)}
                 waiting = [ticket for ticket in waiting if ticket not in ended]
-            buffer = arena.view(0, start // each % MOST_PARTS * each, each)
-            waiting.append(device.submit(op, [Transfer(file.fd, slot_offset(slot_bytes, start), (buffer,))]))
-        await_batches(device, waiting)
+            buffer = self._arena.view(0, start // self._each % MOST_PARTS * self._each, self._each)
+            transfer = Transfer(self._fd, slot_offset(self._slot_bytes, start), (buffer,))
+            waiting.append(self._device.submit(op, [transfer]))
+        await_batches(self._device, waiting)
 
-    ways = {MOVES[0]: partial(move, Op.WRITE), MOVES[1]: partial(move, Op.READ)}
-    found = measure_ways(DRIVE, ways, block_bytes, count * block_bytes, repetitions)
-    device.close()
-    files.close()
-    arena.close()
-    return found
+
+def measure_drive(
+    lanes: Lanes | None, directory: Path, block_bytes: int, file_bytes: int, gds: str, repetitions: int
+) -> list[Speed]:
+    """Return the speeds of the drive alone, and of stores and loads to and from it. ``gds``: why
+    there is no straight way."""
+    count = max(2, file_bytes // (block_bytes + HEADER_BYTES))  # room for headers, too
+    makers: dict[str, Callable[[], Route | DriveAlone]] = {
+        DRIVE: partial(DriveAlone, directory, block_bytes, file_bytes),
+        POSIX: partial(drive_route, lanes, directory, PosixDevice, block_bytes, count),
+    }
+    if not gds:
+        makers[STRAIGHT] = partial(drive_route, lanes, directory, GdsDevice, block_bytes, count, direct=True)
+    return measure_routes(makers, block_bytes, repetitions)
 
 
 # -- the model, and the other GPU ------------------------------------------------------------------
@@ -724,12 +763,8 @@ def work_of(lanes: Lanes, options: Any, gds: str) -> Iterator[tuple[str, int, Ca
     yield "model", options.side, partial(measure_beside, lanes, options)
     yield f"copy, {LARGE_CACHE.name}", 2 * MIB, partial(measure_large_cache, lanes, options)
     for size in options.sizes:
-        yield DRIVE, size, partial(measure_drive, options.dir, size, options.file_bytes, repetitions)
-        count = max(2, options.file_bytes // (size + HEADER_BYTES))  # room for headers, too
-        drives = {POSIX: partial(drive_route, lanes, options.dir, PosixDevice, size, count)}
-        if not gds:
-            drives[STRAIGHT] = partial(drive_route, lanes, options.dir, GdsDevice, size, count, direct=True)
-        yield POSIX, size, partial(measure_routes, drives, size, repetitions)
+        act = partial(measure_drive, lanes, options.dir, size, options.file_bytes, gds, repetitions)
+        yield POSIX, size, act
 
 
 def measure_beside(lanes: Lanes, options: Any) -> list[Speed]:
@@ -778,14 +813,16 @@ def make_report(lanes: Lanes, options: Any) -> Report:
     return report
 
 
-def make_memory_report(options: Any) -> Report:
-    """Measure routes from memory to memory, without any GPU."""
+def make_host_report(options: Any) -> Report:
+    """Measure routes between host memory and host memory or the drive, without any GPU."""
     began_s = time.monotonic()
     report = Report(describe_machine(options.dir), speeds=measure_plain(None, options.copy_bytes, options.repetitions))
     for size in options.sizes:
         say(f"memory, {size >> 10} KiB")
         for shape in (LAYERS_FIRST, BLOCKS_FIRST):
             report.speeds += measure_memory(None, shape, size, options.arena_bytes, (0, *THREADS), options.repetitions)
+        say(f"drive, {size >> 10} KiB")
+        report.speeds += measure_drive(None, options.dir, size, options.file_bytes, "no GPU", options.repetitions)
     report.took_s = time.monotonic() - began_s
     return report
 
@@ -804,7 +841,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=6.0, help="after which nothing more is begun")
     parser.add_argument("--no-tests", action="store_true", help="measure only")
-    parser.add_argument("--memory", action="store_true", help="measure without a GPU, between host memory")
+    parser.add_argument("--host", action="store_true", help="measure without a GPU: its blocks are in host memory")
     parser.add_argument("--rank-on-second", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.dir = options.dir.resolve()
@@ -818,8 +855,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if options.rank_on_second:
         return be_second_rank()
-    if options.memory:
-        report = make_memory_report(options)
+    if options.host:
+        report = make_host_report(options)
     else:
         try:
             from kvdisk.worker.copier import CudaLanes

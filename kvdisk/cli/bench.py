@@ -8,7 +8,6 @@ The mover is not in it. ``Bench`` is what ``--json`` prints; its shape changes o
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import statistics
@@ -28,6 +27,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, on_trial, probe
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, Geometry
+from kvdisk.worker.arena import Arena
 
 JSON_VERSION = 4
 LEFT_FREE_BYTES = 1 << 30
@@ -156,7 +156,7 @@ def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
 def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, float]:
     """Move a file of ``directory`` that nobody sees in blocks and in runs; return the bytes a
     second of reads, of runs read, and of writes. Raises DeviceError, Silence, OSError."""
-    memory = memoryview(mmap.mmap(-1, FILE_BYTES))
+    memory = Arena([RUN_BYTES], [FILE_BYTES // RUN_BYTES], pin=False).memory  # as an engine's: it has huge pages
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
     device = PosixDevice()
     with nameless_file(directory, FILE_BYTES) as (fd, _), on_trial(device, fd, memory):

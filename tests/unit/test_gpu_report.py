@@ -140,12 +140,13 @@ def test_what_does_not_fit_the_minutes_is_left_out_and_what_fails_says_why(stand
     assert {speed.why for speed in report.speeds if speed.route not in unasked} == {"out of memory"}
 
 
-def test_without_a_gpu_routes_from_memory_can_be_measured(tmp_path, capsys):
+def test_without_a_gpu_routes_from_memory_and_the_drive_can_be_measured(tmp_path, capsys):
     target = tmp_path / "report.json"
-    assert gpu_report.main([*SMALL, "--memory", "--json", str(target)]) == 0
+    assert gpu_report.main([*SMALL, "--host", "--dir", str(tmp_path), "--json", str(target)]) == 0
     found = {(row["route"], row["what"]) for row in json.loads(target.read_text())["speeds"]}
     assert (gpu_report.memory_name(gpu_report.LAYERS_FIRST, 0), "load") in found
-    assert len(found) == 2 + 2 * (1 + len(gpu_report.THREADS)) * len(gpu_report.MOVES)
+    of_memory, of_drive = 2 * (1 + len(gpu_report.THREADS)) * len(gpu_report.MOVES), 2 + len(gpu_report.MOVES)
+    assert len(found) == 2 + of_memory + of_drive
 
 
 def test_a_store_is_measured_in_memory():
