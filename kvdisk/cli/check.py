@@ -46,6 +46,7 @@ from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
 from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
+from kvdisk.worker.arena import host_memory_bytes
 
 CONNECTOR = "KVDiskConnector"
 TRIAL_BYTES = 1 << 20
@@ -184,7 +185,7 @@ def _settings_in(whole: Any) -> Any:
 def look(config: Config, geometry: Geometry | None) -> Answer:
     """Return what an engine of this configuration would have. Raises ConfigError where nothing fits
     into a tier, DeviceError where a drive fails."""
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory_bytes = host_memory_bytes()
     answer = Answer(config.cpu_bytes, config.nvme_bytes, memory_bytes, [], [])
     if geometry is not None:
         answer.cpu = fit_cpu(geometry, config.cpu_bytes) if config.cpu_bytes else None
