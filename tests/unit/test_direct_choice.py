@@ -5,7 +5,6 @@ that lies, fails or hangs comes to. Without a GPU."""
 from __future__ import annotations
 
 import errno
-import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,6 +12,7 @@ import pytest
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 from support.memory_device import MemoryDevice
+from support.open_files import open_below
 
 from kvdisk import assembly
 from kvdisk.config import Config
@@ -127,20 +127,20 @@ def test_where_the_trial_of_a_later_size_breaks_off_nothing_goes_that_way(choose
 
 
 def test_what_is_demanded_goes_however_slow_and_leaves_nothing_open(choose, tmp_path):
-    before, device = len(os.listdir("/proc/self/fd")), InRam(lambda op, direct, run: SLOW if direct else FAST)
+    device = InRam(lambda op, direct, run: SLOW if direct else FAST)
     chosen = choose(device, always=True)
     assert chosen.direct.loads == chosen.direct.stores == {0, 1}
-    assert device.closed and list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == before
+    assert device.closed and list(tmp_path.iterdir()) == open_below(tmp_path) == []
 
 
-def test_a_drive_that_hangs_keeps_its_memory_and_file(choose, monkeypatch):
+def test_a_drive_that_hangs_keeps_its_memory_and_file(choose, tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(probe, "_given_up", kept)
-    before, device = len(os.listdir("/proc/self/fd")), InRam(hold=True)
+    device = InRam(hold=True)
     monkeypatch.setattr(probe, "GIVE_UP_S", 0.0)
     chosen = choose(device, always=True)
     assert chosen.direct is None and "has not answered" in chosen.line
-    assert not device.closed and len(os.listdir("/proc/self/fd")) == before + 1
+    assert not device.closed and len(open_below(tmp_path)) == 1
     ((of, _, owners),) = kept
     assert of is device and all(memory.memory.nbytes for memory in owners)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.open_files import open_below
 
 from kvdisk.device import store as stores
 from kvdisk.device.store import Store
@@ -30,10 +31,6 @@ def spec(home):
     return HomeSpec(home.id, FINGERPRINT, (3,))
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_files_that_the_index_does_not_know_are_removed(tmp_path, home, spec):
     for rank in range(2):
         files = HomeFiles(tmp_path, rank, 2)
@@ -49,7 +46,7 @@ def test_files_that_the_index_does_not_know_are_removed(tmp_path, home, spec):
 
 
 def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path, home, spec):
-    before = open_files()
+    before = open_below(tmp_path)
     files = HomeFiles(tmp_path, 0, 1)
     with pytest.raises(DeviceError):
         files.open_segment(SPEC)  # no home
@@ -57,18 +54,18 @@ def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path, home, spec):
         files.open_home(spec._replace(home_id="0" * 32))
     with pytest.raises(GeometryMismatch):
         files.open_home(spec._replace(fingerprint=bytes(32)))
-    assert open_files() == before
+    assert open_below(tmp_path) == before
     files.open_home(spec)
-    joined = open_files()
+    joined = open_below(tmp_path)
     with pytest.raises(DeviceError):
         files.open_segment(SPEC._replace(slot_count=1 << 40))
     with pytest.raises(DeviceError):
         files.open_segment(SPEC._replace(create=False))
-    assert open_files() == joined
+    assert open_below(tmp_path) == joined
     assert os.listdir(home.segments_path) == []
     files.open_segment(SPEC)
     files.close()
-    assert open_files() == before
+    assert open_below(tmp_path) == before
 
 
 def test_a_segment_is_not_made_while_another_holds_the_store(tmp_path, home, spec, monkeypatch):

@@ -11,6 +11,7 @@ import tempfile
 from unittest.mock import Mock
 
 import pytest
+from support.open_files import open_below
 
 from kvdisk.device import aio, probe
 from kvdisk.device.posix import PosixDevice
@@ -26,22 +27,18 @@ class SilentDevice(PosixDevice):
         raise AssertionError("closing it would wait for ever")
 
 
-def open_files():
-    return set(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("served", [True, False])
 def test_what_serves_is_tried_and_nothing_is_left(tmp_path, monkeypatch, served):
     if not served:
         monkeypatch.setattr(aio, "serves", lambda _fd: False)
     directory = tmp_path / "store"
-    before = open_files()
+    before = open_below(tmp_path)
     report = probe.probe(directory)
     assert report.direct is True and report.kernel_queue
     assert report.name == "posix-threads" or (served and report.name == "posix-aio")
     assert f"{directory} with the device {report.name} (with O_DIRECT)" in report.line and "right" in report.line
     assert list(directory.iterdir()) == []
-    assert open_files() == before
+    assert open_below(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -72,11 +69,11 @@ def test_where_o_direct_is_refused_the_line_says_so(tmp_path, monkeypatch):
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", refuse)
-    before = open_files()
+    before = open_below(tmp_path)
     report = probe.probe(tmp_path)
     assert (report.direct, report.name) == (False, "posix-threads")
     assert "without O_DIRECT" in report.line
-    assert open_files() == before and list(tmp_path.iterdir()) == []
+    assert open_below(tmp_path) == before and list(tmp_path.iterdir()) == []
 
 
 def test_where_each_file_has_a_name_what_a_killed_probe_left_goes_with_the_next(tmp_path, monkeypatch):
@@ -89,9 +86,9 @@ def test_where_each_file_has_a_name_what_a_killed_probe_left_goes_with_the_next(
 def test_a_full_drive_is_said_and_left_as_it_is(tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
-    before = open_files()
+    before = open_below(tmp_path)
     assert "the drive is full" in probe.probe(tmp_path).line
-    assert open_files() == before
+    assert open_below(tmp_path) == before
 
 
 def test_a_drive_that_does_not_answer_is_given_up(tmp_path, monkeypatch):

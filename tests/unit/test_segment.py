@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from support.open_files import open_below
 
 from kvdisk.device import paths
 from kvdisk.device.segment import DriveFolder, create_segment, drop_segment, open_segment, remove_unknown_segments
@@ -41,16 +42,6 @@ def path_of(home, rank=0) -> Path:
 
 def names(home) -> list[str]:
     return sorted(path.relative_to(home.segments_path).as_posix() for path in home.segments_path.rglob("*"))
-
-
-def open_below(home) -> list[str]:
-    """Return what this process has open in a directory: of other files somebody else may open and
-    close some."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [name for name in found if name.startswith(f"{os.path.realpath(home.segments_path)}/")]
 
 
 @pytest.mark.parametrize("umask", [0, 0o377])
@@ -100,7 +91,7 @@ def test_without_o_direct_the_file_is_buffered(home, monkeypatch, at):
     for file in (made, opened):
         assert not flags(file.fd, fcntl.F_GETFL) & (os.O_DIRECT | os.O_NONBLOCK)
         file.close()
-    assert open_below(home) == []
+    assert open_below(home.segments_path) == []
 
 
 def flip(path: Path, at: int) -> None:
@@ -136,7 +127,7 @@ def test_a_file_that_is_not_what_is_asked_for_is_refused(home, damage, error):
         open_segment(home, SPEC if callable(damage) else damage, 0, 2, FINGERPRINT)
     with pytest.raises((error, GeometryMismatch)):
         open_segment(home, SPEC, 0, 4, FINGERPRINT)
-    assert open_below(home) == []
+    assert open_below(home.segments_path) == []
 
 
 def test_a_segment_is_never_made_over_another(home):
@@ -165,7 +156,7 @@ def test_a_full_drive_gives_everything_back(home, monkeypatch):
     # Unlinking alone would leave the space to whoever has the file open.
     assert os.fstat(kept[0]).st_blocks == 0
     os.close(kept[0])
-    assert open_below(home) == []
+    assert open_below(home.segments_path) == []
 
 
 def test_drops_and_what_a_crash_left_go_rank_by_rank(home):
