@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.registry import ModelRegistry
@@ -46,8 +47,9 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
     group_kernel_blocks,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
 from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry, share_slots
@@ -73,6 +75,21 @@ SUPPORTED_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix", "eagle", "eagle3
 own."""
 
 LAYERLESS_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix"})
+
+
+class VllmTier(NamedTuple):
+    """What vLLM calls a tier: where hits come from, and, of those whose changes are published, the
+    medium in KV-cache events."""
+
+    hit_source: CacheHitSource
+    medium: str | None = None
+
+
+VLLM_TIERS: Mapping[Tier, VllmTier] = {
+    Tier.CPU: VllmTier(CacheHitSource.HOST, MEDIUM_CPU),
+    Tier.NVME: VllmTier(CacheHitSource.DISK, MEDIUM_STORAGE),
+    Tier.REMOTE: VllmTier(CacheHitSource.EXTERNAL_UNSPECIFIED),
+}
 
 _Reach = tuple[int | None, int | None]
 """The window and the chunk that a kind of layers reads in, in tokens, each None where there is

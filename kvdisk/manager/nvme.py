@@ -63,7 +63,7 @@ class NvmeSpace(TierSpace):
         super().__init__(parts, Tier.NVME, admission)
         self._index = index
         self._transfers = parts.transfers
-        self.segments = Segments(parts.geometry, layout, parts.transfers, parts.stats, drive_count)
+        self.segments = Segments(self.tier, parts, layout, drive_count)
         self.uses = Uses()
         self._drops: dict[int, bool] = {}
         """Segments on their way out, and whether the ranks were told."""
@@ -151,7 +151,7 @@ class NvmeSpace(TierSpace):
         self._hide()
 
     def _hide(self) -> None:
-        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
+        self._catalog.hide(self.tier, self.segments.on_drives(self.segments.drives.quarantined))
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
@@ -240,7 +240,7 @@ class NvmeSpace(TierSpace):
         if len(segments.writable) == len(segments.drives):
             return anywhere
         places = segments.on_drives({*segments.writable, *segments.drives.quarantined})
-        segment_of = self._catalog.columns(Tier.NVME).segments
+        segment_of = self._catalog.columns(self.tier).segments
         return lambda row: anywhere(row) and segment_of[row] in places
 
     # -- records ---------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class NvmeSpace(TierSpace):
                 catalog.parent(row),
                 now_s,
             )
-            for row, slot in zip(rows, catalog.columns(Tier.NVME).slots(rows), strict=True)
+            for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)
         ]
         ticket = self._index.put(records) if records else None
         if ticket is not None:
@@ -312,7 +312,7 @@ class NvmeSpace(TierSpace):
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
-        rows = self._catalog.rows_in(Tier.NVME, spec.segment)
+        rows = self._catalog.rows_in(self.tier, spec.segment)
         self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)

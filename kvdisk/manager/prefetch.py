@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from itertools import islice
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
@@ -153,7 +153,7 @@ class Promotions(HasParts):
 
     def _is_far(self, read: Read) -> bool:
         """Whether a block would come from the remote store."""
-        return self._catalog.find(read.key) < 0 and self._hints.tier_of(read.key) is Tier.REMOTE
+        return self._catalog.find(read.key) < 0 and self._hints.tier_of(read.key) is self._hints.remote.tier
 
     def _is_full(self, far: bool) -> bool:
         """Whether so many promotions are out already, of the remote store or of drives, that a slow

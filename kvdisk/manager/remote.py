@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress, islice
+from typing import Final
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
@@ -46,7 +47,11 @@ class RemoteCopies(HasParts):
     """The remote store. Without ``index`` there is none.
 
     ``admission``: which blocks it is sent; None: none. ``budget``: how many bytes; None: any.
+    ``tier``: what its blocks are read as; ``source``: the tier whose copies are sent.
     """
+
+    tier: Final = Tier.REMOTE
+    source: Final = Tier.CPU
 
     def __init__(
         self,
@@ -151,7 +156,7 @@ class RemoteCopies(HasParts):
         """Return where a move reads a block that is in ``hints``, and the generation that a copy of
         it here gets."""
         self._state.generation += 1
-        return Tier.REMOTE, BY_KEY, self._state.generation
+        return self.tier, BY_KEY, self._state.generation
 
     def loaded(self, move: Move, reason: Reason | None) -> None:
         """End the read of a block."""
@@ -169,7 +174,7 @@ class RemoteCopies(HasParts):
         """Queue those copies in memory that it admits, and is not thought to have."""
         if self._index is None or self.admission is None:
             return
-        keys, states = self._catalog.keys, self._catalog.columns(Tier.CPU).states
+        keys, states = self._catalog.keys, self._catalog.columns(self.source).states
         wanted = [keys[row] for row in rows if states[row] == READY]
         known = (self._queue, self.hints, self._rejected)
         wanted = [key for key in wanted if not any(key in each for each in known)]
@@ -192,16 +197,16 @@ class RemoteCopies(HasParts):
             keys = list(islice(self._queue, min(MOST_SEND_MOVES, most)))
             for key in keys:
                 del self._queue[key]
-            catalog, states = self._catalog, self._catalog.columns(Tier.CPU).states
+            catalog, states = self._catalog, self._catalog.columns(self.source).states
             rows = [row for row in catalog.find_all(keys) if row != NONE and states[row] == READY]
             if not rows:
                 continue
-            catalog.pin(rows, Tier.CPU)
+            catalog.pin(rows, self.source)
             moves = [
-                Move(catalog.keys[row], catalog.generations[row], slots={Tier.CPU: slot, Tier.REMOTE: BY_KEY})
-                for row, slot in zip(rows, catalog.columns(Tier.CPU).slots(rows), strict=True)
+                Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: BY_KEY})
+                for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
             ]
-            details = [MoveDetail(row, source=Tier.CPU) for row in rows]
+            details = [MoveDetail(row, source=self.source) for row in rows]
             if self._budget is not None:
                 sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
                 sent = sum(sizes[groups[group_of(move.key)]] for move in moves)
@@ -283,7 +288,7 @@ class Hints:
     def tier_of(self, key: BlockKey) -> Tier:
         """Return what a hinted block is read as."""
         is_far = key in self.remote.hints and key not in self.neighbours.usable_hints
-        return Tier.REMOTE if is_far else self.neighbours.tier
+        return self.remote.tier if is_far else self.neighbours.tier
 
     def stop(self) -> None:
         """Ask nobody any more, because this engine's weights are no longer those of the files."""

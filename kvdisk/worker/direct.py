@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdisk.blocks import Tier
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
 from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, Silence, await_batches, nameless_file, on_trial
@@ -61,7 +60,7 @@ class Direct:
         if route is Route.STORE_STAGED and size_class in self.stores:
             return Route.STORE_DIRECT
         if route is Route.LOAD_STAGED and size_class in self.loads:
-            return route if move.slots[Tier.NVME].segment in self._by_host else Route.LOAD_DIRECT
+            return route if route.far_slot(move).segment in self._by_host else Route.LOAD_DIRECT
         return route
 
     def checksum_kind(self, size_class: int) -> int:
@@ -74,7 +73,7 @@ class Direct:
         The drive has failed such a read this way, or a processor alone can verify the slot. Most of
         a segment was written at the same time, and each slot read in vain costs a second read.
         """
-        self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
+        self._by_host.update(Route.LOAD_DIRECT.far_slot(move).segment for move in moves)
 
     def note_failed_read(self) -> bool:
         """The drive has failed moves of a part that was read this way; return whether that was the
