@@ -126,7 +126,7 @@ def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
 class Config:
     """Everything a user can set. Sizes are bytes, times are seconds.
 
-    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the
+    ``docs/CONFIGURATION.md`` is made from the text under each field: Markdown; then, where the
     default is not the field's own, what it is; then examples, each a value as JSON.
     """
 
@@ -388,7 +388,7 @@ PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["pa
 
 def find_own(key: str, text: str, protocol: type) -> type:
     """Return the class that a setting names as ``module:Class``. ``protocol``: the class must have
-    all that it has. Raises ConfigError, so that a slip is told at start."""
+    all that it has. Raises ConfigError, so that a slip is found at start."""
     module, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)

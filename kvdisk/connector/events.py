@@ -133,12 +133,12 @@ class EventWriter:
 def _parents_first(described: Mapping[BlockKey, tuple[bytes | None, list[int]] | None]) -> Iterator[BlockKey]:
     """Yield the keys, each behind its parent where that is among them: the tail of a chain is ready
     first, and readers skip a block whose parent they do not know."""
-    told: set[BlockKey] = set()
+    yielded: set[BlockKey] = set()
     for first in described:
         chain: list[BlockKey] = []
         key: BlockKey | None = first
-        while key is not None and key in described and key not in told:
-            told.add(key)
+        while key is not None and key in described and key not in yielded:
+            yielded.add(key)
             chain.append(key)
             parent = (described[key] or (None,))[0]
             key = None if parent is None else make_block_key(parent, group_of(key))

@@ -100,7 +100,7 @@ class SchedulerSide:
         return self._parts.manager
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Take the engine's block pool, and build the manager over it, unless the workers must tell
+        """Take the engine's block pool, and build the manager over it, unless the workers must send
         sizes first."""
         assert self._context is None, "the block pool was bound twice"
         self._context = BlockPoolContext(
@@ -274,7 +274,7 @@ class SchedulerSide:
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
         """Take in what the workers finished, and which blocks of the step no load has filled,
-        whosever it was."""
+        kvdisk's or another connector's."""
         if invalid_blocks:
             self._manager.note_invalid_blocks(invalid_blocks, report or Report())
         if report is not None:
@@ -326,7 +326,7 @@ class SchedulerSide:
         return dict(self._manager.stats.counts)
 
     def switched_off(self) -> SchedulerOff:
-        """Return what stands in for this half after an error."""
+        """Return the stand-in for this half after an error."""
         return SchedulerOff(self._parts, self._unsent, publishes=self._journal is not None)
 
     def shutdown(self) -> None:

@@ -66,7 +66,8 @@ class NvmeSpace(TierSpace):
         self.segments = Segments(self.tier, parts, layout, drive_count)
         self.uses = Uses()
         self._drops: dict[int, bool] = {}
-        """Segments on their way out, and whether the ranks were told."""
+        """Segments that are being dropped, and whether the job that drops their files is
+        planned."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -100,11 +101,11 @@ class NvmeSpace(TierSpace):
             self._enter(spec, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
 
-    # -- how it stands ---------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
     @property
     def status(self) -> TierStatus:
-        """How the tier stands now."""
+        """The state of the tier now."""
         is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
@@ -231,7 +232,8 @@ class NvmeSpace(TierSpace):
         return not self._stuck[size_class] or (self._index_writable and limbo > 0)
 
     def _evictable(self) -> Callable[[int], bool]:
-        """Return who tells whether a copy may leave for room: one on a drive that can be written.
+        """Return the test whether a copy may be evicted for room: one on a drive that can be
+        written.
 
         What a quarantined drive has may leave, too: it would hold back the heads of its chains on
         the others.
@@ -320,8 +322,8 @@ class NvmeSpace(TierSpace):
         self._drop_files()
 
     def _drop_files(self) -> None:
-        for segment, is_told in self._drops.items():
-            if not is_told and self.pool.is_empty(segment):
+        for segment, is_planned in self._drops.items():
+            if not is_planned and self.pool.is_empty(segment):
                 self._drops[segment] = True
                 self.pool.forget_segment(segment)
                 self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])

@@ -42,8 +42,8 @@ _Wanted = deque[Read]
 
 
 class Promotions(HasParts):
-    """Reads ahead for the requests that wait, in order of arrival, unless told not to; and what KV
-    hints ask for. Does nothing without a slower tier.
+    """Reads ahead for the requests that wait, in order of arrival, unless ``prefetch`` is off; and
+    what KV hints ask for. Does nothing without a slower tier.
 
     Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
@@ -64,7 +64,7 @@ class Promotions(HasParts):
         self._taken: Counter[int] = Counter()
         """The same of all."""
         self._asked: set[RequestState] = set()
-        """Those of the waiting that stand for a prompt, and no request of the engine."""
+        """Those of the waiting that were made for a KV hint, and are no requests of the engine."""
         self._far_jobs: list[JobId] = []
         """Promotions from the remote store that were out."""
 

@@ -30,8 +30,7 @@ copy."""
 
 
 class Settlement(HasParts):
-    """Ends jobs: gives back pins and slots, and tells tiers and requests what
-    came of them."""
+    """Ends jobs: gives back pins and slots, and passes their results to tiers and requests."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class Settlement(HasParts):
                 self._end_foreign(move, foreign, reason, late=late)
                 self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))
                 continue
-            assert tier is not None or reason is not None, "nothing was read, and nobody said so"
+            assert tier is not None or reason is not None, "nothing was read, and the move has not failed"
             if tier is None:
                 continue
             if not late:
