@@ -301,9 +301,9 @@ class Config:
     """
     remote_key_file: Path | None = _setting(None, _parse_file)  # noqa: RUF009 - a field
     """A file with a secret of 32 bytes or more, the same on all hosts: blocks in `remote` are then
-    sealed with it, and none is used that somebody without it wrote.
+    sealed with it, and one that was sealed without it is not used.
 
-    Default: none: whoever can write the bucket is trusted
+    Default: none: all who can write the bucket are trusted
     Example: "/etc/kvdisk/key"
     """
     min_load_tokens: int | None = _setting(None, _parse_tokens)

@@ -39,8 +39,8 @@ class Direct:
     """The way between drive and GPU, as far as it is gone. The mover's thread calls everything.
 
     ``loads``, ``stores``: sizes of slots, by class, that go it. Where ``loads`` has a size, every
-    slot of that size is sealed with a checksum that a GPU computes, by whomever it is written.
-    ``staging``: with slots of all these sizes; its owner's.
+    slot of that size is sealed with a checksum that a GPU computes, whatever wrote it. ``staging``:
+    with slots of all these sizes; its owner's.
     """
 
     staging: GpuStaging
@@ -107,8 +107,8 @@ def choose_direct(
     always: bool,
     file_bytes: int = FILE_BYTES,
 ) -> DirectChoice:
-    """Make GPU staging, try the way on a file of ``directory`` that nobody sees, and choose the
-    sizes that go it.
+    """Make GPU staging, try the way on an unnamed file in ``directory``, and choose the sizes that
+    go it.
 
     ``slot_counts``: of staging, by size class. ``lanes``: the copier's. ``make_device``: makes one
     of both kinds of memory, for the trial only. ``always``: all sizes go, faster or not, or none
@@ -171,10 +171,10 @@ class _Findings:
 class _Trial:
     """Writes and reads slots of every size both ways, compares the bytes, and measures.
 
-    ``fd``: a file that is nobody else's, on the drive that moves are made to. ``device``: of both
-    kinds of memory; closed at the end, unless it is silent. ``arena``: host staging of the same
-    sizes. Both memories' bytes are overwritten. Only the drive's times are compared: a copy of one
-    part hides behind that of the next.
+    ``fd``: a file of its own, on the drive that moves are made to. ``device``: of both kinds of
+    memory; closed at the end, unless it is silent. ``arena``: host staging of the same sizes. Both
+    memories' bytes are overwritten. Only the drive's times are compared: a copy of one part hides
+    behind that of the next.
     """
 
     def __init__(self, fd: int, device: Device, arena: Arena, staging: GpuStaging, found: _Findings) -> None:
