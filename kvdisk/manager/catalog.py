@@ -32,7 +32,7 @@ number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
 
 
 class CopyState(IntEnum):
-    """State of one copy. DOOMED: not served any more, waits for its last pin."""
+    """State of one copy. DOOMED: found by no lookup any more, waits for its last pin."""
 
     ABSENT = 0
     WRITING = 1
@@ -57,7 +57,7 @@ _FEW = 8
 
 
 class TierColumns:
-    """One tier's copies by row. The catalog changes them, and nobody else.
+    """One tier's copies by row. Only the catalog changes them.
 
     ``states``: each copy's ``CopyState``; where there is one, ``segments`` and ``indices`` are its
     slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
@@ -176,7 +176,7 @@ class Catalog:
             tier: [self._columns[other] for other in KEPT_TIERS if other is not tier] for tier in KEPT_TIERS
         }
         self.journal: Journal | None = None
-        """Told of each copy that becomes READY or ends; None: nobody listens."""
+        """Notes each copy that becomes READY or ends; None: no events are published."""
 
     def __len__(self) -> int:
         return len(self.rows())
@@ -348,12 +348,12 @@ class Catalog:
         return [key for key, row in self._rows.items() if states[row] == READY]
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
-        """Return who tells whether a row's copy is READY and unpinned: to be used at once."""
+        """Return the test whether a row's copy is READY and unpinned: to be used at once."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
         return lambda row: states[row] == READY and pins[row] == 0
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
-        """Let nobody read copies in these segments of a tier, and all others again."""
+        """Make copies in these segments of a tier unreadable, and all others readable again."""
         if segments != self._columns[tier].hidden:
             self._columns[tier].hide(segments)
             self.gains += 1
@@ -378,7 +378,7 @@ class Catalog:
         self._note(rows, tier, stored=True)
 
     def doom(self, row: int, tier: Tier) -> None:
-        """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
+        """Let no request find this copy any more. The caller drops it when its pins are gone."""
         self._note((row,), tier, stored=False)
         self._change((row,), tier, DOOMED)
 
@@ -435,7 +435,7 @@ class Catalog:
             pins[row] -= 1
 
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
-        """Tell of READY copies, but for those of an earlier epoch: their end was told."""
+        """Journal READY copies, but for those of an earlier epoch: their end was journaled."""
         if self.journal is not None:
             states = self._columns[tier].states
             for row in rows:

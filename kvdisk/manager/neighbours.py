@@ -39,8 +39,8 @@ _NOT_READY = bytes(presence != READY for presence in range(256))
 
 
 class NeighbourCopies(HasParts):
-    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is
-    asked. ``tier``: what their copies are read as."""
+    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) none is asked.
+    ``tier``: what their copies are read as."""
 
     tier: Final = Tier.NVME
 
@@ -85,7 +85,7 @@ class NeighbourCopies(HasParts):
         return request.question in self._unanswered and self._neighbours is not None and self._neighbours.any
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget what was heard of too long ago."""
+        """Take in the answers that have come, and forget hints that are too old."""
         if self._neighbours is None:
             return
         for answer in self._neighbours.poll():
@@ -117,7 +117,7 @@ class NeighbourCopies(HasParts):
         return tier is self.tier and key in self.hints
 
     def stop(self) -> None:
-        """Ask nobody any more, because this engine's weights are no longer those of the files."""
+        """Ask no more, because this engine's weights are no longer those of the files."""
         self._neighbours = None
         self.changes += 1
         self.hints.clear()
@@ -127,14 +127,14 @@ class NeighbourCopies(HasParts):
 
     @property
     def usable_hints(self) -> Mapping[BlockKey, tuple[ForeignCopy, float]]:
-        """What of ``hints`` may be promised to a request now: all or nothing."""
+        """What of ``hints`` a lookup may count as READY now: all or nothing."""
         if not self.hints:
             return self.hints
         count = self._transfers.count
         return self.hints if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
 
     def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
-        """Return where a move can read a neighbour's copy, pinned, and its generation; None: nobody
+        """Return where a move can read a neighbour's copy, pinned, and its generation; None: none
         named one.
 
         Its segment is opened first, by a job of its own.

@@ -16,7 +16,8 @@ from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_bytes, slots_per_segment
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager.jobs import JobRecord, Transfers
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.parts import Parts
 from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
@@ -209,14 +210,13 @@ class Segments:
     makes or opens them is under way.
     """
 
-    def __init__(
-        self, geometry: Geometry, layout: NvmeLayout, transfers: Transfers, stats: Stats, drive_count: int
-    ) -> None:
-        self._geometry = geometry
+    def __init__(self, tier: Tier, parts: Parts, layout: NvmeLayout, drive_count: int) -> None:
+        self._tier = tier
+        self._geometry = parts.geometry
         self._layout = layout
-        self._transfers = transfers
+        self._transfers = parts.transfers
         self.specs: dict[int, SegmentSpec] = {}
-        self.drives = Drives(drive_count, stats)
+        self.drives = Drives(drive_count, parts.stats)
         self.writable = list(range(drive_count))
         self.home_open = True
         self._held: Counter[tuple[int, int]] = Counter()
@@ -307,11 +307,11 @@ class Segments:
         of segments that are dropped, whose files may not have been opened."""
         wrote: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
-            spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
+            spec = self.specs.get(move.slots[self._tier].segment) if self._tier in move.slots else None
             if spec is None:
                 continue  # nothing of it was on these drives, or it was a neighbour's
             reason, hangs = record.failed.get(at), at in record.late
-            if record.details[at].target is Tier.NVME:
+            if record.details[at].target is self._tier:
                 bad = hangs or reason in _WRITE_IS_BAD
                 if bad or reason is None:
                     wrote[spec.drive] = bad or wrote.get(spec.drive, False)

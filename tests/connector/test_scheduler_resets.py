@@ -199,7 +199,7 @@ def asleep(core: Core, mode: Any = "wait") -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers are told of sleeps, whatever vLLM this is: ``Executor`` tells them."""
-    monkeypatch.setattr(adapter, "_TELLS_OF_SLEEP", (0, 32))
+    monkeypatch.setattr(adapter, "_SLEEP_HOOKS", (0, 32))
 
 
 @pytest.fixture(params=["epoch", "keep"])
