@@ -266,7 +266,13 @@ class Stats:
     def observe(self, series: str, value: float) -> None:
         """Add a sample to a histogram."""
         assert kind_of(series) is _H, series
-        self.samples.setdefault(series, Samples()).merge(Samples(1, value, [value]))
+        if series not in self.samples:
+            self.samples[series] = Samples()
+        samples = self.samples[series]
+        samples.count += 1
+        samples.total += value
+        if len(samples.values) < MOST_SAMPLES:
+            samples.values.append(value)
         self.changes += 1
 
     def merge(self, other: Stats) -> None:

@@ -10,7 +10,7 @@ modules assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import MISSING, fields
 from types import FrameType
@@ -812,18 +812,17 @@ class _Watchers(dict[int, Any]):
     """A pool's watchers by block, where one more joins those before: ``unpin_blocks`` would replace
     ours."""
 
-    def __init__(self, before: Mapping[int, _Watcher]) -> None:
-        super().__init__((block_id, _CallAll([watcher])) for block_id, watcher in before.items())
-
     def __setitem__(self, block_id: int, watcher: _Watcher) -> None:
-        watching = self.setdefault(block_id, _CallAll())
-        if watcher not in watching:
-            watching.append(watcher)
+        before = self.setdefault(block_id, watcher)
+        if isinstance(before, _CallAll):
+            before += [watcher] * (watcher not in before)
+        elif before != watcher:
+            super().__setitem__(block_id, _CallAll([before, watcher]))
 
     def remove(self, block_id: int, watcher: _Watcher) -> None:
         """Forget one watcher of a block. It may not be there."""
-        watching = self.get(block_id, ())
-        if watcher in watching:
-            watching.remove(watcher)
-            if not watching:
-                del self[block_id]
+        before = self.get(block_id)
+        if before == watcher:
+            del self[block_id]
+        elif isinstance(before, _CallAll) and watcher in before:
+            before.remove(watcher)

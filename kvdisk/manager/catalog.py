@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
-from itertools import compress, repeat
+from itertools import compress, repeat, starmap
 from typing import Final
 
 import numpy as np
@@ -120,8 +120,13 @@ class TierColumns:
 
     def slots(self, rows: Sequence[int]) -> list[Slot]:
         """Return the slot of each copy; none is ABSENT."""
+        return list(starmap(Slot, self.places(rows)))
+
+    def places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the slot of each copy as its segment and index: what a ``Slot`` takes to make is
+        left out."""
         assert ABSENT not in map(self.states.__getitem__, rows)
-        return list(map(Slot, map(self.segments.__getitem__, rows), map(self.indices.__getitem__, rows)))
+        return list(zip(map(self.segments.__getitem__, rows), map(self.indices.__getitem__, rows), strict=True))
 
     def presence(self, row: int) -> int:
         """Return the presence of a row's block by this copy alone."""
@@ -332,12 +337,16 @@ class Catalog:
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return of each key how near its block is to be loaded, as a byte: READY, it can be;
         WRITING, it is on its way to a tier; ABSENT."""
+        return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))))
+
+    def presences_of(self, rows: Sequence[int]) -> bytes:
+        """As ``presences``, of the blocks of some rows; ABSENT of no row."""
         if not self._rows:
-            return bytes(len(keys))
-        tiers, rows = self._columns.values(), map(self._rows.get, keys, repeat(NONE))
-        if len(keys) < _FEW:
+            return bytes(len(rows))
+        tiers = self._columns.values()
+        if len(rows) < _FEW:
             return bytes([max([tier.presence(row) for tier in tiers]) if row != NONE else ABSENT for row in rows])
-        places = np.fromiter(rows, np.intp, len(keys))
+        places = np.array(rows, np.intp)
         found = reduce(np.maximum, [tier.presences(places) for tier in tiers])
         found[places == NONE] = ABSENT
         return found.tobytes()
@@ -382,13 +391,14 @@ class Catalog:
         self._note((row,), tier, stored=False)
         self._change((row,), tier, DOOMED)
 
-    def drop(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
-        """End unpinned copies, those that follow a copy before it, and return their slots.
+    def drop(self, rows: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
+        """End unpinned copies, those that follow a copy before it, and return their slots: segments
+        and indices.
 
         A row goes with its last copy.
         """
         columns = self._columns[tier]
-        slots = columns.slots(rows)
+        slots = columns.places(rows)
         self._note(rows, tier, stored=False)
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)

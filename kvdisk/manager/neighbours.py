@@ -10,7 +10,7 @@ space on the drive. Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import compress
 from typing import Final
 
@@ -111,10 +111,10 @@ class NeighbourCopies(HasParts):
             and (copy.home_id, key, copy.generation) not in self._rejected
         )
 
-    def holds(self, key: BlockKey, tier: Tier) -> bool:
-        """Whether a neighbour is thought to have the block, as near as ``tier`` is, so that it need
-        not be written there."""
-        return tier is self.tier and key in self.hints
+    def near(self, tier: Tier) -> Collection[BlockKey]:
+        """Return the blocks that a neighbour is thought to have as near as ``tier`` is, so that
+        they need not be written there."""
+        return self.hints if tier is self.tier else ()
 
     def stop(self) -> None:
         """Ask no more, because this engine's weights are no longer those of the files."""

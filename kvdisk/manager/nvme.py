@@ -278,7 +278,7 @@ class NvmeSpace(TierSpace):
             self.uses.end(rows)
             super().drop(rows)
 
-    def _free(self, slots: list[Slot]) -> None:
+    def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         self.pool.retain(slots, self._ticket)
 
     def reset(self) -> None:

@@ -165,6 +165,7 @@ class Settlement(HasParts):
         sound: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         used: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         spent: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
+        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
@@ -181,9 +182,9 @@ class Settlement(HasParts):
                 continue
             if not late:
                 spent[tier].append(row)
-            if self._is_bad(row, tier, reason):
+            if reason is not None and self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
-            elif self._catalog.state(row, tier) == READY:
+            elif states[tier][row] == READY:
                 sound[tier].append(row)
                 if reason is None:
                     used[tier].append(row)
@@ -192,7 +193,7 @@ class Settlement(HasParts):
             space.unpin(spent[space.tier])
             space.access(used[space.tier])
 
-    def _is_bad(self, row: int, tier: Tier, reason: Reason | None) -> bool:
+    def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good
         as before."""
         if reason not in _SOURCE_IS_BAD or self._catalog.state(row, tier) != READY:

@@ -41,6 +41,9 @@ class TierStatus(NamedTuple):
     tickets: tuple[int, int] = (0, 0)
 
 
+_ALWAYS = TierStatus()
+
+
 class TierSpace:
     """A tier: its slots, the copies in them, who leaves and who may enter.
 
@@ -84,7 +87,7 @@ class TierSpace:
     @property
     def status(self) -> TierStatus:
         """The state of the tier now."""
-        return TierStatus()
+        return _ALWAYS
 
     @property
     def free_and_total(self) -> tuple[int, int]:
@@ -274,7 +277,7 @@ class TierSpace:
         self._forget(rows)
         self._free(self._catalog.drop(rows, self.tier))
 
-    def _free(self, slots: list[Slot]) -> None:
+    def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         """The copies in these slots have ended."""
         self.pool.release(slots)
 
@@ -347,10 +350,11 @@ class Tiers:
     def __init__(self, *tiers: TierSpace | None) -> None:
         self._tiers = {space.tier: space for space in tiers if space is not None}
         assert self._tiers
-        self.first = next(iter(self))
+        self._spaces = tuple(self._tiers.values())
+        self.first = self._spaces[0]
 
     def __iter__(self) -> Iterator[TierSpace]:
-        return iter(self._tiers.values())
+        return iter(self._spaces)
 
     def __getitem__(self, tier: Tier) -> TierSpace:
         return self._tiers[tier]

@@ -163,7 +163,7 @@ class ManagerParts:
     nvme: NvmeSpace | None
 
     def neighbour_has(self, key: BlockKey) -> bool:
-        return self.manager._hints.neighbours.holds(key, Tier.NVME)
+        return key in self.manager._hints.neighbours.near(Tier.NVME)
 
     def remote_has(self, key: BlockKey) -> bool:
         return key in self.manager._remote.hints
