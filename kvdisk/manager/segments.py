@@ -18,7 +18,7 @@ from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_byt
 from kvdisk.index.base import SegmentRecord
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
-from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
+from kvdisk.messages import FOREIGN_SEGMENTS, HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
@@ -263,11 +263,12 @@ class Segments:
     def plan_new(self, size_class: int, now: float) -> bool:
         """Plan a new segment, on the writable drive that has least of its kind.
 
-        False where the cap, or the back-off after a failure, forbids it, and while another is being
-        opened.
+        False where the cap, or the back-off after a failure, forbids it, while another is being
+        opened, and where a damaged record has used up the numbers: until the next start, by which
+        it is gone.
         """
         drives = [drive for drive in self.writable if self.drives.may_make(drive, now)]
-        if not drives or self.is_opening:
+        if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS:
             return False
         size = self._geometry.slot_sizes[size_class]
         held = [self._held[size, number] for number in range(len(self.drives))]
