@@ -179,6 +179,7 @@ class SchedulerSide:
             self._manager.fail_stores()
         for request in stale:
             if self._requests.pop(request.request_id, None) is not None:
+                self._described.pop(request.request_id, None)
                 self._manager.request_finished(request.request_id)
         for report in reports:
             self._manager.settle(report, now, int(time.time()))
