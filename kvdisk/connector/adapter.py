@@ -10,7 +10,7 @@ modules assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, fields
 from types import FrameType
