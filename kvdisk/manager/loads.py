@@ -237,6 +237,10 @@ class LoadPlanner(HasParts):
             request.asked = Asked(local_tokens, local_tokens, 0, total_tokens, now=now)
             return 0
         request.update_keys()
+        if request.load_limit_tokens is not None and request.asked is not None and request.asked.promised_tokens:
+            # vLLM: for a load it reserves what loads before it still need. It counts the load that
+            # has failed among these, so that there may never be room for another one.
+            request.limit_loads(0)
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)

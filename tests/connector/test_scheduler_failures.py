@@ -74,6 +74,24 @@ def test_with_a_window_a_failure_takes_all_of_the_request(engines, tier, alone, 
     bench.finish("r1", "r2", count=3)
 
 
+@pytest.mark.parametrize(("num_blocks", "beside"), [(13, False), (18, True)], ids=["alone", "one behind it has loaded"])
+def test_where_the_engine_has_no_room_for_another_load_the_request_is_computed(engines, num_blocks, beside):
+    """vLLM still counts the load that failed among those that it reserves blocks for: a request of
+    more than half of the pool would never get any, nor whoever comes behind it."""
+    bench = engines.make(window_tokens=WINDOW, num_blocks=num_blocks).warm(1)
+    bench.serve("short", prompt_of(2, BLOCK_TOKENS + 1))
+    bench.forget()
+    bench.fail, bench.fail_of = {JobKind.LOAD: (3,)}, "r1"
+    names = ["r1", "r2"] if beside else ["r1"]
+    for name, tokens in zip(names, (TOKENS, BLOCK_TOKENS + 1), strict=False):
+        bench.add(name, prompt_of(int(name[1]), tokens), max_tokens=3)
+    bench.step()
+    assert len(bench.jobs_of(JobKind.LOAD)) == len(names)
+    bench.fail = {}
+    bench.finish(*names, count=3)
+    assert bench.counters()["failed_loads"] == 1
+
+
 def test_all_of_a_load_that_was_not_begun_in_time_is_computed(engines):
     bench = engines.make(nvme=True).warm(1)
     (request,) = bench.loading(1)
