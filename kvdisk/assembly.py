@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that picks concrete classes and puts the wings together."""
+"""The only place that picks concrete classes. It builds the scheduler's half and the worker's."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ cover."""
 
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """The manager and what it stands on. ``close`` commits and releases the home."""
+    """The manager and what it was built with. ``close`` commits and releases the home."""
 
     manager: TierManager
     index: LmdbIndex | None
@@ -222,7 +222,7 @@ def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> Remot
 
 
 def open_remote(config: Config) -> BucketObjects:
-    """Return the remote store, which nobody has asked yet. Raises ConfigError."""
+    """Return the remote store, which was not asked yet. Raises ConfigError."""
     assert config.remote is not None
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
     make: Callable[..., Bucket] = MooncakeBucket if config.remote.startswith("mooncake://") else S3Bucket
@@ -263,8 +263,8 @@ def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
 
 class _UsesWriter:
     """Writes the USES file where something has changed since: every ``USES_S``, and when nothing
-    has changed from one look to the next, so that it tells of the last request before a pause. For
-    the drive's sake a large one waits longer for that."""
+    has changed from one look to the next, so that it has the last request before a pause. To spare
+    the drive a large one waits longer for that."""
 
     def __init__(self, uses: Uses, home_path: Path) -> None:
         self._uses = uses

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine does now and then beside its steps, on a thread that calls functions.
 
-For what may wait for the disk, or for whoever reads the log. What is called may take its time: the
+For what may wait for the disk, or for the reader of the log. What is called may take its time: the
 others of the same thread wait for it, the engine does not.
 """
 
@@ -23,9 +23,8 @@ class Background:
     """Calls each of ``jobs`` after ``first_s`` and then at its interval, in seconds, and each of
     ``last`` at the end, on one thread.
 
-    A KvdiskError or an OSError of one is logged for whoever debugs, and the function is called
-    again the next time; any other error is a bug of ours, is logged as one, and ends that
-    function's calls alone.
+    A KvdiskError or an OSError of one is logged at DEBUG, and the function is called again the next
+    time; any other error is a bug of ours, is logged as one, and ends that function's calls alone.
     """
 
     def __init__(

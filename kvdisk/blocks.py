@@ -25,6 +25,7 @@ class Tier(IntEnum):
     """
 
     word: str
+    label: str
 
     GPU = 0, "GPU"
     CPU = 1, "CPU"
@@ -34,13 +35,8 @@ class Tier(IntEnum):
     def __new__(cls, number: int, word: str) -> Tier:
         """Make a member of its two values."""
         tier = int.__new__(cls, number)
-        tier._value_, tier.word = number, word
+        tier._value_, tier.word, tier.label = number, word, word.lower()
         return tier
-
-    @property
-    def label(self) -> str:
-        """See the class."""
-        return self.name.lower()
 
 
 KEPT_TIERS = (Tier.CPU, Tier.NVME)

@@ -126,7 +126,7 @@ def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
 class Config:
     """Everything a user can set. Sizes are bytes, times are seconds.
 
-    ``docs/CONFIGURATION.md`` is made from what stands under each field: Markdown; then, where the
+    ``docs/CONFIGURATION.md`` is made from the text under each field: Markdown; then, where the
     default is not the field's own, what it is; then examples, each a value as JSON.
     """
 
@@ -301,9 +301,9 @@ class Config:
     """
     remote_key_file: Path | None = _setting(None, _parse_file)  # noqa: RUF009 - a field
     """A file with a secret of 32 bytes or more, the same on all hosts: blocks in `remote` are then
-    sealed with it, and none is used that somebody without it wrote.
+    sealed with it, and one that was sealed without it is not used.
 
-    Default: none: whoever can write the bucket is trusted
+    Default: none: all who can write the bucket are trusted
     Example: "/etc/kvdisk/key"
     """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
@@ -388,7 +388,7 @@ PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["pa
 
 def find_own(key: str, text: str, protocol: type) -> type:
     """Return the class that a setting names as ``module:Class``. ``protocol``: the class must have
-    all that it has. Raises ConfigError, so that a slip is told at start."""
+    all that it has. Raises ConfigError, so that a slip is found at start."""
     module, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)

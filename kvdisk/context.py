@@ -59,7 +59,7 @@ class SchedulerContext(Protocol):
         """Have ``take_reused`` name these blocks, once, when the engine hands them out to be
         written anew.
 
-        Takes no reference: the engine frees and reuses them as if nobody looked.
+        Takes no reference: the engine frees and reuses them as without this.
         """
 
     def unwatch(self, block_ids: Iterable[int]) -> None:

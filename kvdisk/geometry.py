@@ -106,7 +106,7 @@ class Geometry:
     """Sizes of one engine's blocks.
 
     ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own part
-    of a block. ``hash_tokens``: tokens that one of vLLM's block hashes stands for; each group's
+    of a block. ``hash_tokens``: tokens that one of vLLM's block hashes covers; each group's
     ``block_tokens`` is a multiple. ``replicated``: the KV is the same on every rank (MLA under
     tensor parallelism): a block has one part, which each rank keeps in memory and one of them
     writes to the drive, for all to read.

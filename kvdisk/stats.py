@@ -2,9 +2,9 @@
 """What kvdisk counts and measures: the one table of metrics, and the values, which add up over
 steps and ranks.
 
-A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``. Values are
-plain dictionaries by series, so that they travel as they are. docs/METRICS.md is this table in
-words.
+A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``; by drive,
+``drive_read_bytes.0``, known only once it has a value. Values are plain dictionaries by series, so
+that they travel as they are. docs/METRICS.md is this table in words.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ REFUSALS = ("reuse", "room", "budget")
 
 class Miss(StrEnum):
     """Why a request found less than all its whole blocks: what became of the first that was
-    missing, as far as can be told from what is kept anyway (decision 36). ``words``: for people."""
+    missing, as far as what is kept anyway shows it (decision 36). ``words``: for people."""
 
     words: str
 
@@ -266,7 +266,13 @@ class Stats:
     def observe(self, series: str, value: float) -> None:
         """Add a sample to a histogram."""
         assert kind_of(series) is _H, series
-        self.samples.setdefault(series, Samples()).merge(Samples(1, value, [value]))
+        if series not in self.samples:
+            self.samples[series] = Samples()
+        samples = self.samples[series]
+        samples.count += 1
+        samples.total += value
+        if len(samples.values) < MOST_SAMPLES:
+            samples.values.append(value)
         self.changes += 1
 
     def merge(self, other: Stats) -> None:

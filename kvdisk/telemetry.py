@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells of itself: values for vLLM's endpoint, a file in its engine store, and lines
-in the log: one a minute, one at the end, and one for each request.
+"""What an engine reports: values for vLLM's endpoint, a file in its engine store, and lines in the
+log: one a minute, one at the end, and one for each request.
 
 The scheduler's thread calls ``take`` each step, which leaves a snapshot once a second; ``write``
 and ``log`` use it on another thread (``kvdisk.background``).
@@ -25,7 +25,7 @@ from kvdisk.stats import FAILURES, ROUTES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
-TELL_S = 1.0
+TAKE_S = 1.0
 """How often counters and gauges are taken while jobs are under way; when the last has ended, at
 once."""
 WRITE_S = 1.0
@@ -86,8 +86,8 @@ class Telemetry:
             "ranks": ranks,
         }
         self._was_busy = self._ended = False
-        self._tell_at_s = 0.0
-        self._told = 0, gauges.planned_jobs
+        self._take_at_s = 0.0
+        self._taken_at = 0, gauges.planned_jobs
         self._first = self._latest = self._logged = _Snapshot(time.time(), {}, {}, gauges.read())
         self._written: _Snapshot | None = None
 
@@ -105,10 +105,10 @@ class Telemetry:
         busy = self._gauges.busy
         ended, self._was_busy = self._was_busy and not busy, busy
         # A quiet engine may not take another step: then nothing is left for later.
-        due = now >= self._tell_at_s if busy else ended or self._told != self._changes()
+        due = now >= self._take_at_s if busy else ended or self._taken_at != self._changes()
         if not due:
             return None
-        self._tell_at_s = now + TELL_S
+        self._take_at_s = now + TAKE_S
         return self._advance(self._gauges.read())
 
     def take_rest(self) -> Stats:
@@ -125,7 +125,7 @@ class Telemetry:
         """Leave a snapshot; return what changed since the one before."""
         stats, before = self._stats, self._latest
         sums = {series: (samples.count, samples.total) for series, samples in stats.samples.items()}
-        self._told, self._latest = self._changes(), _Snapshot(time.time(), dict(stats.counts), sums, gauges)
+        self._taken_at, self._latest = self._changes(), _Snapshot(time.time(), dict(stats.counts), sums, gauges)
         fresh = self._latest.rise_since(before)
         for series, samples in fresh.samples.items():
             mine = stats.samples[series]
@@ -142,25 +142,25 @@ class Telemetry:
             self._written = latest
 
     def log(self) -> None:
-        """Tell the log what has happened since the last time, if anything has."""
+        """Log what has happened since the last time, if anything has."""
         before, latest = self._logged, self._latest
         if latest.counts == before.counts:
             return
         self._logged = latest
         seconds = max(1.0, latest.time_s - before.time_s)
         rose = latest.rise_since(before)
-        logger.info("kvdisk, last %.0f s: %s.", seconds, _said(rose, seconds))
+        logger.info("kvdisk, last %.0f s: %s.", seconds, _as_line(rose, seconds))
 
     def log_end(self) -> None:
-        """Tell the log, once, what there was since the start, if anything was. At the end, when
-        nothing else calls."""
+        """Log, once, what has happened since the start, if anything has. At the end, when nothing
+        else calls."""
         if self._ended:
             return
         self._ended = True
         self.take_rest()
         rose = self._latest.rise_since(self._first)
         if rose.counts:
-            logger.info("kvdisk ends after %s: %s.", _duration(time.time() - self._first.time_s), _said(rose, None))
+            logger.info("kvdisk ends after %s: %s.", _duration(time.time() - self._first.time_s), _as_line(rose, None))
 
     def _as_json(self, snapshot: _Snapshot) -> dict[str, Any]:
         counts, gauges = dict(snapshot.counts), dict(snapshot.gauges)
@@ -184,26 +184,26 @@ class Telemetry:
         }
 
 
-def _said(rose: Stats, seconds: float | None) -> str:
+def _as_line(rose: Stats, seconds: float | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in summarize(rose, seconds).items()) or "nothing moved"
 
 
 def log_request(level: int, outcome: Outcome) -> None:
-    """Tell the log what a request found. ``level``: of ``logging``."""
+    """Log what a request found. ``level``: of ``logging``."""
     if not logger.isEnabledFor(level):
         return
     name = outcome.request_id if outcome.request_id.isprintable() else ascii(outcome.request_id)
     found = " + ".join(f"{count:,} {tier.word}" for tier, count in outcome.tokens.items())
     computed = outcome.total_tokens - outcome.gpu_tokens - sum(outcome.tokens.values())
     what = "prompt tokens" if outcome.total_tokens == outcome.prompt_tokens else "tokens of prompt and answer"
-    said = []
+    more = []
     if outcome.load_s is not None:
-        said.append(f"load {_duration(outcome.load_s)}")
+        more.append(f"load {_duration(outcome.load_s)}")
     if outcome.saved_s is not None:
-        said.append(f"saved ~{_duration(outcome.saved_s)}")
+        more.append(f"saved ~{_duration(outcome.saved_s)}")
     if outcome.miss is not None:
         ago = "" if outcome.asked_ago_s is None else f" (asked for ~{_duration(outcome.asked_ago_s)} ago)"
-        said.append(f"missing: {outcome.miss.words}{ago}")
+        more.append(f"missing: {outcome.miss.words}{ago}")
     logger.log(
         level,
         "req %s: %s %s = %s GPU + %s + %s computed%s",
@@ -213,7 +213,7 @@ def log_request(level: int, outcome: Outcome) -> None:
         f"{outcome.gpu_tokens:,}",
         found,
         f"{computed:,}",
-        f"; {', '.join(said)}" if said else "",
+        f"; {', '.join(more)}" if more else "",
     )
 
 

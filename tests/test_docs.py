@@ -5,11 +5,13 @@ has."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -163,18 +165,25 @@ fragmentation, another namespace, evicted (but what *is left* or *left alone* is
 
 
 @pytest.fixture
-def desk(store, tmp_path, monkeypatch) -> Path:
-    """A directory with a copy of the store, and what the commands of docs/output read."""
-    shutil.copytree(store, tmp_path / "kv")
-    (tmp_path / "prompt.json").write_text(json.dumps(demo_store.prompt_of(demo_store.branching_block()) + [0] * 60))
-    (tmp_path / "kvdisk.json").write_text(
-        json.dumps({"store_dirs": str(tmp_path / "kv"), "nvme_bytes": "64Mi", "cpu_bytes": "64Mi"})
+def desk(store, monkeypatch) -> Iterator[Path]:
+    """A directory with a copy of the store, and what the commands of docs/output read. Its path is
+    short: pytest's own may be so long that a line of output breaks within it."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name).resolve()
+        _fill(path, store)
+        monkeypatch.setattr(bench, "measure_drive", lambda *_: (1.4e9, 1.4e9, 3.8e9))
+        with contextlib.chdir(path):
+            yield path
+
+
+def _fill(path: Path, store: Path) -> None:
+    shutil.copytree(store, path / "kv")
+    (path / "prompt.json").write_text(json.dumps(demo_store.prompt_of(demo_store.branching_block()) + [0] * 60))
+    (path / "kvdisk.json").write_text(
+        json.dumps({"store_dirs": str(path / "kv"), "nvme_bytes": "64Mi", "cpu_bytes": "64Mi"})
     )
-    (tmp_path / "Llama-3.1-8B").mkdir()
-    (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(demo_store.LLAMA_8B))
-    monkeypatch.setattr(bench, "measure_drive", lambda *_: (1.4e9, 1.4e9, 3.8e9))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (path / "Llama-3.1-8B").mkdir()
+    (path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(demo_store.LLAMA_8B))
 
 
 def printed(desk: Path, call: str) -> str:

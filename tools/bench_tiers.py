@@ -5,7 +5,8 @@ kernel's queue and through threads, alone and beside a Python thread that never 
     python tools/bench_tiers.py /nvme/somewhere
 
 A ratio is the median of the rounds' ratios, so that drift of the drive cancels out. Figures of two
-runs are not comparable. What is not installed is left out.
+runs are not comparable. What is not installed is left out. With torch the mover's way to the drive
+is measured beside the drive alone, too. At the end stands a verdict for each goal.
 
 vLLM's way is a file for each block (``fs_io_C``). The C extension is loaded from its file, without
 vLLM around it, and called as vLLM's tier for file systems does (``vllm/v1/kv_offload/tiering/fs``):
@@ -63,6 +64,12 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 FIO_BYTES = 512 << 20
 """fio moves at least so much: the start of its thread is in its time."""
 
+OF_FIO, OF_VLLM = "fio", "vLLM"
+QUEUE, THREADED, BUSY = "posix-aio", "posix-threads", "posix-aio, busy Python"
+KIB, MIB = 1 << 10, 1 << 20
+MOVER_BYTES = 512 << 20
+"""Of the file of the mover's way."""
+
 Seconds = Callable[[], float]
 """Moves all bytes of a case once, and returns how long that took."""
 
@@ -89,6 +96,33 @@ class Case:
     def words(self) -> str:
         """The case in words."""
         return f"{self.op.value} {size(self.block_bytes).replace('.0 ', ' ')} x {self.depth}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How many times as fast as the best of ``peers`` a contender shall be, at least."""
+
+    what: str
+    sizes: tuple[int, ...]
+    ops: tuple[Op, ...]
+    contender: str
+    peers: str
+    least: float
+
+
+BOTH = (Op.WRITE, Op.READ)
+GOALS = (
+    Goal("the queue, of fio", (256 * KIB, 2 * MIB, 8 * MIB), BOTH, QUEUE, OF_FIO, 0.97),
+    Goal("the same beside a busy Python thread", (256 * KIB,), BOTH, BUSY, OF_FIO, 0.85),
+    *(
+        Goal("the queue, of vLLM's files", (size,), (op,), QUEUE, OF_VLLM, least)
+        for op, leasts in ((Op.WRITE, (1.5, 2, 3)), (Op.READ, (1, 1.1, 1.5)))
+        for size, least in zip((2 * MIB, 256 * KIB, 64 * KIB), leasts, strict=True)
+    ),
+    Goal("threads, of fio", (2 * MIB,), BOTH, THREADED, OF_FIO, 0.9),
+)
+MOVER_LEAST = 0.92
+"""Through the mover, verified, of the drive alone."""
 
 
 def run_device(case: Case, device: PosixDevice, fd: int, memory: memoryview) -> float:
@@ -263,15 +297,45 @@ def ratio(mine: list[float], other: list[float]) -> float:
     return statistics.median(two / one for one, two in zip(mine, other, strict=True))
 
 
+def best_of(found: dict[str, list[float]], kind: str) -> list[float] | None:
+    """Return the rounds of the fastest contender of a kind; None without any."""
+    mine = [seconds for name, seconds in found.items() if name.startswith(kind)]
+    return min(mine, key=statistics.median, default=None)
+
+
+def judge(goal: Goal, results: dict[Case, dict[str, list[float]]]) -> list[tuple[str, str, str]]:
+    """Return case, ratio and verdict for each case of a goal that was measured."""
+    judged = []
+    for case, found in results.items():
+        peer = best_of(found, goal.peers)
+        if peer is not None and case.block_bytes in goal.sizes and case.op in goal.ops:
+            share = ratio(found[goal.contender], peer)
+            judged.append((case.words, f"{share:.2f}", "met" if share >= goal.least else "missed"))
+    return judged
+
+
+def mover_rows(directory: Path, rounds: int) -> Iterator[tuple[str, str, str]]:
+    """Measure the mover's way between blocks in host memory and the drive; yield case, ratio to
+    the drive alone, and verdict. Raises ImportError without torch."""
+    from gpu_report import DRIVE, MOVES, POSIX, measure_drive
+
+    for size_bytes in (256 * KIB, 2 * MIB):
+        print(f"mover {size(size_bytes)}", file=sys.stderr)
+        found = measure_drive(None, directory, size_bytes, MOVER_BYTES, "no GPU", rounds)
+        speeds = {(speed.route, speed.what): speed.samples for speed in found}
+        for what in MOVES[:2]:
+            pairs = zip(speeds[POSIX, what], speeds[DRIVE, what], strict=True)
+            share = statistics.median(mine / alone for mine, alone in pairs)
+            words = f"{what} {size(size_bytes).replace('.0 ', ' ')}"
+            yield words, f"{share:.2f}", "met" if share >= MOVER_LEAST else "missed"
+
+
 def add_rows(table: Table, case: Case, found: dict[str, list[float]]) -> None:
     table.add_row(case.words, style="italic")
-    best = {}
-    for kind in ("fio", "vLLM"):
-        mine = [seconds for name, seconds in found.items() if name.startswith(kind)]
-        best[kind] = min(mine, key=statistics.median, default=None)
+    best = [best_of(found, kind) for kind in (OF_FIO, OF_VLLM)]
     for name, seconds in found.items():
         rates = [case.total_bytes / 1e6 / each for each in seconds]
-        ratios = [f"{ratio(seconds, other):.2f}" if other else "" for other in best.values()]
+        ratios = [f"{ratio(seconds, other):.2f}" if other else "" for other in best]
         spread = f"{min(rates):,.0f}-{max(rates):,.0f}"
         table.add_row(f"  {name}", f"{statistics.median(rates):,.0f}", spread, *ratios)
 
@@ -290,6 +354,7 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False)
     console.print(Machine.here(options.dir).sentence)
     table = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
+    results: dict[Case, dict[str, list[float]]] = {}
     memory = Arena([RUN_BYTES], [total_bytes // RUN_BYTES], pin=False).memory  # with huge pages, as a worker's
     memory[:] = os.urandom(total_bytes)  # no drive compresses it
     with ExitStack() as stack:
@@ -316,9 +381,21 @@ def main(arguments: list[str]) -> int:
                 if extension is not None:
                     files = VllmFiles(extension, case, private / str(number), memory, direct)
                     contenders |= files.contenders(mine)
-                add_rows(table, case, measure(contenders, options.rounds))
+                results[case] = measure(contenders, options.rounds)
+                add_rows(table, case, results[case])
             table.add_section()
     console.print(table)
+    verdicts = Table("what", "wanted", "case", "ratio", "verdict")
+    for goal in GOALS:
+        for row in judge(goal, results):
+            verdicts.add_row(goal.what, f"{goal.least:g}", *row)
+    try:
+        for row in mover_rows(options.dir, options.rounds):
+            verdicts.add_row("through the mover, of the drive alone", f"{MOVER_LEAST:g}", *row)
+    except ImportError as error:
+        console.print(f"the mover is left out: {error}")
+    console.print(verdicts)
+    console.print(Machine.here(options.dir).sentence)
     return 0
 
 

@@ -143,9 +143,9 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
 
 
 def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
-    """Answer the question, or say what is still to be told."""
+    """Answer the question, or say what is still to be given."""
     if tokens_per_s is None:
-        return "name a model to hear how many tokens a second that is: --model CONFIG"
+        return "name a model to see how many tokens a second that is: --model CONFIG"
     if prefill is None:
         return f"worth it where the GPU computes less than {tokens_per_s:,.0f} tokens/s; --prefill N compares"
     if tokens_per_s >= prefill:
@@ -154,8 +154,8 @@ def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
 
 
 def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, float]:
-    """Move a file of ``directory`` that nobody sees in blocks and in runs; return the bytes a
-    second of reads, of runs read, and of writes. Raises DeviceError, Silence, OSError."""
+    """Move an unnamed file in ``directory`` in blocks and in runs; return the bytes a second of
+    reads, of runs read, and of writes. Raises DeviceError, Silence, OSError."""
     memory = Arena([RUN_BYTES], [FILE_BYTES // RUN_BYTES], pin=False).memory  # as an engine's: it has huge pages
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
     device = PosixDevice()

@@ -155,7 +155,7 @@ def _delete(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Plan, show, ask, delete and tell. Ends the command with its exit code."""
+    """Plan, show, ask, delete and report. Ends the command with its exit code."""
     now_s = int(time.time())
     with opening(directories) as named:
         store = Store.open(named, create=False)

@@ -68,7 +68,7 @@ class HomeColumns(NamedTuple):
     its parent, 0 where it has none. Two of ten million blocks share a name with a chance of 1 in
     300,000; two chains would look like one then. ``tokens``: of the block, NONE where HOME does not
     say. ``slot_bytes``: on all ranks; 0, and ``drives`` NONE, in a segment that the index does not
-    have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not tell.
+    have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not have it.
     """
 
     columns: BlockColumns
@@ -145,7 +145,7 @@ class ReadHome:
 
     @cached_property
     def blocks(self) -> HomeColumns | None:
-        """The blocks with what USES tells of them; None where the index cannot be read."""
+        """The blocks with their uses; None where the index cannot be read."""
         if self.problem is not None:
             return None
         tokens, uses = block_tokens(self.summary.record), read_uses(self.summary.path)
@@ -286,7 +286,7 @@ def join_home(
         np.array([hash(key[:-GROUP_BYTES]) for key in keys], np.int64).view(np.uint64) + columns.epochs * _EPOCH_BITS
         for keys in (columns.keys, columns.each_parent())
     )
-    told, is_known = find_uses(np.zeros(0, USES_RECORD) if uses is None else uses, columns.generations)
+    found, is_known = find_uses(np.zeros(0, USES_RECORD) if uses is None else uses, columns.generations)
     return HomeColumns(
         columns,
         names,
@@ -295,8 +295,8 @@ def join_home(
         np.array([*tokens, NONE])[np.minimum(groups, len(tokens))],
         of_segments(columns.segments, {each.segment: min(each.slot_bytes, 1 << 48) for each in segments}, 0) * ranks,
         of_segments(columns.segments, {each.segment: each.drive for each in segments}, NONE),
-        told["uses"].astype(np.int64),
-        told["last_use_s"].astype(np.int64),
+        found["uses"].astype(np.int64),
+        found["last_use_s"].astype(np.int64),
         is_known,
     )
 

@@ -185,10 +185,10 @@ def print_survey(survey: Survey, console: Console, views: Collection[str] = (), 
     console.print(lines)
     print_list("Problems", survey.problems, console, most, "--all lists them")
     if survey.engine_stores and not views:
-        told = [-(-(len(problem) + 4) // width) for problem in survey.problems[:PROBLEMS_SHOWN]]
+        shown = [-(-(len(problem) + 4) // width) for problem in survey.problems[:PROBLEMS_SHOWN]]
         more = 3 if len(survey.problems) > PROBLEMS_SHOWN else 2
         heads = len(console.render_lines(lines, pad=False))
-        _print_models(survey, console, LINES - heads - (sum(told) + more if told else 0))
+        _print_models(survey, console, LINES - heads - (sum(shown) + more if shown else 0))
     if "models" in views:
         console.print("", namespaces_table(survey, width, MOST_MODELS), sep="\n")
     if "stores" in views and survey.engine_stores:

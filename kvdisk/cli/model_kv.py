@@ -42,7 +42,7 @@ _NOT_COUNTED = (
     # attention settings of its own kind
     "attn_config",
 )  # fmt: skip
-"""Fields that tell of a state that is not counted here."""
+"""Fields that mean a state that is not counted here."""
 _LAYER_KINDS = {"full_attention": False, "attention": False, "global": False, "sliding_attention": True, "local": True}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _KV_DTYPE_BYTES = _DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -92,8 +92,8 @@ class ModelKv(NamedTuple):
 
     def geometry(self, ranks: int, block_tokens: int | None = None, stages: Sequence[int] = ()) -> Geometry:
         """Return the sizes of an engine's blocks as vLLM would make them. ``ranks``: of a stage.
-        ``block_tokens``: None where vLLM is told none. ``stages``: layers of each stage of a
-        pipeline; none: there is one. Raises ConfigError."""
+        ``block_tokens``: None: vLLM's default. ``stages``: layers of each stage of a pipeline;
+        none: there is one. Raises ConfigError."""
         block_tokens = block_tokens or (_MLA_BLOCK_TOKENS if self.mla else _BLOCK_TOKENS)
         if self.heads % ranks:
             raise ConfigError(f"--tp {ranks} does not divide the model's {self.heads} attention heads.")
@@ -199,7 +199,7 @@ def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str)
     every_layer_is_full = {"attn_type_list": [1] * len(config.get("attn_type_list") or ())}
     for name in _NOT_COUNTED:
         if config.get(name) and config[name] != every_layer_is_full.get(name):
-            yield f"{name}, which tells of another state, or of another attention"
+            yield f"{name}, which means another state, or another attention"
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         yield from (f"layers of the kind {name}" for name in kinds if name not in _LAYER_KINDS)

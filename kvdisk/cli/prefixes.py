@@ -25,7 +25,7 @@ DEEPEST = 12
 """Branches from a root to the last prefix that is shown."""
 _GROUP_BITS = 16
 _USES = ("uses", "first_uses", "last_uses", "last_use_s")
-"""What is null where USES tells of no block."""
+"""What is null where USES has no block."""
 
 _Ints = NDArray[np.int64]
 
@@ -37,8 +37,8 @@ class Prefix:
     ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of
     all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``,
     ``tokens``: tokens before it (null where the block before it is not here), and in it. ``uses``:
-    of its blocks together, of its first and of its last block; null where USES tells of none;
-    a block that several KV-cache groups have counts as often as in that where it was used most.
+    of its blocks together, of its first and of its last block; null where USES has none; a block
+    that several KV-cache groups have counts as often as in that where it was used most.
     ``last_use_s``: 0: never. ``below_blocks``, ``below_bytes``: of all that follows it.
     ``children``: how many follow it, of which ``hidden_children`` are not in ``tree``.
     """
@@ -161,7 +161,7 @@ def find_prefixes(blocks: HomeColumns, most: int, *, shared_only: bool = True) -
     forest = grow_forest(blocks)
     stretches = _fold(blocks, forest)
     facts, parents = stretches.facts, stretches.parents
-    told = bool(blocks.is_known.any())
+    has_uses = bool(blocks.is_known.any())
     shared = (facts["chains"] > 1) | (facts["uses"] > 0)
     kept = _choose(stretches, shared if shared_only else np.ones_like(shared), most)
 
@@ -180,7 +180,7 @@ def find_prefixes(blocks: HomeColumns, most: int, *, shared_only: bool = True) -
             tokens=None if tokens is None else mine["blocks"] * tokens,
             hidden_children=mine["children"] - len(below),
             tree=tuple(map(describe, below)),
-            **(mine if told else mine | dict.fromkeys(_USES)),
+            **(mine if has_uses else mine | dict.fromkeys(_USES)),
         )
 
     tree = tuple(map(describe, kept.get(NONE, [])))

@@ -150,9 +150,9 @@ def size(
     ] = None,
     block_size: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, max=_MOST_BLOCK_TOKENS, help="As vLLM is told: 16, with MLA 64."),
+        typer.Option(metavar="TOKENS", min=1, max=_MOST_BLOCK_TOKENS, help="As vLLM's. Default: 16, with MLA 64."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="As vLLM is told, where that is not the model's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As vLLM's dtype, where that is not the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")] = "auto",
     drives: Annotated[
         int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="How many directories store_dirs has.")

@@ -177,8 +177,8 @@ class Ages:
     """Blocks of all engine stores by age. Class n is below bound n; the last has no bound.
 
     ``stored``: by the age of their record. ``used``: by the age of their last use; null where USES
-    tells of no block. ``never_used``: not since they were stored. ``unknown``: USES does not
-    tell of them, as of those stored after it was last written.
+    has no block. ``never_used``: not since they were stored. ``unknown``: USES does not have them,
+    such as those stored after it was last written.
     """
 
     bounds_s: tuple[int, ...]
@@ -336,7 +336,7 @@ def survey_home(read: ReadHome) -> Home:
 
 
 def _segments(read: ReadHome, files: Mapping[int, Sequence[SegmentFileSummary]]) -> Iterator[Segment]:
-    """Yield the segments that the index or a file tells of, by number."""
+    """Yield the segments that the index or a file has, by number."""
     blocks = join([]) if read.blocks is None else read.blocks
     places = places_of(blocks.columns)
     order = np.argsort(places)

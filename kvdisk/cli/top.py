@@ -209,8 +209,7 @@ def top(
     """Watch a store in use: each engine's hits, rates, fill and queues, and each drive's bytes;
     until q or ctrl-C.
 
-    Reads what engines tell of themselves, which is new once a second at most; engines may come and
-    go.
+    Reads the figures of engines, which are new once a second at most; engines may come and go.
 
     Without a terminal, and with --json, there is one frame, as with --once. Only reads; needs
     neither a GPU nor vLLM.
@@ -367,8 +366,8 @@ class TopReader:
         now_s = self._clock()
         engines = [self._engine(owner, now_s) for owner in owners if owner.alive]
         engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.engine_store))
-        told = {engine.engine_store for engine in engines if engine.figures_s is not None}
-        self._watched = {home_id: each for home_id, each in self._watched.items() if home_id in told}
+        known = {engine.engine_store for engine in engines if engine.figures_s is not None}
+        self._watched = {home_id: each for home_id, each in self._watched.items() if home_id in known}
         stopped = [
             StoppedEngine(owner.id, _model_of(owner), owner.record.last_use_s if owner.record else None)
             for owner in owners
@@ -389,7 +388,7 @@ class TopReader:
             tuple(problems),
             self._totals(engines, len(stopped)),
             tuple(engines),
-            tuple(_drive(path, told) for path, told in sorted(drives.items())),
+            tuple(_drive(path, users) for path, users in sorted(drives.items())),
             tuple(stopped),
         )
 
@@ -448,16 +447,17 @@ class TopReader:
         )
 
 
-def _drive(path: str, told: Sequence[tuple[_Watched, DriveTelemetry]]) -> Drive:
-    """Return a drive that engines tell of. Rates: of the engines whose rates are known."""
+def _drive(path: str, users: Sequence[tuple[_Watched, DriveTelemetry]]) -> Drive:
+    """Return a drive with the sums of the engines that use it. Rates: of the engines whose rates
+    are known."""
     return Drive(
         path,
-        engines=len(told),
-        read_bytes=sum(drive.read_bytes for _, drive in told),
-        written_bytes=sum(drive.written_bytes for _, drive in told),
-        read_bytes_per_s=_sum_known(watched.rate(f"read {path}") for watched, _ in told),
-        written_bytes_per_s=_sum_known(watched.rate(f"written {path}") for watched, _ in told),
-        quarantined=sum(drive.quarantined for _, drive in told),
+        engines=len(users),
+        read_bytes=sum(drive.read_bytes for _, drive in users),
+        written_bytes=sum(drive.written_bytes for _, drive in users),
+        read_bytes_per_s=_sum_known(watched.rate(f"read {path}") for watched, _ in users),
+        written_bytes_per_s=_sum_known(watched.rate(f"written {path}") for watched, _ in users),
+        quarantined=sum(drive.quarantined for _, drive in users),
     )
 
 
@@ -567,7 +567,7 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
         (short_model(engine.model), "bold"),
     )
     if engine.figures_s is None or engine.waiting is None:
-        why = f"its figures cannot be read: {engine.problem}" if engine.problem else "it has told nothing of itself yet"
+        why = f"its figures cannot be read: {engine.problem}" if engine.problem else "it has written no figures yet"
         return Panel(Text(printable(why), "red" if engine.problem else "dim"), title=title, title_align="left")
     about = f"pid {engine.pid} on {printable(engine.host)}, {plural(engine.ranks or 0, 'rank')}, "
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"

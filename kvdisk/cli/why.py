@@ -69,7 +69,7 @@ class Found:
 
     ``differs``: of each field of the fingerprint that differs from the namespace that was asked
     about, its value there and here, as JSON text or a digest of it; null where HOME of one does not
-    tell its fields.
+    say its fields.
     """
 
     fingerprint: str

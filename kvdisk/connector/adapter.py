@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.registry import ModelRegistry
@@ -46,8 +47,9 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
     group_kernel_blocks,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
 from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry, share_slots
@@ -65,14 +67,29 @@ SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds the hooks of sleep mode and keeps no reference count on
 null blocks."""
 
-_TELLS_OF_SLEEP = (0, 33)
-"""The first version whose workers tell before they unmap the KV cache, and after."""
+_SLEEP_HOOKS = (0, 33)
+"""The first version that calls the connector before it unmaps the KV cache, and after."""
 
 SUPPORTED_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "mtp"})
 """Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
 own."""
 
 LAYERLESS_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix"})
+
+
+class VllmTier(NamedTuple):
+    """What vLLM calls a tier: where hits come from, and, of those whose changes are published, the
+    medium in KV-cache events."""
+
+    hit_source: CacheHitSource
+    medium: str | None = None
+
+
+VLLM_TIERS: Mapping[Tier, VllmTier] = {
+    Tier.CPU: VllmTier(CacheHitSource.HOST, MEDIUM_CPU),
+    Tier.NVME: VllmTier(CacheHitSource.DISK, MEDIUM_STORAGE),
+    Tier.REMOTE: VllmTier(CacheHitSource.EXTERNAL_UNSPECIFIED),
+}
 
 _Reach = tuple[int | None, int | None]
 """The window and the chunk that a kind of layers reads in, in tokens, each None where there is
@@ -108,7 +125,7 @@ _WHOLE_BLOCKS = (16, 32, 64)
 """Tokens of blocks that no attention kernel for CUDA takes in pieces, if all layers are alike."""
 _UNQUANTISED = ("auto", "float16", "bfloat16")
 _OTHER_LAYERS = ("sliding_window", "global_head_dim", "attention_chunk_size")
-"""Fields of a model's configuration that tell of layers of another kind, or may."""
+"""Fields of a model's configuration that mean layers of another kind, or may."""
 
 STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
@@ -164,7 +181,7 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
-    if sleeps(vllm_config) and vllm_minor_version() < _TELLS_OF_SLEEP:
+    if sleeps(vllm_config) and vllm_minor_version() < _SLEEP_HOOKS:
         yield "sleep mode with this vLLM, which does not tell when it unmaps the KV cache (0.33 does)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism (DCP, PCP), with which it has not run on GPUs"
@@ -172,7 +189,7 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     if speculative is not None and speculative.method not in SUPPORTED_DRAFTERS:
         yield f"speculative decoding by the method {speculative.method}"
     if speculative is not None and parallel.pipeline_parallel_size > 1 and speculative.method not in LAYERLESS_DRAFTERS:
-        # Their layers are on the last stage, and vLLM's scheduler is told the groups of the first.
+        # Their layers are on the last stage, and vLLM's scheduler has the groups of the first.
         yield "drafters with layers of their own under pipeline parallelism"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
@@ -254,7 +271,7 @@ def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Ge
             "has at another token: set it to 'on_compute' or 'spillover'."
         )
     elif store_policy == "on_preemption" and not all(group.reads_all for group in geometry.groups):
-        # Only the prefix cache tells whether a block at the window's edge is still the victim's.
+        # Only the prefix cache shows whether a block at the window's edge is still the victim's.
         why = "needs vLLM's prefix cache for a model with sliding windows"
     if why and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
@@ -335,11 +352,11 @@ def _asked_by_another() -> bool:
 
 
 def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the scheduler's configuration tells the sizes of all layers, and not of each group's
+    """Whether the scheduler's configuration has the sizes of all layers, and not of each group's
     first one only, or of the first stage's.
 
-    vLLM lets that layer stand for all of a group there; what remains of them is that layers which
-    differ lie in KV tensors of their own. Of a pipeline it has the first stage's layers alone.
+    vLLM takes that layer for all of a group there; what remains of them is that layers which differ
+    lie in KV tensors of their own. Of a pipeline it has the first stage's layers alone.
     """
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
         sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
@@ -475,24 +492,24 @@ def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any
 
 def _described(spec: KVCacheSpec) -> str:
     """Return a specification's kind, its bytes, and what of it is not as it is by default, so that
-    a field that another version adds changes nothing until somebody uses it."""
-    told = {
+    a field that another version adds changes nothing until it is used."""
+    found = {
         field.name: getattr(spec, field.name)
         for field in fields(spec)
         if field.compare and (field.default is MISSING or getattr(spec, field.name) != field.default)
     }
-    return f"{type(spec).__name__} {spec.real_page_size_bytes} {sorted(told.items())}"
+    return f"{type(spec).__name__} {spec.real_page_size_bytes} {sorted(found.items())}"
 
 
 def is_plain(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]]
 ) -> bool:
-    """Whether descriptions and layout tell where every byte of a block is, whatever minor version
+    """Whether descriptions and layout say where every byte of a block is, whatever minor version
     and attention backend wrote it: K and V of each token, one behind the other, as they are.
 
     vLLM: on CUDA every backend writes what ``_TOKEN_MAJOR`` and the fields asked for here say; each
     version that is supported was read for that. Elsewhere kernels pack as they like (CPUs, ROCm),
-    and recurrent state, MLA and quantised KV have what no description tells.
+    and recurrent state, MLA and quantised KV have what no description says.
     """
     speculative = vllm_config.speculative_config
     return (
@@ -607,7 +624,7 @@ def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor
 def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
     """Return a request's GPU blocks by vLLM's group, 0 for those that no load may write to.
 
-    A block that has a hash already is somebody's: its KV is there.
+    A block that has a hash already was filled before: its KV is there.
     """
     return [
         [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
@@ -707,7 +724,7 @@ class PooledBlock(NamedTuple):
 
 class BlockPoolContext:
     """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. ``void``: hashes
-    of blocks whose content nobody knows; it grows. Scheduler thread only."""
+    of blocks whose content is not known; it grows. Scheduler thread only."""
 
     def __init__(
         self,
@@ -756,7 +773,7 @@ class BlockPoolContext:
         the end of the queue.
         """
         for block_id in block_ids:
-            assert block_id > 0, "the null block is nobody's"
+            assert block_id > 0, "the null block belongs to no request"
             self._pool._reuse_watchers[block_id] = self._note
 
     def unwatch(self, block_ids: Iterable[int]) -> None:
@@ -795,18 +812,17 @@ class _Watchers(dict[int, Any]):
     """A pool's watchers by block, where one more joins those before: ``unpin_blocks`` would replace
     ours."""
 
-    def __init__(self, before: Mapping[int, _Watcher]) -> None:
-        super().__init__((block_id, _CallAll([watcher])) for block_id, watcher in before.items())
-
     def __setitem__(self, block_id: int, watcher: _Watcher) -> None:
-        watching = self.setdefault(block_id, _CallAll())
-        if watcher not in watching:
-            watching.append(watcher)
+        before = self.setdefault(block_id, watcher)
+        if isinstance(before, _CallAll):
+            before += [watcher] * (watcher not in before)
+        elif before != watcher:
+            super().__setitem__(block_id, _CallAll([before, watcher]))
 
     def remove(self, block_id: int, watcher: _Watcher) -> None:
         """Forget one watcher of a block. It may not be there."""
-        watching = self.get(block_id, ())
-        if watcher in watching:
-            watching.remove(watcher)
-            if not watching:
-                del self[block_id]
+        before = self.get(block_id)
+        if before == watcher:
+            del self[block_id]
+        elif isinstance(before, _CallAll) and watcher in before:
+            before.remove(watcher)

@@ -161,7 +161,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so
-        what is wrong in ours is told before any weights are loaded. Raises ConfigError."""
+        what is wrong in ours is refused before any weights are loaded. Raises ConfigError."""
         refuse_version()
         check_settings(extra_config)
         return False

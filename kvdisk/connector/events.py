@@ -16,8 +16,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -26,6 +24,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
+from kvdisk.connector.adapter import VLLM_TIERS
 from kvdisk.geometry import Geometry
 from kvdisk.manager.events import Taken
 
@@ -37,7 +36,6 @@ MOST_REMEMBERED = 65536
 """Hashes whose tokens are remembered, at 8 bytes a token and about 300 a hash; the oldest go
 first."""
 
-_MEDIA = {Tier.CPU: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
 _LOCALITY = "LOCAL"
 
 
@@ -113,7 +111,7 @@ class EventWriter:
                 token_ids=tokens,
                 block_size=self._geometry.groups[group].block_tokens if described[key] else 0,
                 lora_id=None,
-                medium=_MEDIA[tier],
+                medium=VLLM_TIERS[tier].medium,
                 lora_name=None,
                 group_idx=group_id,
                 kv_cache_spec_kind=kind,
@@ -127,18 +125,20 @@ class EventWriter:
             by_group.setdefault(group_of(key), []).append(_external(_hash_of(key)))
         for group, hashes in by_group.items():
             group_id = self._groups[group][0]
-            yield BlockRemoved(block_hashes=hashes, medium=_MEDIA[tier], group_idx=group_id, locality=_LOCALITY)
+            yield BlockRemoved(
+                block_hashes=hashes, medium=VLLM_TIERS[tier].medium, group_idx=group_id, locality=_LOCALITY
+            )
 
 
 def _parents_first(described: Mapping[BlockKey, tuple[bytes | None, list[int]] | None]) -> Iterator[BlockKey]:
     """Yield the keys, each behind its parent where that is among them: the tail of a chain is ready
     first, and readers skip a block whose parent they do not know."""
-    told: set[BlockKey] = set()
+    yielded: set[BlockKey] = set()
     for first in described:
         chain: list[BlockKey] = []
         key: BlockKey | None = first
-        while key is not None and key in described and key not in told:
-            told.add(key)
+        while key is not None and key in described and key not in yielded:
+            yielded.add(key)
             chain.append(key)
             parent = (described[key] or (None,))[0]
             key = None if parent is None else make_block_key(parent, group_of(key))

@@ -45,6 +45,17 @@ _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_bas
 """Modules of models that say how weights are loaded, and what a model supports."""
 _UNSTABLE_HASHES = ("xxhash", "builtin")
 _NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
+_MEDIA_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""Settings of an engine that decide what an image, a sound or a video is to the model. vLLM: in the
+hashes of blocks are only what is in the image, and what its request says of it."""
 
 
 def fingerprint_of(
@@ -55,18 +66,12 @@ def fingerprint_of(
     ``stages``: the KV-cache groups of each stage of a pipeline; none: the configuration's own.
 
     Raises ConfigError where the weights have no identity (dummy, streamed), where the hashes of
-    blocks are not the same in the next process, or where not all workers see the files: then
-    nothing on NVMe could be found, or trusted.
+    blocks are not the same in the next process, or mean something else there, or where not all
+    workers see the files: then nothing on NVMe could be found, or trusted.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
-    if algorithm.startswith(_UNSTABLE_HASHES):
-        raise ConfigError(
-            f"The NVMe tier needs block hashes that are the same in every process, and {algorithm} is not: set "
-            "prefix_caching_hash_algo to sha256."
-        )
-    if parallel.nnodes_within_dp > 1:
-        raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
+    _refuse_hashes(vllm_config, algorithm)
     final_config = model.hf_config.to_dict()
     final_config.pop("_name_or_path", None)
     stages = stages or [kv_cache_config.prefix_cacheable_groups]
@@ -96,6 +101,12 @@ def fingerprint_of(
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
         facts["max_model_len"] = model.max_model_len
+    for name in ("quantization_config", "model_class_overrides"):  # which layers, and whose code
+        if value := getattr(model, name, None):
+            facts[name] = repr(value)
+    if (media := model.multimodal_config) is not None:
+        facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
+        facts["media"]["files"] = _processor_digest(_model_folder(model))
     context = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
     if context != [1, 1]:
         # vLLM: another option, or NIXL, changes which tokens a rank has, in the workers alone.
@@ -112,6 +123,25 @@ def fingerprint_of(
         "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description
+
+
+def _refuse_hashes(vllm_config: VllmConfig, algorithm: str) -> None:
+    """Raise ConfigError where hashes of blocks are not the same in the next process, or mean
+    something else there, or where not all workers see the files."""
+    if algorithm.startswith(_UNSTABLE_HASHES):
+        raise ConfigError(
+            f"The NVMe tier needs block hashes that are the same in every process, and {algorithm} is not: set "
+            "prefix_caching_hash_algo to sha256."
+        )
+    cache, media = vllm_config.cache_config, vllm_config.model_config.multimodal_config
+    if media is not None and not cache.enable_prefix_caching and getattr(media, "mm_processor_cache_gb", None) == 0:
+        # vLLM: with both caches off it hashes no image, but counts them, in each process from 1.
+        raise ConfigError(
+            "The NVMe tier needs images that are known by their content, and without enable_prefix_caching and with "
+            "mm_processor_cache_gb 0 vLLM only counts them: set one of the two."
+        )
+    if vllm_config.parallel_config.nnodes_within_dp > 1:
+        raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
 
 
 def code_digest(root: Path, module: str) -> str | None:
@@ -201,6 +231,14 @@ def weights_digest(vllm_config: VllmConfig, model: ModelConfig) -> str:
         )
     for file in files:
         digest_file(file, digest)
+    return digest.hexdigest()
+
+
+def _processor_digest(folder: Path) -> str:
+    """Return a digest of the files that say how a model's images and sounds are processed."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*processor_config.json")):
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
     return digest.hexdigest()
 
 

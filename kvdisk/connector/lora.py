@@ -43,7 +43,7 @@ _FILES_CLOCK = 5
 
 
 class Look(NamedTuple):
-    """What a look found. ``began_s``: by ``time.monotonic``. ``content``: None: nobody can tell,
+    """What a look found. ``began_s``: by ``time.monotonic``. ``content``: None: it is not known,
     and ``problem`` says why; ``for_good``: until the engine starts again."""
 
     began_s: float
@@ -168,7 +168,7 @@ class Adapters:
     A request is *unsure* from the time when it is followed until a look at its adapter that began
     after its end: the workers may have read other files than those that its hashes were made of.
     The results of stores are held back until a look that began after them. Where an adapter has
-    changed by then, or nobody can tell in time, its requests are stale: all stores that are out
+    changed by then, or that is not known in time, its requests are stale: all stores that are out
     have to fail, and nothing is known by the requests' hashes from then on.
     """
 
@@ -176,7 +176,7 @@ class Adapters:
         self._settings = settings
         self._looks = Looks()
         self._path_of: dict[int, str | None] = {}
-        """What each of vLLM's numbers stands for: with another path it would not be read again."""
+        """What each of vLLM's numbers means: with another path it would not be read again."""
         self._new: dict[str, tuple[Request, float]] = {}
         self._unsure: dict[str, tuple[Request, float | None]] = {}
         """Requests that are followed, and when they ended; None: they live."""
@@ -184,7 +184,7 @@ class Adapters:
         """The stores that were planned while a request was unsure, and are not settled."""
         self._held: list[tuple[float, dict[JobId, JobResult]]] = []
         self.void: set[bytes] = set()
-        """Hashes of blocks whose content nobody knows."""
+        """Hashes of blocks whose content is not known."""
         self._log = QuietLog(time.monotonic, logger)
 
     def arrived(self, request: Request, now: float) -> None:

@@ -58,8 +58,8 @@ class SchedulerOff:
     """The scheduler's half.
 
     ``parts``: closed at the end. ``unsent``: by request, the GPU blocks of the loads that vLLM was
-    promised, and that no plan has carried: the workers are told to report them as failed.
-    ``publishes``: whether somebody was told what the tiers hold.
+    promised, and that no plan has carried: the workers shall report them as failed. ``publishes``:
+    whether events were published of what the tiers hold.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SchedulerOff:
             parts.manager.stats.add("switched_off")
 
     def new_request(self, request: Request) -> None:
-        """Nobody is followed."""
+        """Follow no request."""
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int, bool]:  # noqa: ARG002 - as the half's
         """There are no hits."""
@@ -112,7 +112,7 @@ class SchedulerOff:
         """What the workers finish is of no use any more."""
 
     def reset(self) -> bool:
-        """Nothing from before is served again, nor anything else."""
+        """Load nothing from before, nor anything else."""
         return True
 
     def has_pending_work(self) -> bool:
@@ -135,7 +135,7 @@ class SchedulerOff:
         try:
             return self._parts.telemetry.take_rest()
         except Exception:
-            logger.exception("kvdisk, which is off, cannot tell its metrics")
+            logger.exception("kvdisk, which is off, cannot report its metrics")
             return None
 
     def counters(self) -> dict[str, int]:
@@ -152,10 +152,10 @@ class SchedulerOff:
 
 
 class WorkerOff:
-    """A worker's half. ``loads``: those that the scheduler has not been told the end of. What has
-    begun of them goes on in the mover, to its end: only then the scheduler is told, that they have
-    failed. ``failed_blocks``: of the loads that were just reported. ``by_block``: whether these say
-    which loads failed; else the requests do.
+    """A worker's half. ``loads``: those whose end was not reported yet. What has begun of them goes
+    on in the mover, to its end: only then it is reported to the scheduler, that they have failed.
+    ``failed_blocks``: of the loads that were just reported. ``by_block``: whether these say which
+    loads failed; else the requests do.
     """
 
     def __init__(

@@ -10,12 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from kvdisk.assembly import SchedulerParts, assemble_scheduler
-from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.connector.adapter import (
+    VLLM_TIERS,
     BlockPoolContext,
     GroupIds,
     event_groups,
@@ -45,18 +43,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
 
     from kvdisk.manager.events import Journal
     from kvdisk.manager.manager import TierManager
 
 logger = logging.getLogger("kvdisk.connector")
-
-_SOURCES = {
-    Tier.CPU: CacheHitSource.HOST,
-    Tier.NVME: CacheHitSource.DISK,
-    Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
-}
 
 
 class SchedulerSide:
@@ -107,7 +100,7 @@ class SchedulerSide:
         return self._parts.manager
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Take the engine's block pool, and build the manager over it, unless the workers must tell
+        """Take the engine's block pool, and build the manager over it, unless the workers must send
         sizes first."""
         assert self._context is None, "the block pool was bound twice"
         self._context = BlockPoolContext(
@@ -186,6 +179,7 @@ class SchedulerSide:
             self._manager.fail_stores()
         for request in stale:
             if self._requests.pop(request.request_id, None) is not None:
+                self._described.pop(request.request_id, None)
                 self._manager.request_finished(request.request_id)
         for report in reports:
             self._manager.settle(report, now, int(time.time()))
@@ -220,7 +214,7 @@ class SchedulerSide:
     def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
         """Answer ``get_external_cache_hit_sources``."""
         served = self._manager.served_tokens(request.request_id)
-        sources = {_SOURCES[tier]: tokens for tier, tokens in served.items() if tokens}
+        sources = {VLLM_TIERS[tier].hit_source: tokens for tier, tokens in served.items() if tokens}
         return sources if sum(sources.values()) == external_tokens else {}
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
@@ -281,7 +275,7 @@ class SchedulerSide:
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
         """Take in what the workers finished, and which blocks of the step no load has filled,
-        whosever it was."""
+        kvdisk's or another connector's."""
         if invalid_blocks:
             self._manager.note_invalid_blocks(invalid_blocks, report or Report())
         if report is not None:
@@ -333,7 +327,7 @@ class SchedulerSide:
         return dict(self._manager.stats.counts)
 
     def switched_off(self) -> SchedulerOff:
-        """Return what stands in for this half after an error."""
+        """Return the stand-in for this half after an error."""
         return SchedulerOff(self._parts, self._unsent, publishes=self._journal is not None)
 
     def shutdown(self) -> None:

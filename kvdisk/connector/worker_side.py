@@ -40,8 +40,9 @@ class WorkerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        # Told of blocks, vLLM goes on from the first that failed: for what a window reaches before
-        # that there are none. With more groups it takes no blocks, nor where only one is stored.
+        # Where failed blocks are reported, vLLM computes from the first of them on: what a window
+        # needs before it is not there. It takes no blocks where there are several groups, nor where
+        # only one of them is stored.
         alone = len(kv_cache_config.kv_cache_groups) == 1
         self._by_block = alone and geometry_of(vllm_config, kv_cache_config).groups[0].reads_all
         self._stages: list[list[KVCacheGroupSpec]] = []
@@ -51,7 +52,7 @@ class WorkerSide:
         self.failed_blocks: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the mover over vLLM's KV tensors, once the workers of all stages have told their
+        """Start the mover over vLLM's KV tensors, once the workers of all stages have sent their
         sizes."""
         assert self._parts is None, "the KV caches were registered twice"
         self._stages = groups_by_stage(self._vllm_config, self._kv_cache_config)
@@ -124,7 +125,7 @@ class WorkerSide:
             elif result.failed:
                 failed.add(job.request_id)
         self._report.merge(report)
-        for job_id in ended:  # when nothing can fail any more: until then its end was told to nobody
+        for job_id in ended:  # when nothing can fail any more: until then no end was reported
             del self._loads[job_id]
         return finished, failed
 
@@ -136,7 +137,7 @@ class WorkerSide:
         return report
 
     def switched_off(self) -> WorkerOff:
-        """Return what stands in for this half after an error."""
+        """Return the stand-in for this half after an error."""
         return WorkerOff(self._parts, self._loads, self.failed_blocks, by_block=self._by_block)
 
     def shutdown(self) -> None:

@@ -3,7 +3,8 @@
 
 docs/STORE.md has the layout. Magic, version and the header's own checksum keep their place in every
 format version. What a reader knows beforehand lies together at the front, so that ``check_slot``
-compares it in one go. A slot is verified by the kind of checksum that it names, whoever wrote it.
+compares it in one go. A slot is verified by the kind of checksum that it names, by whichever
+engine.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
 
 def adopt_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
     """Verify a slot as ``check_slot`` does, of whatever generation, and give it that of
-    ``identity``: somebody else wrote it."""
+    ``identity``: another writer's."""
     (generation,) = _GENERATION.unpack_from(slot_view, _GENERATION_OFFSET)
     reason = check_slot(slot_view, identity._replace(generation=generation))
     if reason is None:

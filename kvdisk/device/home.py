@@ -23,7 +23,7 @@ NEW_INDEX = "index.new"
 
 
 def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
-    """Whether an index is what its last owner committed, as far as its file tells. Raises
+    """Whether an index is what its last owner committed, as far as its file shows. Raises
     OSError."""
     file = index_path / INDEX_FILE
     if not paths.is_directory(index_path) or os.path.lexists(index_path / INDEX_DAMAGED):

@@ -43,7 +43,7 @@ def device_errors(what: str) -> Iterator[None]:
 
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
     """Make one directory of mode 0700, whatever the umask. Raises OSError: NotADirectoryError for a
-    symlink, FileNotFoundError also where somebody removes it meanwhile."""
+    symlink, FileNotFoundError also where it is removed meanwhile."""
     try:
         path.mkdir(DIRECTORY_MODE)
     except FileExistsError:

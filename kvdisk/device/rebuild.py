@@ -101,7 +101,7 @@ class Findings:
 def scan_home(
     folders: Sequence[DriveFolder | None], shape: HomeShape, progress: Callable[[int, int], None]
 ) -> Findings:
-    """Read all headers of a home that nobody writes to. ``folders``: its parts, by drive.
+    """Read all headers of a home that no engine writes to. ``folders``: its parts, by drive.
 
     ``progress`` is called with segments read and segments in all. Writes nothing. Raises
     DeviceError where the directories, or all segments of a drive, cannot be read, or this process
@@ -186,8 +186,8 @@ def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShap
                 raise CorruptRecord(f"segment {segment}: the header of rank {rank} says something else")
         if slot_bytes not in {group.slot_bytes for group in shape.groups}:
             raise CorruptRecord(f"segment {segment}: no block is of {slot_bytes} bytes")
-        told = [_headers(file, shape) for file in files]
-    return SegmentSpec(segment, slot_bytes, slot_count, drive, create=False), reduce(agreed, told)
+        found = [_headers(file, shape) for file in files]
+    return SegmentSpec(segment, slot_bytes, slot_count, drive, create=False), reduce(agreed, found)
 
 
 def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:

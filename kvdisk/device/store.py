@@ -265,7 +265,7 @@ class Store:
         """Delete a home, and its folders on all drives; return whether all is gone. The caller
         holds the store lock and the home's; ``record`` is what HOME says."""
         # HOME goes first: what a crash leaves of the rest is then not a complete home, and its
-        # folders are nobody's.
+        # folders belong to no home.
         folders = self.folders(home_id, record)[1:] if record else ()
         try:
             paths.remove_anything(self.path / HOMES, home_id, HOME_FILE)
@@ -395,7 +395,7 @@ class Store:
         return not stock.exceeds(needed_bytes)
 
     def _delete(self, stock: Stock, home: Holding) -> None:
-        """Delete an unowned home. What cannot be deleted still counts; nobody may take it over."""
+        """Delete an unowned home. What cannot be deleted still counts, and is not taken over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
             stock.homes.append(home._replace(record=None))
@@ -464,4 +464,4 @@ def _boot_id() -> str:
     try:
         return BOOT_ID_PATH.read_text("ascii").strip()
     except OSError:
-        return uuid.uuid4().hex  # where nothing tells boots apart, each start counts as one
+        return uuid.uuid4().hex  # where boots cannot be told apart, each start counts as one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FIGURES: what a running engine tells of itself, in its home, for ``kvdisk top`` and other tools.
+"""FIGURES: what a running engine reports, in its home, for ``kvdisk top`` and other tools.
 
 One JSON object, replaced in one step, not synced: nothing depends on it. What does not decode is
 damaged, or of another kvdisk, and is shown as unknown.
@@ -102,8 +102,8 @@ def _by_series(by_metric: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that an engine can tell. Raises TypeError, ValueError: others make no rates
-    and no bars."""
+    """Return a number that an engine can have written. Raises TypeError, ValueError: others make no
+    rates and no bars."""
     if not 0 <= value < _NUMBER_LIMIT:  # nor is NaN
         raise ValueError
     return value

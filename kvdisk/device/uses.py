@@ -114,7 +114,7 @@ class Uses:
     def begin(self, rows: Sequence[int], generations: Sequence[int]) -> None:
         """Copies became READY."""
         places = self._places_of(rows)
-        self.table[places] = 0  # whoever reads meanwhile shall not see another block's uses
+        self.table[places] = 0  # a reader shall not see another block's uses meanwhile
         self.table["generation"][places] = generations
         self.changes += 1
 

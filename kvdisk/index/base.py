@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an index tells of blocks and segments, and how other engines' are asked."""
+"""What an index says of blocks and segments, and how other engines' are asked."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class ForeignCopy(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the other homes said to a question: copies by key, of those that anybody has.
+    """What the other homes said to a question: copies by key, of those that any has.
 
-    Their owners may evict them at any time: only the slot's header tells at the load.
+    Their owners may evict them at any time: only the slot's header shows at the load.
     """
 
     ticket: int

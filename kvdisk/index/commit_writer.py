@@ -127,7 +127,7 @@ class CommitWriter:
             logger.exception("kvdisk stores nothing more on NVMe, because of this error; please report it.")
         finally:
             # Also when a bug has ended the loop: nothing more will be committed, so nothing more
-            # may be stored, and nobody is to wait for it.
+            # may be stored, and no caller is to wait for it.
             self._stopping = True
             self._publish(self.progress._replace(state=IndexState.REFUSING))
 

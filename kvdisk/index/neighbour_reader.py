@@ -33,9 +33,9 @@ _CLOSE_TIMEOUT_S = 5.0
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask now, of other engines or of nobody: the directory of the index,
-    by id. It is called on the reader's thread, every LOOK_INTERVAL_S, and may raise a KvdiskError
-    or an OSError.
+    ``find_homes``: the homes to ask now, of other engines or of stopped ones: the directory of the
+    index, by id. It is called on the reader's thread, every LOOK_INTERVAL_S, and may raise a
+    KvdiskError or an OSError.
     """
 
     def __init__(self, find_homes: Callable[[], Mapping[str, Path]]) -> None:

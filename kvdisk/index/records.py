@@ -25,6 +25,7 @@ from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.errors import CorruptRecord
 from kvdisk.geometry import EPOCH_LIMIT
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
+from kvdisk.messages import FOREIGN_SEGMENTS
 
 RECORD_VERSION = 1
 
@@ -131,4 +132,6 @@ def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
     if version != RECORD_VERSION:
         raise CorruptRecord(f"segment record: version {version}, this kvdisk knows {RECORD_VERSION}")
     (segment,) = _SEGMENT_KEY.unpack(key)
+    if segment >= FOREIGN_SEGMENTS:
+        raise CorruptRecord(f"segment record: number {segment}, which no segment has")
     return SegmentRecord(segment, slot_bytes, slot_count, drive)

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
-from itertools import compress, repeat
+from itertools import compress, repeat, starmap
 from typing import Final
 
 import numpy as np
@@ -32,7 +32,7 @@ number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
 
 
 class CopyState(IntEnum):
-    """State of one copy. DOOMED: not served any more, waits for its last pin."""
+    """State of one copy. DOOMED: found by no lookup any more, waits for its last pin."""
 
     ABSENT = 0
     WRITING = 1
@@ -57,7 +57,7 @@ _FEW = 8
 
 
 class TierColumns:
-    """One tier's copies by row. The catalog changes them, and nobody else.
+    """One tier's copies by row. Only the catalog changes them.
 
     ``states``: each copy's ``CopyState``; where there is one, ``segments`` and ``indices`` are its
     slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
@@ -120,8 +120,13 @@ class TierColumns:
 
     def slots(self, rows: Sequence[int]) -> list[Slot]:
         """Return the slot of each copy; none is ABSENT."""
+        return list(starmap(Slot, self.places(rows)))
+
+    def places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the slot of each copy as its segment and index: what a ``Slot`` takes to make is
+        left out."""
         assert ABSENT not in map(self.states.__getitem__, rows)
-        return list(map(Slot, map(self.segments.__getitem__, rows), map(self.indices.__getitem__, rows)))
+        return list(zip(map(self.segments.__getitem__, rows), map(self.indices.__getitem__, rows), strict=True))
 
     def presence(self, row: int) -> int:
         """Return the presence of a row's block by this copy alone."""
@@ -176,7 +181,7 @@ class Catalog:
             tier: [self._columns[other] for other in KEPT_TIERS if other is not tier] for tier in KEPT_TIERS
         }
         self.journal: Journal | None = None
-        """Told of each copy that becomes READY or ends; None: nobody listens."""
+        """Notes each copy that becomes READY or ends; None: no events are published."""
 
     def __len__(self) -> int:
         return len(self.rows())
@@ -332,12 +337,16 @@ class Catalog:
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """Return of each key how near its block is to be loaded, as a byte: READY, it can be;
         WRITING, it is on its way to a tier; ABSENT."""
+        return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))))
+
+    def presences_of(self, rows: Sequence[int]) -> bytes:
+        """As ``presences``, of the blocks of some rows; ABSENT of no row."""
         if not self._rows:
-            return bytes(len(keys))
-        tiers, rows = self._columns.values(), map(self._rows.get, keys, repeat(NONE))
-        if len(keys) < _FEW:
+            return bytes(len(rows))
+        tiers = self._columns.values()
+        if len(rows) < _FEW:
             return bytes([max([tier.presence(row) for tier in tiers]) if row != NONE else ABSENT for row in rows])
-        places = np.fromiter(rows, np.intp, len(keys))
+        places = np.array(rows, np.intp)
         found = reduce(np.maximum, [tier.presences(places) for tier in tiers])
         found[places == NONE] = ABSENT
         return found.tobytes()
@@ -348,12 +357,12 @@ class Catalog:
         return [key for key, row in self._rows.items() if states[row] == READY]
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
-        """Return who tells whether a row's copy is READY and unpinned: to be used at once."""
+        """Return the test whether a row's copy is READY and unpinned: to be used at once."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
         return lambda row: states[row] == READY and pins[row] == 0
 
     def hide(self, tier: Tier, segments: frozenset[int]) -> None:
-        """Let nobody read copies in these segments of a tier, and all others again."""
+        """Make copies in these segments of a tier unreadable, and all others readable again."""
         if segments != self._columns[tier].hidden:
             self._columns[tier].hide(segments)
             self.gains += 1
@@ -378,17 +387,18 @@ class Catalog:
         self._note(rows, tier, stored=True)
 
     def doom(self, row: int, tier: Tier) -> None:
-        """Serve this copy to nobody any more. The caller drops it when its pins are gone."""
+        """Let no request find this copy any more. The caller drops it when its pins are gone."""
         self._note((row,), tier, stored=False)
         self._change((row,), tier, DOOMED)
 
-    def drop(self, rows: Sequence[int], tier: Tier) -> list[Slot]:
-        """End unpinned copies, those that follow a copy before it, and return their slots.
+    def drop(self, rows: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
+        """End unpinned copies, those that follow a copy before it, and return their slots: segments
+        and indices.
 
         A row goes with its last copy.
         """
         columns = self._columns[tier]
-        slots = columns.slots(rows)
+        slots = columns.places(rows)
         self._note(rows, tier, stored=False)
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)
@@ -435,7 +445,7 @@ class Catalog:
             pins[row] -= 1
 
     def _note(self, rows: Iterable[int], tier: Tier, *, stored: bool) -> None:
-        """Tell of READY copies, but for those of an earlier epoch: their end was told."""
+        """Journal READY copies, but for those of an earlier epoch: their end was journaled."""
         if self.journal is not None:
             states = self._columns[tier].states
             for row in rows:

@@ -62,8 +62,9 @@ class Demotions:
         wanted = [row for row in rows if above[row] == READY and below[row] == ABSENT]
         if not wanted or not self._lower.status.is_open:
             return 0
-        if self._neighbours.hints and not own:
-            wanted = [row for row in wanted if not self._is_with_neighbour(row)]
+        near = self._neighbours.near(self._lower.tier)
+        if near and not own:
+            wanted = [row for row in wanted if keys[row] not in near]
         if not self._lower.admission.is_open:
             parents = map(self._catalog.parent, wanted)
             wanted = list(compress(wanted, self._lower.admits([keys[row] for row in wanted], list(parents))))
@@ -84,7 +85,7 @@ class Demotions:
             return False
         if self.offer((row,)):
             return True
-        if self._is_with_neighbour(row):
+        if self._catalog.keys[row] in self._neighbours.near(self._lower.tier):
             return False
         status = self._lower.status
         if status.is_open:
@@ -93,9 +94,6 @@ class Demotions:
             else:
                 self._stats.add("left_blocks.budget" if status.is_spent else "left_blocks.room")
         return False
-
-    def _is_with_neighbour(self, row: int) -> bool:
-        return self._neighbours.holds(self._catalog.keys[row], self._lower.tier)
 
     # -- what is queued ----------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became loadable from a tier and what left it, in order, for whoever routes requests.
-Scheduler thread only.
+"""What became loadable from a tier and what left it, in order, for routers. Scheduler thread only.
 
-There is a journal only where somebody listens. It is read in pieces, once a step, and is bounded:
-when too much waits everything is forgotten, and the reader is told that nothing of before holds.
-That hides blocks, and invents none.
+There is a journal only where the engine publishes events. It is read in pieces, once a step, and is
+bounded: when too much waits everything is forgotten, and the reader gets ``cleared``: nothing from
+before holds. That hides blocks, and invents none.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvdisk.stats import Stats
 MOST_WAITING = 65536
 """Changes that wait to be taken."""
 MOST_TAKEN = 4096
-"""Keys of a change, and of one ``take``: a start or a reset has a million to tell."""
+"""Keys of a change, and of one ``take``: a start or a reset may have a million."""
 
 
 class BlockChange(NamedTuple):
@@ -33,7 +32,7 @@ class BlockChange(NamedTuple):
 
 @dataclass(slots=True)
 class Taken:
-    """``cleared``: forget all that was told before; then come ``changes``."""
+    """``cleared``: forget all changes from before; then come ``changes``."""
 
     cleared: bool
     changes: list[BlockChange]

@@ -90,10 +90,12 @@ class EvictionPolicy:
         the copy, and when it reaches the block. The history counts that once.
         """
         last, now, rows = self._last, self._history.now, self._lists.held(rows)
-        for row, number in zip(rows, self.classes_of(rows), strict=True):
+        for row in rows:
             last[row] = now
-            # A key may be forgotten, but not while its copy is here.
-            self._lists.move(row, max(number, self._class(row)))
+        # A key may be forgotten, but not while its copy is here.
+        numbers = list(map(max, self.classes_of(rows), map(self._class, rows)))
+        self._lists.remove(rows)
+        self._lists.append(rows, numbers)
 
     def postpone(self, row: int) -> None:
         """A copy could not leave now: propose it later than others of its class. That is no use."""
@@ -174,14 +176,18 @@ class EvictionPolicy:
         Between two rows the caller may park the first, and nothing else.
         """
         lists, last = self._lists, self._last
-        rows = [lists.oldest(number) for number in range(self.classes + STAYS)]
-        worths = [self._worth(number, last[row]) if row >= 0 else math.inf for number, row in enumerate(rows)]
-        while (least := min(worths)) < math.inf:
-            number = worths.index(least)
-            row = rows[number]
-            newer = rows[number] = lists.newer(row)
-            yield least, row
-            worths[number] = self._worth(number, last[newer]) if newer >= 0 else math.inf
+        numbers = [number for number in range(self.classes + STAYS) if lists.counts[number]]
+        rows = [lists.oldest(number) for number in numbers]
+        worths = [self._worth(number, last[row]) for number, row in zip(numbers, rows, strict=True)]
+        while (least := min(worths, default=math.inf)) < math.inf:
+            at = worths.index(least)
+            row, used = rows[at], last[rows[at]]
+            while row >= 0 and last[row] == used:  # of one list those used at once are worth the same
+                newer = lists.newer(row)
+                yield least, row
+                row = newer
+            rows[at] = row
+            worths[at] = self._worth(numbers[at], last[row]) if row >= 0 else math.inf
 
     def _class(self, row: int) -> int:
         return self._lists.number_of(row) % self._kinds
@@ -429,7 +435,8 @@ class TailFirst:
             if row in found and parent != NONE and not self._is_followed(parent, found, staying):
                 if self._history.state_groups:
                     self._note_useless(row, useless, found)
-                heappush(freed, (self._worth_of(parent, useless), parent))
+                if parent != proposed[1] or parent in useless:  # else it comes by itself
+                    heappush(freed, (self._worth_of(parent, useless), parent))
 
     def _worth_of(self, row: int, useless: Collection[int]) -> float:
         if row in useless and self._policy.standing(row) is None:

@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, Tier
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.jobs import JobRecord, MoveDetail
@@ -194,16 +192,14 @@ class HitCounts(HasParts):
     def _tokens_by_tier(self, start_tokens: int, tokens: int, details: Sequence[MoveDetail]) -> dict[Tier, int]:
         """Return how a load divides: a token is of the slowest tier that a block of its groups is
         in. A state that is alone stands for all tokens before it."""
-        groups = self._geometry.groups
+        groups, fastest = self._geometry.groups, self._tiers.first.tier
         grain = math.gcd(*(group.block_tokens for group in groups))
-        slowest = np.full(tokens // grain, int(self._tiers.first.tier), np.uint8)
+        slowest = bytearray([fastest]) * (tokens // grain)
         only_states = all(group.state_tokens is not None for group in groups)
-        for detail in details:
-            if detail.source is not None and detail.source is not self._tiers.first.tier:
-                block_tokens = groups[detail.group].block_tokens
-                first = detail.position * block_tokens - start_tokens
-                begin = 0 if only_states else max(0, first)
-                part = slowest[begin // grain : (first + block_tokens) // grain]
-                np.maximum(part, np.uint8(detail.source), out=part)
-        counts: list[int] = np.bincount(slowest, minlength=len(Tier)).tolist()
-        return {tier: counts[tier] * grain for tier in self._sources}
+        slower = [(source, group, at) for _, group, at, source, _ in details if source and source is not fastest]
+        for source, group, position in sorted(slower):  # the slowest last, over what others have said
+            block_tokens = groups[group].block_tokens
+            first = position * block_tokens - start_tokens
+            begin, end = 0 if only_states else max(0, first) // grain, (first + block_tokens) // grain
+            slowest[begin:end] = bytes([source]) * len(slowest[begin:end])
+        return {tier: slowest.count(tier) * grain for tier in self._sources}

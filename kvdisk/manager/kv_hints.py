@@ -43,15 +43,15 @@ class KVHints(HasParts):
                 if not ended and not self._promotions.ask(request, most):
                     self._log.warn("prefetch", "more prefetches are asked for than fit the queue; ignored.")
             elif hint.action != DEMOTE:
-                told = self._prompt(request, most)
-                for key in told:
+                hinted = self._prompt(request, most)
+                for key in hinted:
                     self._standings.set(key, STAYS if hint.action == PIN else LATE, hint.seconds)
-                keys += told
+                keys += hinted
             elif ended:
-                told = list(self._own(request))
-                for key in told:
+                hinted = list(self._own(request))
+                for key in hinted:
                     self._standings.set(key, FIRST, DEMOTED_S)
-                keys += told
+                keys += hinted
         self._rank(keys)
 
     def refresh(self, now: float) -> None:

@@ -45,10 +45,10 @@ a drive hangs."""
 class TierManager(HasParts):
     """See the module.
 
-    ``first_generation``: larger than any that this engine's store has seen.
-    ``neighbours``: the other engines of the store; None: nobody else's blocks are looked for.
-    ``tell``: takes what each request found, once its load has ended. ``remote``: what the remote
-    store has; None: there is none.
+    ``first_generation``: larger than any that this engine's store has seen. ``neighbours``: the
+    other engines of the store; None: their blocks are not looked for. ``tell``: takes what each
+    request found, once its load has ended. ``remote``: what the remote store has; None: there is
+    none.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class TierManager(HasParts):
             self._state.released += space.commit()
 
     def reset(self, epoch: int) -> None:
-        """Serve nothing of before any more, because the weights may have changed: move to
+        """Load nothing from before any more, because the weights may have changed: move to
         ``epoch``.
 
         ``epoch``: never used before, not FILE_EPOCH. Records of the old one stay on NVMe for

@@ -10,7 +10,7 @@ space on the drive. Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import compress
 from typing import Final
 
@@ -39,8 +39,8 @@ _NOT_READY = bytes(presence != READY for presence in range(256))
 
 
 class NeighbourCopies(HasParts):
-    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) nobody is
-    asked. ``tier``: what their copies are read as."""
+    """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) none is asked.
+    ``tier``: what their copies are read as."""
 
     tier: Final = Tier.NVME
 
@@ -85,7 +85,7 @@ class NeighbourCopies(HasParts):
         return request.question in self._unanswered and self._neighbours is not None and self._neighbours.any
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget what was heard of too long ago."""
+        """Take in the answers that have come, and forget hints that are too old."""
         if self._neighbours is None:
             return
         for answer in self._neighbours.poll():
@@ -111,13 +111,13 @@ class NeighbourCopies(HasParts):
             and (copy.home_id, key, copy.generation) not in self._rejected
         )
 
-    def holds(self, key: BlockKey, tier: Tier) -> bool:
-        """Whether a neighbour is thought to have the block, as near as ``tier`` is, so that it need
-        not be written there."""
-        return tier is self.tier and key in self.hints
+    def near(self, tier: Tier) -> Collection[BlockKey]:
+        """Return the blocks that a neighbour is thought to have as near as ``tier`` is, so that
+        they need not be written there."""
+        return self.hints if tier is self.tier else ()
 
     def stop(self) -> None:
-        """Ask nobody any more, because this engine's weights are no longer those of the files."""
+        """Ask no more, because this engine's weights are no longer those of the files."""
         self._neighbours = None
         self.changes += 1
         self.hints.clear()
@@ -127,14 +127,14 @@ class NeighbourCopies(HasParts):
 
     @property
     def usable_hints(self) -> Mapping[BlockKey, tuple[ForeignCopy, float]]:
-        """What of ``hints`` may be promised to a request now: all or nothing."""
+        """What of ``hints`` a lookup may count as READY now: all or nothing."""
         if not self.hints:
             return self.hints
         count = self._transfers.count
         return self.hints if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
 
     def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
-        """Return where a move can read a neighbour's copy, pinned, and its generation; None: nobody
+        """Return where a move can read a neighbour's copy, pinned, and its generation; None: none
         named one.
 
         Its segment is opened first, by a job of its own.

@@ -63,10 +63,11 @@ class NvmeSpace(TierSpace):
         super().__init__(parts, Tier.NVME, admission)
         self._index = index
         self._transfers = parts.transfers
-        self.segments = Segments(parts.geometry, layout, parts.transfers, parts.stats, drive_count)
+        self.segments = Segments(self.tier, parts, layout, drive_count)
         self.uses = Uses()
         self._drops: dict[int, bool] = {}
-        """Segments on their way out, and whether the ranks were told."""
+        """Segments that are being dropped, and whether the job that drops their files is
+        planned."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -100,11 +101,11 @@ class NvmeSpace(TierSpace):
             self._enter(spec, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
 
-    # -- how it stands ---------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
     @property
     def status(self) -> TierStatus:
-        """How the tier stands now."""
+        """The state of the tier now."""
         is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
@@ -151,7 +152,7 @@ class NvmeSpace(TierSpace):
         self._hide()
 
     def _hide(self) -> None:
-        self._catalog.hide(Tier.NVME, self.segments.on_drives(self.segments.drives.quarantined))
+        self._catalog.hide(self.tier, self.segments.on_drives(self.segments.drives.quarantined))
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
@@ -231,7 +232,8 @@ class NvmeSpace(TierSpace):
         return not self._stuck[size_class] or (self._index_writable and limbo > 0)
 
     def _evictable(self) -> Callable[[int], bool]:
-        """Return who tells whether a copy may leave for room: one on a drive that can be written.
+        """Return the test whether a copy may be evicted for room: one on a drive that can be
+        written.
 
         What a quarantined drive has may leave, too: it would hold back the heads of its chains on
         the others.
@@ -240,7 +242,7 @@ class NvmeSpace(TierSpace):
         if len(segments.writable) == len(segments.drives):
             return anywhere
         places = segments.on_drives({*segments.writable, *segments.drives.quarantined})
-        segment_of = self._catalog.columns(Tier.NVME).segments
+        segment_of = self._catalog.columns(self.tier).segments
         return lambda row: anywhere(row) and segment_of[row] in places
 
     # -- records ---------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class NvmeSpace(TierSpace):
                 catalog.parent(row),
                 now_s,
             )
-            for row, slot in zip(rows, catalog.columns(Tier.NVME).slots(rows), strict=True)
+            for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)
         ]
         ticket = self._index.put(records) if records else None
         if ticket is not None:
@@ -276,7 +278,7 @@ class NvmeSpace(TierSpace):
             self.uses.end(rows)
             super().drop(rows)
 
-    def _free(self, slots: list[Slot]) -> None:
+    def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         self.pool.retain(slots, self._ticket)
 
     def reset(self) -> None:
@@ -312,7 +314,7 @@ class NvmeSpace(TierSpace):
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
-        rows = self._catalog.rows_in(Tier.NVME, spec.segment)
+        rows = self._catalog.rows_in(self.tier, spec.segment)
         self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
@@ -320,8 +322,8 @@ class NvmeSpace(TierSpace):
         self._drop_files()
 
     def _drop_files(self) -> None:
-        for segment, is_told in self._drops.items():
-            if not is_told and self.pool.is_empty(segment):
+        for segment, is_planned in self._drops.items():
+            if not is_planned and self.pool.is_empty(segment):
                 self._drops[segment] = True
                 self.pool.forget_segment(segment)
                 self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])

@@ -143,11 +143,11 @@ class SlotPool:
         self.free[size_class] -= len(slots)
         return slots
 
-    def release(self, slots: Sequence[Slot]) -> None:
+    def release(self, slots: Sequence[tuple[int, int]]) -> None:
         """Make used slots free at once: for those that no committed record names."""
         self._change(_neighbours(slots), USED, FREE)
 
-    def retain(self, slots: list[Slot], ticket: int) -> None:
+    def retain(self, slots: Sequence[tuple[int, int]], ticket: int) -> None:
         """Put used slots in limbo until ``ticket`` is committed. Tickets must not go down."""
         if slots:
             assert not self._limbo or self._limbo[-1][0] <= ticket
@@ -193,7 +193,7 @@ def _free_around(states: bytearray, start: int, end: int) -> tuple[int, int]:
     return low, high
 
 
-def _neighbours(slots: Sequence[Slot]) -> list[_Range]:
+def _neighbours(slots: Sequence[tuple[int, int]]) -> list[_Range]:
     """Return slots that follow each other up or down as ranges."""
     ranges: list[_Range] = []
     segment, start, length = -1, 0, 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from itertools import islice
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.loads import GpuLoads, Read, Reader
@@ -42,8 +42,8 @@ _Wanted = deque[Read]
 
 
 class Promotions(HasParts):
-    """Reads ahead for the requests that wait, in order of arrival, unless told not to; and what KV
-    hints ask for. Does nothing without a slower tier.
+    """Reads ahead for the requests that wait, in order of arrival, unless ``prefetch`` is off; and
+    what KV hints ask for. Does nothing without a slower tier.
 
     Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
@@ -64,7 +64,7 @@ class Promotions(HasParts):
         self._taken: Counter[int] = Counter()
         """The same of all."""
         self._asked: set[RequestState] = set()
-        """Those of the waiting that stand for a prompt, and no request of the engine."""
+        """Those of the waiting that were made for a KV hint, and are no requests of the engine."""
         self._far_jobs: list[JobId] = []
         """Promotions from the remote store that were out."""
 
@@ -153,7 +153,7 @@ class Promotions(HasParts):
 
     def _is_far(self, read: Read) -> bool:
         """Whether a block would come from the remote store."""
-        return self._catalog.find(read.key) < 0 and self._hints.tier_of(read.key) is Tier.REMOTE
+        return self._catalog.find(read.key) < 0 and self._hints.tier_of(read.key) is self._hints.remote.tier
 
     def _is_full(self, far: bool) -> bool:
         """Whether so many promotions are out already, of the remote store or of drives, that a slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the remote store is thought to have, what goes there, and all hints together.
+"""What the remote store is thought to have, what is sent there, and all hints together.
 
 A remote store names blocks by key and evicts by itself: there are no slots of it, nor copies in the
 catalog. What it answers is a hint for a while. Blocks go there from the CPU tier, once the
@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress, islice
+from typing import Final
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
@@ -34,11 +35,11 @@ MOST_QUEUED = 16384
 """Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
 MOST_SEND_MOVES = 64
 MOST_SEND_JOBS = 4
-MOST_LOOKS = 32
-"""Times that a step looks into the queue."""
+MOST_BATCHES = 32
+"""Batches that a step takes from the queue."""
 ASK_AGAIN_S = 30.0
-"""A request that is looked up so long after it asked, or after half of the time that an answer is
-believed, asks again."""
+"""A request that is looked up so long after it asked, or after half of ``hint_life_s``, asks
+again."""
 _BAD = frozenset({Reason.HEADER, Reason.CHECKSUM})
 
 
@@ -46,7 +47,11 @@ class RemoteCopies(HasParts):
     """The remote store. Without ``index`` there is none.
 
     ``admission``: which blocks it is sent; None: none. ``budget``: how many bytes; None: any.
+    ``tier``: what its blocks are read as; ``source``: the tier whose copies are sent.
     """
+
+    tier: Final = Tier.REMOTE
+    source: Final = Tier.CPU
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class RemoteCopies(HasParts):
 
     @property
     def hint_life_s(self) -> float:
-        """How long an answer is believed. Without a store nothing is: see ``stop``."""
+        """How long a hint is kept. Without a store there are none: see ``stop``."""
         return math.inf if self._index is None else self._index.hint_life_s
 
     def ask(self, request: RequestState, nearer: Collection[BlockKey]) -> None:
@@ -110,7 +115,7 @@ class RemoteCopies(HasParts):
         return request.remote_question in self._unanswered and self._index is not None and self._index.any
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget what was heard of too long ago."""
+        """Take in the answers that have come, and forget hints that are too old."""
         for answer in () if self._index is None else self._index.poll():
             found = frozenset(answer.found)
             for keys in self._unanswered.pop(answer.ticket, ()):
@@ -138,8 +143,8 @@ class RemoteCopies(HasParts):
         self.hints.pop(key, None)
 
     def stop(self) -> None:
-        """Have nothing to do with it any more, because this engine's weights are no longer those of
-        the files."""
+        """Neither ask it nor send there any more, because this engine's weights are no longer those
+        of the files."""
         self._index = None
         self.changes += 1
         for each in (self.hints, self._unanswered, self._queue):
@@ -151,7 +156,7 @@ class RemoteCopies(HasParts):
         """Return where a move reads a block that is in ``hints``, and the generation that a copy of
         it here gets."""
         self._state.generation += 1
-        return Tier.REMOTE, BY_KEY, self._state.generation
+        return self.tier, BY_KEY, self._state.generation
 
     def loaded(self, move: Move, reason: Reason | None) -> None:
         """End the read of a block."""
@@ -163,13 +168,13 @@ class RemoteCopies(HasParts):
         if reason in _BAD or reason is Reason.ABSENT:
             self._forget(move.key)
 
-    # -- what goes there -----------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
     def offer(self, rows: Sequence[int]) -> None:
         """Queue those copies in memory that it admits, and is not thought to have."""
         if self._index is None or self.admission is None:
             return
-        keys, states = self._catalog.keys, self._catalog.columns(Tier.CPU).states
+        keys, states = self._catalog.keys, self._catalog.columns(self.source).states
         wanted = [keys[row] for row in rows if states[row] == READY]
         known = (self._queue, self.hints, self._rejected)
         wanted = [key for key in wanted if not any(key in each for each in known)]
@@ -185,23 +190,23 @@ class RemoteCopies(HasParts):
         """Plan jobs that send what is queued."""
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         largest, parts = max(self._geometry.slot_sizes), self._geometry.part_count
-        for _ in range(MOST_LOOKS):  # much of what waited may have left memory
+        for _ in range(MOST_BATCHES):  # much of what waited may have left memory
             if len(self._jobs) >= MOST_SEND_JOBS or not self.can_go_on(now):
                 return
             most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
             keys = list(islice(self._queue, min(MOST_SEND_MOVES, most)))
             for key in keys:
                 del self._queue[key]
-            catalog, states = self._catalog, self._catalog.columns(Tier.CPU).states
+            catalog, states = self._catalog, self._catalog.columns(self.source).states
             rows = [row for row in catalog.find_all(keys) if row != NONE and states[row] == READY]
             if not rows:
                 continue
-            catalog.pin(rows, Tier.CPU)
+            catalog.pin(rows, self.source)
             moves = [
-                Move(catalog.keys[row], catalog.generations[row], slots={Tier.CPU: slot, Tier.REMOTE: BY_KEY})
-                for row, slot in zip(rows, catalog.columns(Tier.CPU).slots(rows), strict=True)
+                Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: BY_KEY})
+                for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
             ]
-            details = [MoveDetail(row, source=Tier.CPU) for row in rows]
+            details = [MoveDetail(row, source=self.source) for row in rows]
             if self._budget is not None:
                 sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
                 sent = sum(sizes[groups[group_of(move.key)]] for move in moves)
@@ -223,7 +228,7 @@ class Hints:
         self.neighbours = neighbours
         self.remote = remote
         self._asked: list[RequestState] = []
-        """Those that were asked for since the time was last told."""
+        """Those that were asked for since the last ``absorb``, which knows the time."""
         self._now_s = 0.0
 
     @property
@@ -233,7 +238,7 @@ class Hints:
 
     @property
     def usable(self) -> Collection[BlockKey]:
-        """Return the keys that may be promised to a request now."""
+        """Return the keys that a lookup may count as READY now."""
         near, far = self.neighbours.usable_hints, self.remote.hints
         return _Either(near, far) if near and far else near or far
 
@@ -244,8 +249,8 @@ class Hints:
         self._asked.append(request)
 
     def renew(self, request: RequestState) -> None:
-        """Ask again where the last question of a request that waits is long ago: answers are
-        believed for a time only. Who was looked up since it came does not wait a second time."""
+        """Ask again where the last question of a request that waits is long ago: hints are kept for
+        a time only. One that was looked up since it came does not wait a second time."""
         age_s = 0.0 if request.asked_s is None else self._now_s - request.asked_s
         if age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2):
             request.asked_s = self._now_s
@@ -265,7 +270,7 @@ class Hints:
         return self.neighbours.is_asking(request) or self.remote.is_asking(request)
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget what was heard of too long ago."""
+        """Take in the answers that have come, and forget hints that are too old."""
         self._now_s = now
         for request in self._asked:
             request.asked_s = now
@@ -274,8 +279,8 @@ class Hints:
         self.remote.absorb(now)
 
     def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
-        """Return where a move can read a block, and its generation; None: nobody is thought to have
-        it. What it reads is held until the move is settled."""
+        """Return where a move can read a block, and its generation; None: no hint names it. What it
+        reads is held until the move is settled."""
         if key in self.remote.hints and key not in self.neighbours.usable_hints:
             return self.remote.take()
         return self.neighbours.take(key)
@@ -283,10 +288,10 @@ class Hints:
     def tier_of(self, key: BlockKey) -> Tier:
         """Return what a hinted block is read as."""
         is_far = key in self.remote.hints and key not in self.neighbours.usable_hints
-        return Tier.REMOTE if is_far else self.neighbours.tier
+        return self.remote.tier if is_far else self.neighbours.tier
 
     def stop(self) -> None:
-        """Ask nobody any more, because this engine's weights are no longer those of the files."""
+        """Ask no more, because this engine's weights are no longer those of the files."""
         self.neighbours.stop()
         self.remote.stop()
 

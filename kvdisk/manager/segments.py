@@ -16,8 +16,9 @@ from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_bytes, slots_per_segment
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager.jobs import JobRecord, Transfers
-from kvdisk.messages import HomeSpec, JobKind, Reason, SegmentSpec
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.parts import Parts
+from kvdisk.messages import FOREIGN_SEGMENTS, HomeSpec, JobKind, Reason, SegmentSpec
 from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
@@ -209,14 +210,13 @@ class Segments:
     makes or opens them is under way.
     """
 
-    def __init__(
-        self, geometry: Geometry, layout: NvmeLayout, transfers: Transfers, stats: Stats, drive_count: int
-    ) -> None:
-        self._geometry = geometry
+    def __init__(self, tier: Tier, parts: Parts, layout: NvmeLayout, drive_count: int) -> None:
+        self._tier = tier
+        self._geometry = parts.geometry
         self._layout = layout
-        self._transfers = transfers
+        self._transfers = parts.transfers
         self.specs: dict[int, SegmentSpec] = {}
-        self.drives = Drives(drive_count, stats)
+        self.drives = Drives(drive_count, parts.stats)
         self.writable = list(range(drive_count))
         self.home_open = True
         self._held: Counter[tuple[int, int]] = Counter()
@@ -263,11 +263,12 @@ class Segments:
     def plan_new(self, size_class: int, now: float) -> bool:
         """Plan a new segment, on the writable drive that has least of its kind.
 
-        False where the cap, or the back-off after a failure, forbids it, and while another is being
-        opened.
+        False where the cap, or the back-off after a failure, forbids it, while another is being
+        opened, and where a damaged record has used up the numbers: until the next start, by which
+        it is gone.
         """
         drives = [drive for drive in self.writable if self.drives.may_make(drive, now)]
-        if not drives or self.is_opening:
+        if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS:
             return False
         size = self._geometry.slot_sizes[size_class]
         held = [self._held[size, number] for number in range(len(self.drives))]
@@ -307,11 +308,11 @@ class Segments:
         of segments that are dropped, whose files may not have been opened."""
         wrote: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
-            spec = self.specs.get(move.slots[Tier.NVME].segment) if Tier.NVME in move.slots else None
+            spec = self.specs.get(move.slots[self._tier].segment) if self._tier in move.slots else None
             if spec is None:
                 continue  # nothing of it was on these drives, or it was a neighbour's
             reason, hangs = record.failed.get(at), at in record.late
-            if record.details[at].target is Tier.NVME:
+            if record.details[at].target is self._tier:
                 bad = hangs or reason in _WRITE_IS_BAD
                 if bad or reason is None:
                     wrote[spec.drive] = bad or wrote.get(spec.drive, False)

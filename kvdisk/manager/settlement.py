@@ -30,8 +30,7 @@ copy."""
 
 
 class Settlement(HasParts):
-    """Ends jobs: gives back pins and slots, and tells tiers and requests what
-    came of them."""
+    """Ends jobs: gives back pins and slots, and passes their results to tiers and requests."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class Settlement(HasParts):
         """End a store or a demotion: the copies that it wrote, which the next tier is offered, and
         its sources."""
         is_store = record.job.kind is JobKind.STORE
-        if not is_store and Tier.REMOTE in record.job.moves[0].slots:
+        if not is_store and self._remote.tier in record.job.moves[0].slots:
             self._remote.sent(record, now)
         for tier, rows in self._end_targets(record, now_s).items():
             self._stats.add("stored_blocks" if is_store else "demoted_blocks", len(rows))
@@ -166,10 +165,11 @@ class Settlement(HasParts):
         sound: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         used: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
         spent: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
+        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
-            if tier is Tier.REMOTE:
+            if tier is self._remote.tier:
                 self._remote.loaded(move, reason)
                 continue
             foreign = self._neighbours.slot_of(move) if tier is self._neighbours.tier else None
@@ -177,14 +177,14 @@ class Settlement(HasParts):
                 self._end_foreign(move, foreign, reason, late=late)
                 self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))
                 continue
-            assert tier is not None or reason is not None, "nothing was read, and nobody said so"
+            assert tier is not None or reason is not None, "nothing was read, and the move has not failed"
             if tier is None:
                 continue
             if not late:
                 spent[tier].append(row)
-            if self._is_bad(row, tier, reason):
+            if reason is not None and self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
-            elif self._catalog.state(row, tier) == READY:
+            elif states[tier][row] == READY:
                 sound[tier].append(row)
                 if reason is None:
                     used[tier].append(row)
@@ -193,7 +193,7 @@ class Settlement(HasParts):
             space.unpin(spent[space.tier])
             space.access(used[space.tier])
 
-    def _is_bad(self, row: int, tier: Tier, reason: Reason | None) -> bool:
+    def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good
         as before."""
         if reason not in _SOURCE_IS_BAD or self._catalog.state(row, tier) != READY:
@@ -213,5 +213,5 @@ class Settlement(HasParts):
         lower = self._tiers[tier].lower
         if lower is not None:
             lower.offer(rows)
-        if tier is Tier.CPU:
+        if tier is self._remote.source:
             self._remote.offer(rows)

@@ -11,14 +11,14 @@ from typing import Final
 from kvdisk.blocks import BlockKey
 
 FIRST, LATE, STAYS = range(3)
-"""The standings of a block: it leaves before all others, after them, or not while it stands so."""
+"""The standings of a block: it leaves before all others, after them, or not at all."""
 MOST_STANDINGS: Final = 1 << 18
 MOST_ENDED: Final = 1024
 """Standings that end in one step, at most: the others end in the next."""
 
 
 class Standings:
-    """The standings of blocks, each until its second is over. Time is what ``take_ended`` was told
+    """The standings of blocks, each until its second is over. Time is what ``take_ended`` was given
     last.
 
     ``held``: standing and end of each block that has one. ``clipped``: whether more were to stay,

@@ -2,9 +2,9 @@
 """Which blocks are offered to the tiers, and when: the protocol, the policies by name. Scheduler
 thread only.
 
-The planner tells a policy what happens, and offers the tiers what it returns. What finds no room
-the planner offers again (``stores``). A policy knows nothing of tiers or slots. One of a user's own
-(``store_policy: "module:Class"``) is built without arguments, and is best derived from
+The planner calls a policy when something happens, and offers the tiers what it returns. What finds
+no room the planner offers again (``stores``). A policy knows nothing of tiers or slots. One of a
+user's own (``store_policy: "module:Class"``) is built without arguments, and is best derived from
 ``NoStores``."""
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class TierStatus(NamedTuple):
-    """How a tier stands; the defaults are those of one that can always be written.
+    """The state of a tier; the defaults are those of one that can always be written.
 
     ``is_open``: False once the tier is off for good. ``is_spent``: whether it was a budget that
     forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether there is room, or
-    it comes without anybody's leaving. ``uncommitted``: whether steps are needed until a commit.
+    it comes without an eviction. ``uncommitted``: whether steps are needed until a commit.
     ``tickets``: of the last change that is to be committed, and of the last that is known to be.
     """
 
@@ -39,6 +39,9 @@ class TierStatus(NamedTuple):
     has_room_soon: bool = False
     uncommitted: bool = False
     tickets: tuple[int, int] = (0, 0)
+
+
+_ALWAYS = TierStatus()
 
 
 class TierSpace:
@@ -79,12 +82,12 @@ class TierSpace:
         ]
         admission.watch(self._orders)
 
-    # -- how it stands ---------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
     @property
     def status(self) -> TierStatus:
-        """How the tier stands now."""
-        return TierStatus()
+        """The state of the tier now."""
+        return _ALWAYS
 
     @property
     def free_and_total(self) -> tuple[int, int]:
@@ -97,7 +100,7 @@ class TierSpace:
         """Learn what time it is, in seconds since the Unix epoch, for what is used from now on."""
 
     def refresh(self, now: float) -> bool:  # noqa: ARG002
-        """Learn, once a step, how things stand. Return whether room may have come free."""
+        """Refresh the state, once a step. Return whether room may have come free."""
         return False
 
     def commit(self) -> bool:
@@ -173,7 +176,7 @@ class TierSpace:
         return True
 
     def _evictable(self) -> Callable[[int], bool]:
-        """Return who tells whether a copy may leave for room: to be used at once."""
+        """Return the test whether a copy may be evicted for room: to be used at once."""
         return self._catalog.evictable_in(self.tier)
 
     def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
@@ -248,7 +251,7 @@ class TierSpace:
         """Keep copies that have become READY beyond this process."""
 
     def abandon(self, row: int, *, late: bool = False) -> None:
-        """A copy was not written, or nobody wants it any more: give back its writer's pin and its
+        """A copy was not written, or is not needed any more: give back its writer's pin and its
         slot.
 
         ``late``: a device may still write to the slot. It stays taken until this is called again.
@@ -260,7 +263,7 @@ class TierSpace:
             self._catalog.doom(row, self.tier)
 
     def access(self, rows: Sequence[int]) -> None:
-        """Copies were used: of one chain the tail is told first."""
+        """Copies were used: of one chain the tail comes first."""
         for size_class, alike in self._by_class(rows):
             self._orders[size_class].access(alike)
 
@@ -274,12 +277,12 @@ class TierSpace:
         self._forget(rows)
         self._free(self._catalog.drop(rows, self.tier))
 
-    def _free(self, slots: list[Slot]) -> None:
+    def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         """The copies in these slots have ended."""
         self.pool.release(slots)
 
     def discard(self, *rows: int) -> None:
-        """Serve copies to nobody any more, and end each as soon as no job uses it."""
+        """Let no request find these copies any more, and end each as soon as no job uses it."""
         self._forget(rows)
         for row in rows:
             self._catalog.doom(row, self.tier)
@@ -305,7 +308,7 @@ class TierSpace:
             self.drop(doomed)
 
     def reset(self) -> None:
-        """The weights may have changed: the copies are of no use any more, nor what was counted."""
+        """The weights may have changed: drop the copies, and what was counted."""
         self.admission.reset()
         self.discard(*(row for row in self._catalog.rows_in(self.tier) if self._state(row) != DOOMED))
 
@@ -347,10 +350,11 @@ class Tiers:
     def __init__(self, *tiers: TierSpace | None) -> None:
         self._tiers = {space.tier: space for space in tiers if space is not None}
         assert self._tiers
-        self.first = next(iter(self))
+        self._spaces = tuple(self._tiers.values())
+        self.first = self._spaces[0]
 
     def __iter__(self) -> Iterator[TierSpace]:
-        return iter(self._tiers.values())
+        return iter(self._spaces)
 
     def __getitem__(self, tier: Tier) -> TierSpace:
         return self._tiers[tier]

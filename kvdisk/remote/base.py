@@ -2,7 +2,7 @@
 """The ``Objects`` protocol: named objects of a store that other hosts share, asked for in batches.
 
 A block's part of one rank is one object: its slot as it is, header and all, under a name that says
-whose it is. The store evicts as it likes, and nobody keeps an index of it.
+whose it is. The store evicts as it likes, and there is no index of it.
 """
 
 from __future__ import annotations

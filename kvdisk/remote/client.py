@@ -66,7 +66,7 @@ class Bucket(Protocol):
 
 
 def seal_key(path: Path) -> bytes:
-    """Return the key that a file's secret stands for. Raises ConfigError."""
+    """Return the key that is made of a file's secret. Raises ConfigError."""
     try:
         from blake3 import blake3
     except ImportError as error:

@@ -88,7 +88,7 @@ class _Question:
 
 class RemoteReader:
     """See ``RemoteIndex`` and the module. ``objects`` becomes the reader's, whose thread calls it.
-    ``name_of``: of a block's object that stands for all ranks'."""
+    ``name_of``: the object of a block that is asked for in place of all ranks'."""
 
     def __init__(self, objects: Objects, name_of: Callable[[BlockKey], str]) -> None:
         self._objects = objects

@@ -63,7 +63,7 @@ def put_all(index: Index, records: list[BlockRecord]) -> int:
 
 class IndexConformance(ABC):
     """The suite. A subclass says how to open an index that commits a handful of operations only
-    when it is told to."""
+    when it is asked to."""
 
     @abstractmethod
     def open_index(self, path: Path, max_queued: int) -> Index:

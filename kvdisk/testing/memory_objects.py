@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Objects`` in this process: the reference, and what stands for a store in tests."""
+"""``Objects`` in this process: the reference, and the store of tests."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class WatchedPolicy:
         offers = self.inner.free_offers(context)
         for offer in offers:
             assert queue.get(offer.block) == offer.key, "what is offered is not in the free queue"
-            assert offer.key not in self._offered, f"{offer.key!r} is offered again, and nobody has reached it"
+            assert offer.key not in self._offered, f"{offer.key!r} is offered again, and no request has reached it"
             self._offered.add(offer.key)
         return offers
 

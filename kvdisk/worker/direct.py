@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdisk.blocks import Tier
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
 from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, Silence, await_batches, nameless_file, on_trial
@@ -40,8 +39,8 @@ class Direct:
     """The way between drive and GPU, as far as it is gone. The mover's thread calls everything.
 
     ``loads``, ``stores``: sizes of slots, by class, that go it. Where ``loads`` has a size, every
-    slot of that size is sealed with a checksum that a GPU computes, by whomever it is written.
-    ``staging``: with slots of all these sizes; its owner's.
+    slot of that size is sealed with a checksum that a GPU computes, whatever wrote it. ``staging``:
+    with slots of all these sizes; its owner's.
     """
 
     staging: GpuStaging
@@ -61,7 +60,7 @@ class Direct:
         if route is Route.STORE_STAGED and size_class in self.stores:
             return Route.STORE_DIRECT
         if route is Route.LOAD_STAGED and size_class in self.loads:
-            return route if move.slots[Tier.NVME].segment in self._by_host else Route.LOAD_DIRECT
+            return route if route.far_slot(move).segment in self._by_host else Route.LOAD_DIRECT
         return route
 
     def checksum_kind(self, size_class: int) -> int:
@@ -74,7 +73,7 @@ class Direct:
         The drive has failed such a read this way, or a processor alone can verify the slot. Most of
         a segment was written at the same time, and each slot read in vain costs a second read.
         """
-        self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
+        self._by_host.update(Route.LOAD_DIRECT.far_slot(move).segment for move in moves)
 
     def note_failed_read(self) -> bool:
         """The drive has failed moves of a part that was read this way; return whether that was the
@@ -108,8 +107,8 @@ def choose_direct(
     always: bool,
     file_bytes: int = FILE_BYTES,
 ) -> DirectChoice:
-    """Make GPU staging, try the way on a file of ``directory`` that nobody sees, and choose the
-    sizes that go it.
+    """Make GPU staging, try the way on an unnamed file in ``directory``, and choose the sizes that
+    go it.
 
     ``slot_counts``: of staging, by size class. ``lanes``: the copier's. ``make_device``: makes one
     of both kinds of memory, for the trial only. ``always``: all sizes go, faster or not, or none
@@ -172,10 +171,10 @@ class _Findings:
 class _Trial:
     """Writes and reads slots of every size both ways, compares the bytes, and measures.
 
-    ``fd``: a file that is nobody else's, on the drive that moves are made to. ``device``: of both
-    kinds of memory; closed at the end, unless it is silent. ``arena``: host staging of the same
-    sizes. Both memories' bytes are overwritten. Only the drive's times are compared: a copy of one
-    part hides behind that of the next.
+    ``fd``: a file of its own, on the drive that moves are made to. ``device``: of both kinds of
+    memory; closed at the end, unless it is silent. ``arena``: host staging of the same sizes. Both
+    memories' bytes are overwritten. Only the drive's times are compared: a copy of one part hides
+    behind that of the next.
     """
 
     def __init__(self, fd: int, device: Device, arena: Arena, staging: GpuStaging, found: _Findings) -> None:

@@ -237,7 +237,7 @@ class FileJobs:
         if task.set_running_or_notify_cancel():
             try:
                 task.set_result(self._run(job))
-            except BaseException as error:  # whoever asks for the result gets it
+            except BaseException as error:  # it is raised where the result is asked for
                 task.set_exception(error)
 
     def _detach(self, segment: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's door: plans go in, reports come out, and its own thread moves the bytes."""
+"""Plans go in, reports come out, and a thread of its own moves the bytes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Mover:
         self._out: dict[JobId, int] = {}
         """Moves of each job that was submitted and not yet polled for."""
         self._void: set[JobId] = set()
-        """Loads of which no byte may be served: what ``poll`` returns of them is CANCELLED."""
+        """Loads of which no byte may be used: what ``poll`` returns of them is CANCELLED."""
         self._report = Report()
         self._error: BaseException | None = None
         self._raised = False
@@ -228,7 +228,7 @@ class Mover:
                 within.enter_context(self._copier.thread())
                 self._runner.attach()
                 self._turn_until_closed()
-            except BaseException as error:  # whatever it is, the model's thread shall hear of it
+            except BaseException as error:  # whatever it is, ``poll`` raises it on the model's thread
                 self._error = error
             self._finish()
 
@@ -247,7 +247,7 @@ class Mover:
     def _finish(self) -> None:
         """Cancel what has not ended, now and from now on; then close.
 
-        Nobody who waits for a load waits for the drive, too, which may never end.
+        So a request that waits for a load does not wait for the drive, too, which may never end.
         """
         if self._ended:
             return

@@ -89,7 +89,8 @@ class Route(Enum):
     the device or beyond this host, where they read or write one.
 
     ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU.
-    ``tiers``: in which it has slots.
+    ``on_drive``: that tier is in segment files; ``by_key``: it has objects. ``tiers``: in which the
+    route has slots.
     """
 
     LOAD_DIRECT = (JobKind.LOAD, (Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING, Tier.NVME)
@@ -117,6 +118,8 @@ class Route(Enum):
         self.reads = Leg.READ in legs
         self.writes = Leg.WRITE in legs
         self.far = far
+        self.on_drive = far is Tier.NVME
+        self.by_key = far is Tier.REMOTE
         self.tiers = frozenset(tier for tier in (None if self.staged else Tier.CPU, far) if tier is not None)
 
     def far_slot(self, move: Move) -> Slot:
@@ -267,9 +270,9 @@ class PartCutter:
                 others += 1
             else:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
-                if direct is not None and route.staged and route.far is Tier.NVME:
+                if direct is not None and route.staged and route.on_drive:
                     route = direct.route(route, geometry.size_classes[group], move)
-                file = files.get(route.far_slot(move).segment) if route.far is Tier.NVME else None
+                file = files.get(route.far_slot(move).segment) if route.on_drive else None
                 drive = NO_DRIVE if file is None else file.drive
                 found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
@@ -288,7 +291,7 @@ class PartCutter:
         memory = self._memories[route.memory]
         if route.staged:
             assert memory.slot_counts[size_class], "there is no staging for this size of slot"
-            share = 4 if route.reads and route.far is Tier.NVME else 8
+            share = 4 if route.reads and route.on_drive else 8
             count = min(count, max(1, memory.slot_counts[size_class] // share))
         ordered = sorted(positions, key=lambda at: moves[at].slots[route.far or Tier.CPU])
         parts = []

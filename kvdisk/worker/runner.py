@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.blocks import JobId, Tier
+from kvdisk.blocks import JobId
 from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
@@ -382,7 +382,7 @@ class Runner:
 
     def _send(self, part: Part) -> bool:
         """Send a part to the device, or the remote store; return whether it is there."""
-        if part.route.far is Tier.REMOTE:
+        if part.route.by_key:
             assert self._remote_io is not None, "a move names the remote store, and there is none"
             self._remote_io.send(part)
         elif (part.drive, part.leg is Leg.WRITE) in self._stuck():
@@ -465,7 +465,7 @@ class Runner:
         if broken:
             self._fail_unstarted(
                 Reason.CANCELLED,
-                lambda work, part: part and work.job.id in broken and part.route.far is Tier.REMOTE,
+                lambda work, part: part and work.job.id in broken and part.route.by_key,
             )
         return bool(ended)
 
@@ -485,7 +485,7 @@ class Runner:
         moved_bytes = moved * (part.slot_bytes if at_device else self._payload_bytes(part))
         self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
         self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
-        if at_device and part.route.far is Tier.NVME:
+        if at_device and part.route.on_drive:
             counter = "drive_read_bytes" if part.leg is Leg.READ else "drive_written_bytes"
             self._stats.add(f"{counter}.{part.drive}", moved_bytes)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvdisk.blocks import Tier
 from kvdisk.device.header import (
     MULTILINEAR,
     XXH3_128,
@@ -59,7 +58,7 @@ class SlotHeaders:
         Also returns the positions on a direct route whose checksum a GPU does not compute: nothing
         is known of these payloads.
         """
-        check = adopt_slot if part.route.far is Tier.REMOTE else check_slot
+        check = adopt_slot if part.route.by_key else check_slot
         bad: dict[int, Reason] = {}
         unknown: list[int] = []
         for position, slot, _, identity in self._each(part):

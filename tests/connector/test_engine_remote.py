@@ -71,6 +71,6 @@ def test_recurrent_states_of_one_host_are_a_hit_on_another(name, models, tmp_pat
             engine.drain()
             counters = engine.counters()
     assert tokens_of(counted[0]) == tokens_of(counted[1])
-    whole = [(len(prompt) - 1) // kind.block_tokens * kind.block_tokens for prompt in prompts]
+    whole = [kind.whole_tokens(prompt, tmp_path / "log") for prompt in prompts]
     assert [answer.cached for answer in counted[1]] == whole
     assert counters["hit_tokens.remote"] + counters.get("hit_tokens.cpu", 0) == sum(whole)

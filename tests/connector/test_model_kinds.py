@@ -8,6 +8,8 @@ have others.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,16 +22,22 @@ block's end, and so would have to leave a state within."""
 
 
 class Kind(NamedTuple):
-    """``block_tokens``: of the largest block, which hits are multiples of. ``groups``: how many.
-    ``few_blocks``: of a pool in which requests are preempted. ``batched``: whether vLLM alone gives
-    a request the same tokens alone and among others. ``model``: where it is not the kind's name."""
+    """``block_tokens``: of the largest block, which hits are multiples of; None: vLLM chooses it by
+    the processor. ``groups``: how many. ``few_blocks``: of a pool in which requests are preempted.
+    ``batched``: whether vLLM alone gives a request the same tokens alone and among others.
+    ``model``: where it is not the kind's name."""
 
     limits: dict[str, Any]
-    block_tokens: int
+    block_tokens: int | None
     groups: int
     few_blocks: int
     batched: bool = True
     model: str = ""
+
+    def whole_tokens(self, prompt: list[int], log: Path) -> int:
+        """Return how many tokens of a prompt can hit. ``log``: of an engine of this kind."""
+        tokens = self.block_tokens or int(re.findall(r"Setting attention block size to (\d+)", log.read_text())[-1])
+        return (len(prompt) - 1) // tokens * tokens
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -47,7 +55,7 @@ KINDS = {
     "nemotron": Kind(MAMBA_STEPS, 64, 4, 60),
     "falcon": Kind(MAMBA_STEPS, 64, 2, 40),
     "mamba2": Kind(MAMBA_STEPS, 64, 1, 13),
-    "qwen3-next": Kind({"dtype": "bfloat16"}, 288, 4, 30),
+    "qwen3-next": Kind({"dtype": "bfloat16"}, None, 4, 30),
     "lfm2": Kind({}, 32, 4, 90, batched=False),  # vLLM's CPU kernel of short convolutions does not
     "llama4": Kind({}, 32, 4, 150),
     "gpt-oss": Kind({}, 32, 2, 80),
@@ -65,14 +73,21 @@ def _together(engine: EngineChild, prompts: list[list[int]], max_tokens: int = 8
     return engine.generate(prompts, max_tokens) if prompts else []
 
 
+NO_AVX_512 = "avx512f" not in Path("/proc/cpuinfo").read_text()
+MARKS = {"8-bit KV": [pytest.mark.skipif(NO_AVX_512, reason="vLLM's 8-bit KV needs a processor with AVX-512")]}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.torture) for name in KINDS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_MAKE_TEST else [pytest.mark.torture, *MARKS.get(name, [])])
+        for name in KINDS
+    ],
 )
 def test_kind(name, models, tmp_path):
     kind, model, log = KINDS[name], models(KINDS[name].model or name), tmp_path / "log"
     config = {"cpu_bytes": "64MiB", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "256MiB", "device": "posix"}
     limits: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 400, **kind.limits}
-    whole = [(len(prompt) - 1) // kind.block_tokens * kind.block_tokens for prompt in PROMPTS]
     batches, many = (TOGETHER, PREEMPTED) if kind.batched else ([], [])
     with EngineChild(model, log, extra_config=config, env=HERE, **limits) as engine:
         cold = engine.generate(PROMPTS, together=False)
@@ -83,6 +98,7 @@ def test_kind(name, models, tmp_path):
         assert tokens_of([*cold, *together]) == tokens_of(alone), "cold, and prefixes that the GPU has"
         engine.reset()
         warm = engine.generate(PROMPTS, together=False)
+        whole = [kind.whole_tokens(prompt, log) for prompt in PROMPTS]
         assert tokens_of(warm) == tokens_of(cold), "from memory"
         assert [answer.cached for answer in warm] == whole
         assert tokens_of(_together(engine, batches)) == tokens_of(together), "from memory, together"

@@ -152,7 +152,7 @@ def add(bench: Bench, folder: Path, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3 * BLOCK_TOKENS], ids=["ends at once", "goes on"])
 def test_one_that_changes_before_the_workers_read_it_leaves_nothing(engines, tuned, tokens, caplog):
     """What the workers have computed is of the new one. Set back, the old one does not find it."""
-    bench = start(engines, nvme=True, extra={"store_decode": True})
+    bench = start(engines, nvme=True, events=True, extra={"store_decode": True})
     add(bench, tuned, tokens)
     write_adapter(tuned, 2)
     with caplog.at_level(logging.WARNING):

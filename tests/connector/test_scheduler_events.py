@@ -15,16 +15,16 @@ from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier, make_block_key
-from kvdisk.connector import events, scheduler_side
+from kvdisk.connector.adapter import VLLM_TIERS
 from kvdisk.manager import events as journal_room
 from kvdisk.messages import JobKind
 
 MEDIA = {"CPU": Tier.CPU, "STORAGE": Tier.NVME}
 
 
-def test_every_table_of_tiers_has_each_of_them():
-    assert set(events._MEDIA) == set(KEPT_TIERS)
-    assert set(scheduler_side._SOURCES) == set(HIT_TIERS)
+def test_vllm_has_a_name_for_each_tier():
+    assert set(VLLM_TIERS) == set(HIT_TIERS)
+    assert {tier for tier, named in VLLM_TIERS.items() if named.medium is not None} == set(KEPT_TIERS)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import RequestStatus
 
 from kvdisk.connector import adapter
 from kvdisk.messages import JobKind
@@ -173,6 +174,28 @@ def test_pause_abort_in_the_callers_process_raises_with_a_load_out(loading):
     core.resume_scheduler()
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_session_that_waits_for_its_next_input_holds_its_blocks(mode, bench):
+    """Only a pause that aborts it clears; the others leave the engine paused."""
+    session = bench.add("s", prompt_of(2), max_tokens=2, resumable=True)
+    while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        bench.step()
+    core = Core(bench)
+    core.step_until_idle()
+    assert not bench.scheduler.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    if mode == "abort":
+        core.pause(mode)
+    else:
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            core.pause(mode)
+        assert core.is_scheduler_paused(), "resume it"
+        bench.abort("s")
+    core.resume_scheduler()
+    assert hits(bench) == (0 if mode == "abort" else BLOCKS)
+
+
 def test_a_pause_without_a_clear_and_sleep_of_level_0_keep_everything(loading):
     core = Core(loading)
     loading.release()
@@ -199,7 +222,7 @@ def asleep(core: Core, mode: Any = "wait") -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers are told of sleeps, whatever vLLM this is: ``Executor`` tells them."""
-    monkeypatch.setattr(adapter, "_TELLS_OF_SLEEP", (0, 32))
+    monkeypatch.setattr(adapter, "_SLEEP_HOOKS", (0, 32))
 
 
 @pytest.fixture(params=["epoch", "keep"])

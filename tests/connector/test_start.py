@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from importlib.metadata import entry_points
@@ -21,10 +22,12 @@ import torch
 from schedulers import vllm_config
 from transformers import configuration_utils
 from vllm import LLM
-from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, ParallelConfig
+from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -349,6 +352,8 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
         "model_config.dtype": "bfloat16",
         "parallel_config.tensor_parallel_size": 2,
         "model_config.quantization": "awq",
+        "model_config.quantization_config": QuantizationConfigArgs(linear=QuantSpec(weight="fp8_per_tensor_static")),
+        "model_config.model_class_overrides": {"LlamaForCausalLM": "module:Class"},
         "cache_config.prefix_caching_hash_algo": "sha256_cbor",
         "model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 1234.5},
         "speculative_config": SimpleNamespace(method="eagle", draft_model_config=drafter),
@@ -382,6 +387,43 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
     _change_the_last_weight(folder)
     found["one weight"] = _fingerprint(folder)
     assert len({first, *found.values()}) == 1 + len(found)
+
+
+def test_how_images_are_processed_is_in_the_fingerprint(folder):
+    """vLLM's hash of an image has what is in the file and in the request, and not the engine's own
+    settings."""
+    changes = [
+        {},
+        {"mm_processor_kwargs": {"do_resize": False}},
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+        {"mm_device_do_normalize": False},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+    ]
+
+    def fingerprint(change: dict[str, Any]) -> bytes:
+        return _fingerprint(folder, {"model_config.multimodal_config": MultiModalConfig(**change)})
+
+    found = [_fingerprint(folder), *map(fingerprint, changes)]
+    assert fingerprint({"mm_processor_cache_gb": 1.0, "skip_mm_profiling": True}) == fingerprint({})
+    for content in ("{}", '{"do_resize": false}'):
+        (folder / "preprocessor_config.json").write_text(content)
+        found.append(fingerprint({}))
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("caches", "cache_gb"), [(False, 0.0), (True, 0.0), (False, 1.0)])
+def test_where_vllm_counts_images_the_nvme_tier_is_refused(folder, caches, cache_gb):
+    """The first image of the next process would be taken for the first one of this."""
+    counts = not caches and not cache_gb
+    media = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    config = _changed(folder, {"model_config.multimodal_config": media, "cache_config.enable_prefix_caching": caches})
+    renderer = SimpleNamespace(model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None)
+    images = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    known = BaseRenderer._process_mm_uuids(renderer, {}, images, {}, "first")
+    assert (known == {"image": ["first-image-0"]}) == counts, "this vLLM counts in other cases"
+    with pytest.raises(ConfigError, match="known by their content") if counts else nullcontext():
+        fingerprint_of(config, _cache(FULL))
 
 
 PLAIN = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], FULL)], hash_block_size=32, kv_cache_layout="LBNHC")

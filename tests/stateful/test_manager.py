@@ -10,6 +10,7 @@ from support import manager_sizes
 from support.manager_parts import Sizes
 
 SIZES = {name: sizes for name, sizes in vars(manager_sizes).items() if isinstance(sizes, Sizes)}
+SIZES |= manager_sizes.EVICTION_SIZES
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -5,7 +5,7 @@ watch themselves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
@@ -36,9 +36,9 @@ DAY_S = 240.0
 
 
 def two_tiers(**changes: object) -> Config:
-    """Return a configuration with both tiers, but for ``changes``; how large they are says
-    ``Sizes``."""
-    values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1}
+    """Return a configuration with both tiers, whose order is that of last use, but for ``changes``;
+    how large they are says ``Sizes``."""
+    values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1, "eviction": "lru"}
     return Config(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ class ManagerParts:
     nvme: NvmeSpace | None
 
     def neighbour_has(self, key: BlockKey) -> bool:
-        return self.manager._hints.neighbours.holds(key, Tier.NVME)
+        return key in self.manager._hints.neighbours.near(Tier.NVME)
 
     def remote_has(self, key: BlockKey) -> bool:
         return key in self.manager._remote.hints
@@ -184,7 +184,7 @@ class ManagerParts:
         remote: FakeRemote | None = None,
     ) -> ManagerParts:
         """Build a manager over an engine's pool, and restore what the index knows."""
-        parts = Parts.make(replace(sizes.config, eviction="lru"), sizes.geometry, engine.pool)
+        parts = Parts.make(sizes.config, sizes.geometry, engine.pool)
         policy = WatchedPolicy(make_store_policy(sizes.config.store_policy))
         cpu = None
         if sizes.has_cpu:

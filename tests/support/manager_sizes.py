@@ -4,7 +4,9 @@ store policy."""
 
 from __future__ import annotations
 
-from kvdisk.config import Config
+from dataclasses import replace
+
+from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from support.manager_parts import Sizes, two_tiers
 
@@ -78,6 +80,13 @@ SPILLOVER_QUEUE = Sizes(
 SPILLOVER_NVME = Sizes(
     _ONE_GROUP, _config(store_policy="spillover", cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 8, (), (3,), 2, _PROMPTS
 )
+EVICTION_SIZES = {
+    f"{kind}, {name}": replace(sizes, config=replace(sizes.config, eviction=name))
+    for name in EVICTIONS
+    if name != "lru"  # all others have that
+    for kind, sizes in (("ONE_GROUP", ONE_GROUP), ("WINDOW", WINDOW))
+}
+"""Every other eviction policy, by its name: one that is added to ``EVICTIONS`` runs here too."""
 QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
 """Requests wait in line, and are read ahead for."""
 ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, LEARNED, BUDGET, NVME_BUDGET)

@@ -188,7 +188,7 @@ def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
     assert (found[silent.name].problem, found[silent.name].pid) == (None, None)
     assert len(frame.problems) == 1 and bad.name[:8] in frame.problems[0]
     text = shown(frame)
-    for words in ("cannot be read", "has told nothing of itself yet", "3 failed loads, 2 read errors"):
+    for words in ("cannot be read", "has written no figures yet", "3 failed loads, 2 read errors"):
         assert words in text
     write_telemetry(bad, figures(T0))
     assert not reader.read().problems, "and it is well again"

@@ -24,7 +24,7 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
     neighbours = SimpleNamespace(
         hints={KEY} if near else set(), usable_hints={KEY} if usable else set(), tier=Tier.NVME, take=lambda _: "near"
     )
-    remote = SimpleNamespace(hints={KEY} if far else {}, take=lambda: "far")
+    remote = SimpleNamespace(hints={KEY} if far else {}, take=lambda: "far", tier=Tier.REMOTE)
     hints = Hints(neighbours, remote)
     assert hints.take(KEY) == source
     assert hints.tier_of(KEY) is (Tier.REMOTE if source == "far" else Tier.NVME)

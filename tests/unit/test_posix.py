@@ -358,7 +358,7 @@ def test_writes_make_way_while_reads_are_under_way(kernel, drive, done, fd):
     kernel.submit = submit
     writes = aio.KernelQueue("kvdisk-test-write", done.put, reads=drive)
     memory = make_memory(aio.LONGEST_BYTES)
-    ahead = aio.AHEAD_BYTES // aio.LONGEST_BYTES
+    ahead = aio.WRITES_AHEAD_BYTES // aio.LONGEST_BYTES
     batch = [(at, Transfer(fd, 0, (memory,))) for at in range(2 * ahead)]
     try:
         drive.put(1, Op.READ, batch[:1], 4 * aio.LONGEST_BYTES)

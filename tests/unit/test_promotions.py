@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from support.manager_parts import Sizes
+from support.manager_parts import Sizes, two_tiers
 from support.small_engine import SmallEngine
 from tier_bench import GEOMETRY, keys_of
 
 from kvdisk.blocks import BlockKey, Tier
-from kvdisk.config import Config
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Job, JobKind
@@ -27,8 +24,8 @@ class Queue(SmallEngine):
     memory."""
 
     def __init__(self, cpu_slots: int = 64, **config: object) -> None:
-        values = {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1, "cpu_bytes": 1, "min_load_tokens": 0} | config
-        super().__init__(Sizes(GEOMETRY, Config(**values), 60, (cpu_slots,), (64,), 1, PROMPTS, most_running=1))  # type: ignore[arg-type]
+        config = {"min_load_tokens": 0} | config
+        super().__init__(Sizes(GEOMETRY, two_tiers(**config), 60, (cpu_slots,), (64,), 1, PROMPTS, most_running=1))
         for prompt in (*PROMPTS, LONGER):
             self.serve(prompt)
         self.restart()

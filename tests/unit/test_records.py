@@ -16,7 +16,7 @@ u64 = st.integers(0, 2**64 - 1)
 epochs = st.integers(0, 2**63 - 1)
 keys = st.binary(min_size=2, max_size=MAX_KEY_BYTES).map(BlockKey)
 blocks = st.builds(BlockRecord, epochs, keys, st.builds(Slot, u32, u32), u64, st.none() | keys, u32)
-segments = st.builds(SegmentRecord, u32, u64, u32, u16)
+segments = st.builds(SegmentRecord, st.integers(0, 2**31 - 1), u64, u32, u16)
 
 BLOCK = BlockRecord(7, make_block_key(b"h" * 32, 1), Slot(2, 3), 4, make_block_key(b"p" * 32, 1), 5)
 

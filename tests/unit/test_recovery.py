@@ -42,6 +42,8 @@ from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.reader_process import IndexContent, read_indexes
+from kvdisk.index.record_index import read_segments
+from kvdisk.index.records import Operation, Table, encode_segment
 
 
 def _garbage(index: Path) -> None:
@@ -79,6 +81,17 @@ def test_an_index_that_was_emptied_is_made_anew_in_the_same_boot(path, caplog, c
     assert served(path) == expected
     assert caplog.text.count("rebuilds the index of engine store") == 1
     assert served(path) == expected
+
+
+def test_a_record_that_names_a_segment_as_none_is_numbered_has_the_index_made_anew(path, caplog):
+    """A flipped bit of its key. The numbers behind it would be those of neighbours' segments."""
+    expected = make_store(path, clean=False)
+    tables = LmdbTables(home_path(path) / "index", 8 << 20)
+    key, value = encode_segment(next(read_segments(tables.scan(Table.SEGMENTS))))
+    tables.commit([Operation(Table.SEGMENTS, key, None), Operation(Table.SEGMENTS, b"\x80" + key[1:], value)])
+    tables.close(in_order=False)
+    assert served(path) == expected
+    assert "segment record: number 2147483648, which no segment has" in caplog.text
 
 
 def test_parents_epochs_and_times_are_kept_in_order(path):

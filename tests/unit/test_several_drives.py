@@ -5,10 +5,14 @@ or rests."""
 from __future__ import annotations
 
 import pytest
-from tier_bench import TierBench
+from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
-from kvdisk.messages import JobKind
+from kvdisk.index.base import SegmentRecord
+from kvdisk.manager.jobs import Transfers
+from kvdisk.manager.segments import NvmeLayout, Segments
+from kvdisk.messages import FOREIGN_SEGMENTS, JobKind, JobResult, Report
+from kvdisk.stats import Stats
 
 
 class Served(TierBench):
@@ -104,3 +108,17 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.steps(4)
     assert served.on_nvme("ccdd") == [0, 0]
     assert not served.manager.has_pending_work(served.engine.now)
+
+
+def test_no_segment_gets_the_number_of_a_neighbours():
+    """A damaged record has used up those below: until the next start there are no more segments."""
+    transfers, layout = Transfers(1), NvmeLayout(0, (2,), (1 << 62,))
+    segments = Segments(GEOMETRY, layout, transfers, Stats(), 1)
+    segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)], "", b"")
+    planned = []
+    for _ in range(3):
+        transfers.absorb(Report({job.id: JobResult(1) for job in transfers.take_queued(0.0)}))
+        segments.opening.clear()
+        planned.append(segments.plan_new(0, 0.0))
+    assert planned == [True, False, False]
+    assert max(segments.specs) == FOREIGN_SEGMENTS - 1

@@ -26,7 +26,7 @@ def keys_of(prompt: str) -> list[BlockKey]:
 
 class TierBench(SmallEngine):
     """``cpu_slots``, ``nvme_slots``: by size class; none: no such tier. ``how``: of the
-    configuration."""
+    configuration, in which what was used longest ago is evicted."""
 
     budget_tokens = 8
 
@@ -44,7 +44,7 @@ class TierBench(SmallEngine):
     ) -> None:
         if nvme_slots:
             how |= {"store_dirs": (Path("/nowhere"),), "nvme_bytes": 1}
-        config = Config(cpu_bytes=int(bool(cpu_slots)), **how)
+        config = Config(**{"cpu_bytes": int(bool(cpu_slots)), "eviction": "lru"} | how)
         segments *= bool(nvme_slots)
         tiers = (tuple(cpu_slots), tuple(nvme_slots), segments)
         super().__init__(Sizes(geometry, config, gpu_blocks, *tiers, (), drives=drives, most_running=most_running))

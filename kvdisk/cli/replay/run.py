@@ -130,7 +130,7 @@ def _run_shared(setting: Setting) -> Run:
 def run_all(
     trace: Trace, settings: Sequence[Setting], block_bytes: int, processes: int, watch: Callable[[int], None]
 ) -> Replayed:
-    """Run every setting, so many at a time. ``watch``: told how many have ended.
+    """Run every setting, so many at a time. ``watch``: called with how many have ended.
 
     Raises as ``run_setting``.
     """

@@ -7,7 +7,7 @@ Mooncake, one JSON object a line: ``timestamp`` (ms), ``input_length`` and ``out
 
 Azure LLM inference, CSV with a header: ``TIMESTAMP`` (date and time), ``ContextTokens``,
 ``GeneratedTokens``; other columns are ignored. It does not say which prompts share blocks, so none
-do: it tells what is written, not what hits.
+do: it shows what is written, not what hits.
 
 Generic, one JSON object a line, with one of
 

@@ -64,7 +64,7 @@ def report(
     with opening(directories) as paths:
         _check_target(target, force=force)
         survey = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
-        data = page(survey, _told(paths)).encode()
+        data = page(survey, _records(paths)).encode()
         with new_file(target) as temporary:
             temporary.write_bytes(data)
     if as_json:
@@ -78,14 +78,14 @@ def report(
     raise typer.Exit(Exit.WRONG if survey.problems else Exit.FINE)
 
 
-def _told(directories: Sequence[Path]) -> list[TelemetryRecord]:
-    """Return what the engines have told of themselves, the last first. What cannot be read is left
+def _records(directories: Sequence[Path]) -> list[TelemetryRecord]:
+    """Return what the FIGURES files of the engines say, the last first. What cannot be read is left
     out: nothing depends on it."""
-    told = []
+    found = []
     for owner in list_owners(list_directories(directories), LOCK_WAIT_S):
         with suppress(CorruptRecord, OSError):
-            told.append(read_telemetry(owner.path))
-    return sorted((each for each in told if each is not None), key=lambda each: -each.time_s)
+            found.append(read_telemetry(owner.path))
+    return sorted((each for each in found if each is not None), key=lambda each: -each.time_s)
 
 
 def _check_target(target: Path, *, force: bool) -> None:

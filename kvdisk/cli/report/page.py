@@ -49,9 +49,9 @@ REUSE_STEPS = ((0, "not reused"), (1, "1"), (3, "2-3"), (8, "4-8"), (32, "9-32")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
 
-def page(survey: Survey, told: Sequence[TelemetryRecord] = ()) -> str:
-    """Return the whole report. It names nothing outside itself. ``told``: what engines have told of
-    themselves, each as far as its file says."""
+def page(survey: Survey, records: Sequence[TelemetryRecord] = ()) -> str:
+    """Return the whole report. It names nothing outside itself. ``records``: of the FIGURES files
+    of its engines."""
     name = f"kvdisk store {printable(survey.store.path)}"
     parts = [
         f'{MARK}\n<html lang="en"><head><meta charset="utf-8">',
@@ -60,7 +60,7 @@ def page(survey: Survey, told: Sequence[TelemetryRecord] = ()) -> str:
         f"<title>{escaped(name)}</title><style>{STYLE}</style></head><body><main>",
         f"<h1>{escaped(name)}</h1><p>As of {moment(survey.surveyed_s)}, by kvdisk {escaped(__version__)}.</p>",
         *_tables(survey),
-        *_requests(told),
+        *_requests(records),
         *_prefixes(survey),
         *_occupancy(survey),
         f"</main><script>{SCRIPT}</script></body></html>\n",
@@ -99,13 +99,13 @@ def _tables(survey: Survey) -> Iterator[str]:
 # -- requests ----------------------------------------------------------------------------------
 
 
-def _requests(told: Sequence[TelemetryRecord]) -> Iterator[str]:
+def _requests(records: Sequence[TelemetryRecord]) -> Iterator[str]:
     """Yield what the requests of each engine found, and why not more."""
-    asked = [each for each in told if each.totals.get("lookup_tokens")]
+    asked = [each for each in records if each.totals.get("lookup_tokens")]
     if not asked:
         return
     yield "<section><h2>What requests found</h2>"
-    yield "<p>Of the tokens that the GPU had not got; of each engine since its start, as it told last.</p>"
+    yield "<p>Of the tokens that the GPU had not got; of each engine since its start, as last written.</p>"
     for each in asked[:MOST_HOMES]:
         asked_tokens = each.totals["lookup_tokens"]
         hits = {tier: min(1.0, each.totals.get(f"hit_tokens.{tier}", 0) / asked_tokens) for tier in SOURCES}
@@ -140,8 +140,8 @@ def _prefixes(survey: Survey) -> Iterator[str]:
 
 
 def _legend(listed: Sequence[Prefix]) -> str:
-    told = any(prefix.uses is not None for prefix in listed)
-    title = "uses a block, in the mean:" if told else "other chains that share it:"
+    has_uses = any(prefix.uses is not None for prefix in listed)
+    title = "uses a block, in the mean:" if has_uses else "other chains that share it:"
     items = "".join(f'<span><i class="k{at}"></i>{escaped(name)}</span>' for at, (_, name) in enumerate(REUSE_STEPS))
     return f'<div class="legend"><span>{title}</span>{items}</div>'
 
@@ -165,10 +165,10 @@ def _pieces(prefixes: Iterable[Prefix], around_bytes: int, now_s: int) -> Iterat
         # Never rounded up: together they would be wider than their place, and the last be below.
         percent = int(1e6 * whole_bytes / around_bytes) / 1e4
         tokens = "" if prefix.tokens is None else f" · {number(prefix.tokens)} tokens"
-        told = "\n".join(html.escape(line) for line in _told(prefix, now_s))
+        title = "\n".join(html.escape(line) for line in _title(prefix, now_s))
         yield (
             f'<div class="node" style="width:{percent}%">'
-            f'<p class="k{_colour(prefix)}" tabindex="0" title="{told}" data-key="{escaped(prefix.key)}" '
+            f'<p class="k{_colour(prefix)}" tabindex="0" title="{title}" data-key="{escaped(prefix.key)}" '
             f'data-bytes="{prefix.bytes}" data-below="{prefix.below_bytes}">'
             f"{escaped(prefix.key[:ID_LETTERS])}{tokens}</p>"
         )
@@ -176,7 +176,7 @@ def _pieces(prefixes: Iterable[Prefix], around_bytes: int, now_s: int) -> Iterat
         yield "</div>"
 
 
-def _told(prefix: Prefix, now_s: int) -> Iterator[str]:
+def _title(prefix: Prefix, now_s: int) -> Iterator[str]:
     yield f"{prefix.key[:16]}…"
     tokens = "? tokens" if prefix.tokens is None else f"{number(prefix.tokens)} tokens"
     start = "" if not prefix.start_tokens else f" after {number(prefix.start_tokens)}"
@@ -239,12 +239,12 @@ def _cell(home: Home, segments: Sequence[Segment]) -> str:
     loose = sum(round((each.fragmentation or 0) * (each.free_slots or 0)) for each in segments)
     runs = sum(each.free_runs or 0 for each in segments)
     run = read_run_blocks(segments)
-    told = (
+    title = (
         f"{name}: {number(used)} of {number(slots)} slots used ({share(used / slots)}), {plural(runs, 'free run')}, "
         f"{number(loose)} free slots in short runs" + (f", {run:.1f} blocks a read" if run else "")
     )
     return (
-        f'<div class="cell" data-slots="{slots}" data-used="{used}" data-short="{loose}" title="{escaped(told)}">'
+        f'<div class="cell" data-slots="{slots}" data-used="{used}" data-short="{loose}" title="{escaped(title)}">'
         f'<i class="s" style="height:{100 * loose / slots:.1f}%"></i>'
         f'<i class="u" style="height:{100 * used / slots:.1f}%"></i></div>'
     )
