@@ -325,7 +325,7 @@ BUGS = {
         remote, "if not self.admission.is_open:", "if False:", (on.REMOTE_REUSE,)
     ),
     "copy sent without a pin": Bug(
-        remote, "            catalog.pin(rows, Tier.CPU)", "            pass", (on.REMOTE_ONLY,)
+        remote, "            catalog.pin(rows, self.source)", "            pass", (on.REMOTE_ONLY,)
     ),
     # -- neighbours --
     "neighbour's copy that failed asked for again": Bug(
