@@ -47,6 +47,8 @@ _UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 _AGES_S = _UNITS_S | {"m": 60, "w": 7 * 86400}
 YEAR_S = 365 * 86400
 _JUST_NOW_S = 5
+_LAST_S = 1 << 35
+"""What is later is shown as this: the C library knows no year that is much later."""
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -140,7 +142,7 @@ def ago(then_s: int | None, now_s: int) -> str:
     if age_s > YEAR_S:
         return "more than a year ago"
     if age_s < -60:
-        return time.strftime("%Y-%m-%d", time.localtime(then_s))
+        return time.strftime("%Y-%m-%d", time.localtime(min(then_s, _LAST_S)))
     if age_s < _JUST_NOW_S:
         return "just now"
     unit = next(unit for unit, unit_s in _UNITS_S.items() if age_s >= unit_s)

@@ -269,7 +269,7 @@ def survey_store(
     most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(groups)))
     with paths.device_errors(f"reading {path / STORE_FILE}"):
         said = paths.read_control(path / STORE_FILE)
-    store = StoreFile(path, said.get("store_id"), said["format_version"], said.get("created_s"))
+    store = _store_file(path, said)
     problems = tuple(f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems)
     columns, now_s = [home.blocks for home in read if home.blocks is not None], int(time.time())
     return Survey(
@@ -284,6 +284,13 @@ def survey_store(
         namespaces=tuple(_survey_namespace(one, homes, most, shared_only) for one in groups if one.record),
         engine_stores=homes,
     )
+
+
+def _store_file(path: Path, said: Mapping[str, Any]) -> StoreFile:
+    """Return what STORE says; what no engine looks at may be anything."""
+    created_s = said.get("created_s")
+    is_time = isinstance(created_s, int) and created_s >= 0
+    return StoreFile(path, said.get("store_id"), said["format_version"], created_s if is_time else None)
 
 
 # -- engine stores -----------------------------------------------------------------------------
@@ -367,7 +374,8 @@ def _segment(
     free = np.diff(np.concatenate(([-1], np.unique(used[inside]), [slots]))) - 1
     free = free[free > 0]
     free_slots, reads = int(free.sum()), int(np.count_nonzero(begins[inside]))
-    short_slots = int(free[free * record.slot_bytes < _SHORT_RUN_BYTES].sum())
+    short_run_slots = -(-_SHORT_RUN_BYTES // max(1, record.slot_bytes))  # a damaged record's may be any
+    short_slots = int(free[free < short_run_slots].sum())
     return Segment(
         segment=record.segment,
         drive=record.drive,
@@ -410,6 +418,8 @@ def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
     record = read.summary.record
     for segment in segments:
         folder = read.folder(segment.drive)
+        if record is not None and segment.drive >= len(record.drives):
+            yield f"segment {segment.segment} is on drive {segment.drive} by the index, and HOME has no such drive"
         if record is None or not segment.indexed or folder is None:
             continue
         spec = SegmentSpec(segment.segment, segment.slot_bytes or 0, segment.slots or 0, segment.drive, create=False)

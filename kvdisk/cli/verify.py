@@ -3,7 +3,8 @@
 
 It writes nothing. On a store in use blocks are evicted while it is read, and others take their
 slots. So what does not match is wrong only where the slot, read again at the end, does not match
-either (its block may have left and come back), and the index then still has the same record.
+either (its block may have left and come back), and the index then still has the same record; and
+so once more.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ MOST_THREADS = 16
 PART_BYTES = 64 << 20
 """What one thread reads of a file before progress is shown, and before Ctrl-C is heard."""
 _ROUNDS = 3
+_LOOKS = 2
+"""Times that slots which do not match, and then the index, are read again. A block may come back
+between the two, but hardly each time."""
 
 Watch = Callable[[int, int], None]
 """Called with the bytes that have been read, and those that are to be read in all."""
@@ -327,7 +331,7 @@ class HomeCheck:
             self._suspects[finding] += rows[numbers == number].tolist()
         for segment in home.index.segments:
             here: list[int] = rows[numbers == segment.segment].tolist()
-            most = max(1, PART_BYTES // segment.slot_bytes)
+            most = max(1, PART_BYTES // max(1, segment.slot_bytes))
             for rank in range(shape.rank_count):
                 for start in range(0, max(1, len(here)), most):
                     yield Part(home, shape, segment, rank, here[start : start + most])
@@ -354,25 +358,20 @@ class HomeCheck:
 
         An index that cannot be read again, or only after Ctrl-C, clears nothing.
         """
-        records = self._home.records
         self.mine.gone = not self._home.summary.path.exists()
         if self.mine.gone:
             self.mine.problems.clear()  # such as a missing index
-        keys = {records.columns.keys[row] for rows in self._suspects.values() for row in rows}
-        try:
-            if not verdict.stopped:
-                self._read_again()
-            (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
-        except KeyboardInterrupt:
-            verdict.stopped, index = True, IndexContent(problem="broken off")
-        now = Records(index.blocks)
-        there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}
-        unclear = index.problem or not (index.exists or self.mine.gone)
-        for finding, rows in self._suspects.items():
-            still = len(rows) if unclear else sum(records[row][:4] in there for row in rows)
-            self.mine.changed_slots += len(rows) - still
-            if still or not rows:
-                verdict.wrong.append(replace(finding, slots=still))
+        for _ in range(_LOOKS):
+            try:
+                if not verdict.stopped:
+                    self._read_again()
+                (index,) = read_indexes([self._home.summary.index_path]) if self._suspects else [IndexContent()]
+            except KeyboardInterrupt:
+                verdict.stopped, index = True, IndexContent(problem="broken off")
+            self._clear(index)
+            if verdict.stopped or not self._slots_to_read_again:
+                break
+        verdict.wrong += [replace(finding, slots=len(rows)) for finding, rows in self._suspects.items()]
 
     def _read_again(self) -> None:
         """Clear the slots that match by now."""
@@ -380,7 +379,25 @@ class HomeCheck:
         with closing(read_parts(list(self._slots_to_read_again.values()))) as reads:
             for finding, (_, read) in zip(findings, reads, strict=True):
                 if read == PartRead([]):
-                    self.mine.changed_slots += len(self._suspects.pop(finding))
+                    self._keep(finding, [])
+
+    def _clear(self, index: IndexContent) -> None:
+        """Clear the slots of blocks that are, by now, elsewhere or nowhere."""
+        records, now = self._home.records, Records(index.blocks)
+        keys = {records.columns.keys[row] for rows in self._suspects.values() for row in rows}
+        there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}
+        unclear = index.problem or not (index.exists or self.mine.gone)
+        for finding, rows in list(self._suspects.items()):
+            self._keep(finding, rows if unclear else [row for row in rows if records[row][:4] in there])
+
+    def _keep(self, finding: Finding, rows: list[int]) -> None:
+        """Suspect a finding of these of its rows only."""
+        changed_slots = len(self._suspects[finding]) - len(rows)
+        self.mine.changed_slots += changed_slots
+        self._suspects[finding] = rows
+        if changed_slots and not rows:
+            del self._suspects[finding]
+            self._slots_to_read_again.pop(finding, None)
 
 
 def why_unusable(home: ReadHome, boot_id: str) -> str | None:

@@ -4,6 +4,7 @@ with a traceback."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 from cli_stores import HYBRID, leave_home, run_here
 from rebuild_stores import make_store
+
+from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.record_index import read_segments
+from kvdisk.index.records import Operation, Table, encode_segment
 
 COMMANDS = (
     ["inspect"],
@@ -49,6 +54,37 @@ def wound(path: Path, chosen: random.Random) -> None:
         if how == "cut":
             del data[chosen.randrange(len(data) + 1) :]
         path.write_bytes(chosen.randbytes(chosen.randrange(9000)) if how == "junk" else data)
+
+
+@pytest.mark.parametrize("value", ["x", {}, -1, 1 << 61])
+@pytest.mark.parametrize(("file", "field"), [("STORE", "created_s"), ("homes/*/HOME", "last_use_s")])
+def test_a_time_in_a_control_file_may_be_anything(
+    whole: Path, tmp_path: Path, file: str, field: str, value: object
+) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(whole, path)
+    for control in path.glob(file):
+        control.write_text(json.dumps(json.loads(control.read_text()) | {field: value}))
+    done = run_here("inspect", path)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    assert done.exit_code in {0, 1} and done.stdout.startswith("Verdict")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"slot_bytes": 0}, {"slot_bytes": 2**64 - 1}, {"slot_count": 2**32 - 1}, {"drive": 7}]
+)
+def test_a_segment_in_an_index_may_be_of_any_size(whole: Path, tmp_path: Path, changed: dict[str, int]) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(whole, path)
+    for index in path.glob("homes/*/index"):
+        tables = LmdbTables(index, 1 << 24)
+        records = [record._replace(**changed) for record in read_segments(tables.scan(Table.SEGMENTS))]
+        tables.commit([Operation(Table.SEGMENTS, *encode_segment(record)) for record in records])
+        tables.close()
+    for name, *options in (["inspect", "--all"], ["verify"]):
+        done = run_here(name, path, *options)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+        assert done.exit_code == 1 and done.stdout
 
 
 @pytest.mark.parametrize("seed", range(12))

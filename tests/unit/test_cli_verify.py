@@ -19,6 +19,7 @@ from kvdisk.cli.verify import Verdict, verify_store
 from kvdisk.device import segment as segment_room
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.index.base import BlockRecord
+from kvdisk.index.reader_process import IndexContent, read_indexes
 
 BLOCKS, SLOTS = 20, 40
 SMALL, WIDE = (group.slot_bytes for group in GEOMETRY.groups)
@@ -199,17 +200,24 @@ def test_what_changes_while_it_is_read_is_not_wrong(path, act, changed_slots):
     end(parts)
 
 
-def test_a_block_that_leaves_and_comes_back_while_its_slot_is_read_is_not_wrong(path):
-    """Its record is then the same as before; what was read of it was half written."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_that_leaves_and_comes_back_while_its_slot_is_read_is_not_wrong(path, monkeypatch, late):
+    """Its record is then the same as before; what was read of it was half written. ``late``: also
+    when it was read again, and it is back before the index is."""
     make_store(path)
     parts, file, at = start(path), file_in(path), slot_offset(WIDE, 2) + HEADER_BYTES
     sound = file.read_bytes()[at : at + 1]
     change(file, at, b"x" if sound != b"x" else b"y")
 
     def write(done_bytes: int, total_bytes: int) -> None:
-        if done_bytes == total_bytes:
+        if done_bytes == total_bytes and not late:
             change(file, at, sound)
 
+    def read_late(index_paths: list[Path]) -> list[IndexContent]:
+        change(file, at, sound)
+        return read_indexes(index_paths)
+
+    monkeypatch.setattr(verify, "read_indexes", read_late)
     verdict = verify_store([path], watch=write)
     assert verdict.ok and verdict.engine_stores[0].changed_slots == 1
     end(parts)
