@@ -138,7 +138,7 @@ class Settlement(HasParts):
             self._end_load_of_request(record, now)
         self._end_sources(record)
         landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
-        self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))
+        self._stats.add("promoted_blocks", len([at for at in landed if at not in record.failed]))
         if record.job.epoch == self._state.epoch:
             self._state.landing.difference_update([record.job.moves[at].key for at in landed])
         ready = sum(map(len, self._end_targets(record, now_s).values()))
