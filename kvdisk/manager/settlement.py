@@ -8,6 +8,7 @@ first, so that its head ends as the most recently used.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from kvdisk.blocks import Slot, Tier
@@ -163,10 +164,9 @@ class Settlement(HasParts):
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
-        sound: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
-        used: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
-        spent: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
-        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
+        sound: defaultdict[Tier, list[int]] = defaultdict(list)
+        used: defaultdict[Tier, list[int]] = defaultdict(list)
+        spent: defaultdict[Tier, list[int]] = defaultdict(list)
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
@@ -185,7 +185,7 @@ class Settlement(HasParts):
                 spent[tier].append(row)
             if reason is not None and self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
-            elif states[tier][row] == READY:
+            elif self._catalog.state(row, tier) == READY:
                 sound[tier].append(row)
                 if reason is None:
                     used[tier].append(row)
