@@ -199,6 +199,11 @@ class Adapters:
         """Whether it is not known yet what a request's adapter holds."""
         return request_id in self._new
 
+    @property
+    def any(self) -> bool:
+        """Whether anything is asked of adapters, or held back for them."""
+        return bool(self._new or self._unsure or self._held)
+
     def take_known(self, now: float) -> list[Request]:
         """Return the requests whose adapters have become known, their hashes made anew. Others
         wait, ``LOOK_WAIT_S`` at most, or are left alone from now on, as they are."""

@@ -174,6 +174,8 @@ class SchedulerSide:
     def _check_adapters(self, now: float) -> None:
         """Leave requests alone whose adapters have changed under them, and settle what was held
         back meanwhile."""
+        if not self._adapters.any:
+            return
         stale, reports = self._adapters.check(now)
         if stale:
             self._manager.fail_stores()

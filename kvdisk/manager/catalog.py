@@ -454,21 +454,21 @@ class Catalog:
                     self.journal.note(tier, stored, (key,))  # one by one: so they count for the journal's bound
 
     def _change(self, rows: Iterable[int], tier: Tier, target: CopyState) -> None:
-        """Bring copies to a state; count whether some block comes nearer to being loaded."""
+        """Bring copies to a state; count whether some block comes nearer to being loaded, or
+        farther from it. A change in a hidden segment may count, too."""
         columns, others, legal = self._columns[tier], self._others[tier], BEFORE[target]
-        states, is_noted = columns.states, False
+        states = columns.states
+        now, is_noted = _PRESENCE_OF[target], False
         for row in rows:
             assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
-            if is_noted:
-                states[row] = target
-                continue
-            before = columns.presence(row)
+            before = _PRESENCE_OF[states[row]]
             states[row] = target
-            now, elsewhere = columns.presence(row), max([other.presence(row) for other in others])
-            self.gains += now > before and now > elsewhere
-            self.losses += before > now and before > elsewhere
-            # One is enough; where segments are hidden, one of them may gain and another lose.
-            is_noted = max(before, now) > elsewhere and before != now and not columns.hidden
+            if not is_noted and before != now:  # one is enough
+                nearer = max(before, now)
+                is_noted = all(other.presence(row) < nearer for other in others)
+        self.gains += is_noted and now != ABSENT
+        # What becomes READY in a hidden segment is not on its way any more.
+        self.losses += is_noted and (now == ABSENT or bool(columns.hidden))
 
 
 def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:

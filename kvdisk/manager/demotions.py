@@ -10,7 +10,7 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, islice
+from itertools import compress, islice, repeat
 
 from kvdisk.blocks import JobId
 from kvdisk.manager.catalog import ABSENT, READY
@@ -68,12 +68,11 @@ class Demotions:
         if not self._lower.admission.is_open:
             parents = map(self._catalog.parent, wanted)
             wanted = list(compress(wanted, self._lower.admits([keys[row] for row in wanted], list(parents))))
-        taken = 0
-        for row in wanted:
-            size_class = self._upper.class_of(row)
-            if row not in self._queued and self.count(size_class) < self.limit(size_class):
-                self._queued.append((row,), (size_class,))
-                taken += 1
+        queued, taken = set(self._queued.held(wanted)), 0
+        for size_class, alike in self._upper.by_class([row for row in wanted if row not in queued]):
+            fitting = alike[: max(0, self.limit(size_class) - self.count(size_class))]
+            self._queued.append(fitting, repeat(size_class))
+            taken += len(fitting)
         return taken
 
     def keeps(self, row: int) -> bool:

@@ -93,7 +93,8 @@ class EvictionPolicy:
         for row in rows:
             last[row] = now
         # A key may be forgotten, but not while its copy is here.
-        numbers = list(map(max, self.classes_of(rows), map(self._class, rows)))
+        before = [number % self._kinds for number in self._lists.numbers_of(rows)]
+        numbers = list(map(max, self.classes_of(rows), before))
         self._lists.remove(rows)
         self._lists.append(rows, numbers)
 

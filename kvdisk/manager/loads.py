@@ -82,7 +82,7 @@ class LoadThreshold:
         """Learn the time of a settled load, if it brought all that it was sent for."""
         if record.sent_s is None or record.failed or not record.details:
             return
-        tier = max(detail.source for detail in record.details if detail.source is not None)
+        tier = max({detail.source for detail in record.details if detail.source is not None})
         seconds = now - record.sent_s
         known = self._seconds.get(tier, seconds)
         # At once down, and slowly up: the quickest of the last loads or so.

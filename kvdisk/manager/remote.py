@@ -116,7 +116,9 @@ class RemoteCopies(HasParts):
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, and forget hints that are too old."""
-        for answer in () if self._index is None else self._index.poll():
+        if self._index is None:
+            return
+        for answer in self._index.poll():
             found = frozenset(answer.found)
             for keys in self._unanswered.pop(answer.ticket, ()):
                 for key in keys if answer.is_whole else ():
@@ -188,6 +190,8 @@ class RemoteCopies(HasParts):
 
     def plan(self, now: float) -> None:
         """Plan jobs that send what is queued."""
+        if not self._queue:
+            return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         largest, parts = max(self._geometry.slot_sizes), self._geometry.part_count
         for _ in range(MOST_BATCHES):  # much of what waited may have left memory

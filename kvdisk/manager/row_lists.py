@@ -74,6 +74,10 @@ class RowLists:
         assert number != _NO_LIST
         return number
 
+    def numbers_of(self, rows: Iterable[int]) -> list[int]:
+        """Return the lists that rows are in: each is in one."""
+        return list(map(self._number_of.__getitem__, rows))
+
     def __contains__(self, row: int) -> bool:
         return row < len(self._number_of) and self._number_of[row] != _NO_LIST
 

@@ -8,6 +8,7 @@ first, so that its head ends as the most recently used.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from kvdisk.blocks import Slot, Tier
@@ -137,7 +138,7 @@ class Settlement(HasParts):
             self._end_load_of_request(record, now)
         self._end_sources(record)
         landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
-        self._stats.add("promoted_blocks", sum(at not in record.failed for at in landed))
+        self._stats.add("promoted_blocks", len([at for at in landed if at not in record.failed]))
         if record.job.epoch == self._state.epoch:
             self._state.landing.difference_update([record.job.moves[at].key for at in landed])
         ready = sum(map(len, self._end_targets(record, now_s).values()))
@@ -162,10 +163,9 @@ class Settlement(HasParts):
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
-        sound: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
-        used: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
-        spent: dict[Tier, list[int]] = {space.tier: [] for space in self._tiers}
-        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
+        sound: defaultdict[Tier, list[int]] = defaultdict(list)
+        used: defaultdict[Tier, list[int]] = defaultdict(list)
+        spent: defaultdict[Tier, list[int]] = defaultdict(list)
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
@@ -184,7 +184,7 @@ class Settlement(HasParts):
                 spent[tier].append(row)
             if reason is not None and self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
-            elif states[tier][row] == READY:
+            elif self._catalog.state(row, tier) == READY:
                 sound[tier].append(row)
                 if reason is None:
                     used[tier].append(row)

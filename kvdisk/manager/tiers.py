@@ -151,7 +151,7 @@ class TierSpace:
 
     def rank(self, rows: Sequence[int]) -> None:
         """Blocks have another standing than before; of one chain the tail comes first."""
-        for size_class, alike in self._by_class(rows):
+        for size_class, alike in self.by_class(rows):
             self._orders[size_class].rank(alike)
 
     # -- room ----------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class TierSpace:
         for row in doomed:
             self.abandon(row)
         self._catalog.finish(ready, self.tier)
-        for size_class, alike in self._by_class(ready):
+        for size_class, alike in self.by_class(ready):
             self._orders[size_class].insert(alike)
         self._record(ready, now_s)
         return ready
@@ -264,7 +264,7 @@ class TierSpace:
 
     def access(self, rows: Sequence[int]) -> None:
         """Copies were used: of one chain the tail comes first."""
-        for size_class, alike in self._by_class(rows):
+        for size_class, alike in self.by_class(rows):
             self._orders[size_class].access(alike)
 
     def reached(self, rows: Sequence[int]) -> None:
@@ -289,7 +289,7 @@ class TierSpace:
         self._drop_doomed(rows)
 
     def _forget(self, rows: Sequence[int]) -> None:
-        for size_class, alike in self._by_class(rows):
+        for size_class, alike in self.by_class(rows):
             before = self._orders[size_class].remove(alike)
             for order in self._orders if len(self._orders) > 1 else ():
                 order.call_back(before)  # a state may be of another size than what it follows
@@ -315,18 +315,14 @@ class TierSpace:
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)
 
-    def _by_class(self, rows: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+    def by_class(self, rows: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
         """Return rows by the size class of their blocks, each in the order given."""
         if len(self._orders) == 1:
             return ((0, rows),)
         found: dict[int, list[int]] = {}
         for row in rows:
-            found.setdefault(self.class_of(row), []).append(row)
+            found.setdefault(self._geometry.size_classes[group_of(self._catalog.keys[row])], []).append(row)
         return found.items()
-
-    def class_of(self, row: int) -> int:
-        """Return the size class of a row's block."""
-        return 0 if len(self._orders) == 1 else self._geometry.size_classes[group_of(self._catalog.keys[row])]
 
 
 class CpuSpace(TierSpace):

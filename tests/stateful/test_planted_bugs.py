@@ -165,8 +165,8 @@ BUGS = {
     ),
     "source of a failed promotion kept": Bug(
         settlement,
-        "if self._is_bad(row, tier, reason):",
-        "if record.job.kind is JobKind.LOAD and self._is_bad(row, tier, reason):",
+        "if reason is not None and self._is_bad(row, tier, reason):",
+        "if record.job.kind is JobKind.LOAD and reason is not None and self._is_bad(row, tier, reason):",
         on.QUEUE_SIZES,
     ),
     # -- loads and reading ahead --

@@ -131,7 +131,7 @@ class WatchedCpuSpace(CpuSpace):
             for row in catalog.rows()
             if catalog.state(row, Tier.CPU) == CopyState.READY
             and catalog.state(row, Tier.NVME) == CopyState.ABSENT
-            and self.class_of(row) == size_class
+            and self._geometry.size_classes[group_of(catalog.keys[row])] == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)
         lower = self.lower

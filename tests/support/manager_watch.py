@@ -471,7 +471,8 @@ class ManagerWatch(Watch):
             for size_class, order in enumerate(space._orders):
                 assert order._policy.count(STAYS) <= space._most_staying(size_class)
             for row in catalog.rows_in(space.tier):
-                policy = space._orders[space.class_of(row)]._policy
+                size_class = self.sizes.geometry.size_classes[group_of(catalog.keys[row])]
+                policy = space._orders[size_class]._policy
                 told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_so, parent = policy.standing(row), catalog.parent_rows[row]
                 assert is_so in {None, FIRST} or told in {is_so, STAYS}
