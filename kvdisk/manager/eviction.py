@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who leaves a tier: the policies by name; what KV hints change of it; and the rule that of one
-chain the tail leaves before the head.
+"""Who leaves a tier: the policies by name, and the rule that of one chain the tail leaves before
+the head.
 
 A policy knows rows of the catalog and their order, nothing else. Scheduler thread only."""
 
@@ -10,7 +10,6 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -18,10 +17,10 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS
-from kvdisk.manager.catalog import NONE, READY, Catalog
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
-from kvdisk.manager.standings import FIRST, LATE, STAYS, Standings
+from kvdisk.manager.standings import FIRST, STAYS, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
@@ -230,9 +229,7 @@ class TailFirst:
     until something that follows it goes. ``insert`` and ``access`` take of one chain the tail
     first; ``fill`` and ``call_back`` are the policy's own.
 
-    What a block's standing says goes before what the policy says. Of copies whose blocks stay, no
-    more do than ``most_staying`` returns, the heads of chains before their tails; the others leave
-    late. So a copy that stays holds back only copies that stay.
+    What a block's standing says goes before what the policy says (``standings``).
 
     Where a recurrent state leaves all tiers, the KV that it follows serves nobody any more, back to
     where something else follows: unless it has a standing, it leaves next, if nothing follows it by
@@ -258,8 +255,7 @@ class TailFirst:
         self.fill, self.call_back = policy.fill, policy.call_back
         self._catalog = catalog
         self._tier = tier
-        self._standings = standings
-        self._most_staying = most_staying
+        self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
         self._steps = 0
         self._useless: set[int] = set()
         """Tails behind which a state has left."""
@@ -267,12 +263,11 @@ class TailFirst:
     def insert(self, rows: Sequence[int]) -> None:
         """Copies became READY: the earliest first."""
         self._policy.insert(rows)
-        if self._standings.held:
-            self.rank([*chain.from_iterable(map(self._followers, rows)), *rows])
+        self.standings.insert(rows)
 
     def access(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first. None of them is to leave first any more."""
-        for row in self._forget_first(rows):
+        for row in self.standings.forget_first(rows):
             self._policy.place(row, None)
         self._policy.access(rows)
 
@@ -280,7 +275,7 @@ class TailFirst:
         """Copies end, or are of use to nobody any more. Return what they follow, which may be tails
         now: where another order has it, that is to be told (``call_back``)."""
         parent_rows = self._catalog.parent_rows
-        self._forget_first(rows)
+        self.standings.forget_first(rows)
         before = [parent_rows[row] for row in rows if parent_rows[row] != NONE]
         if self._history.state_groups:
             gone = dict.fromkeys(rows)
@@ -302,64 +297,6 @@ class TailFirst:
         is_state = group in self._history.state_groups and group_of(catalog.keys[parent]) != group
         if row in useless or (is_state and catalog.is_only_in(self._tier, row)):
             useless.add(parent)
-
-    # -- standings -------------------------------------------------------------------------------
-
-    def rank(self, rows: Sequence[int]) -> None:
-        """Place copies by the standing that their blocks have by now, and with them what follows
-        them, which stays only if they do. ``rows``: of one chain the tail first."""
-        todo = list(rows)
-        while todo:
-            row = todo.pop()
-            if self._policy.holds(row) and self._policy.place(row, self._standing_of(row)):
-                todo += self._followers(row)
-
-    def keep_at_most(self, count: int) -> None:
-        """Let more than ``count`` copies not stay any more, for there is less room than there
-        was."""
-        while self._policy.count(STAYS) > count:
-            row = self._policy.oldest(STAYS)
-            self._policy.place(row, LATE)
-            self.rank(self._followers(row))
-
-    def may_stay(self) -> bool:
-        """Whether one more copy may stay."""
-        return self._policy.count(STAYS) < self._most_staying()
-
-    def _standing_of(self, row: int) -> int | None:
-        key, had = self._catalog.keys[row], self._policy.standing(row)
-        standing = self._standings.of(key)
-        if standing is None or self._catalog.find(key) != row:  # or it is of another epoch
-            return FIRST if had == FIRST else None  # until it is used
-        if standing == STAYS:
-            if had != STAYS and not self.may_stay():
-                self._standings.clipped = True
-                return LATE
-            parent = self._catalog.parent_rows[row]
-            # Of what is of another size nobody knows here whether it stays.
-            is_here = parent != NONE and self._catalog.state(parent, self._tier) == READY
-            if is_here and self._policy.standing(parent) != STAYS:
-                return LATE
-        return standing
-
-    def _followers(self, row: int) -> list[int]:
-        """Return the rows whose copies in the tier follow a row's."""
-        columns, found = self._catalog.columns(self._tier), []
-        child = columns.first_child[row]
-        while child != NONE:
-            found.append(child)
-            child = columns.next_child[child]
-        return found
-
-    def _forget_first(self, rows: Sequence[int]) -> list[int]:
-        """Return which of some rows were to leave first; they are not any more elsewhere, nor
-        later."""
-        if not self._policy.count(FIRST):
-            return []
-        found = [row for row in rows if self._policy.standing(row) == FIRST]
-        for row in found:
-            self._standings.forget(self._catalog.keys[row])
-        return found
 
     # -- who is next -----------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
-from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.demand import Demand
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import Lookups, first_needed

@@ -17,7 +17,8 @@ from kvdisk.context import HandedState
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
-from kvdisk.manager.admission import Demand, make_admission
+from kvdisk.manager.admission import make_admission
+from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.hits import HitCounts

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For how long which blocks leave before others, after them, or not at all, because a KV hint says
-so: by key, whether a tier has the block yet or not. Scheduler thread only."""
+"""Which blocks leave before others, after them, or not at all, and for how long, because a KV hint
+says so: by key, whether a tier has the block yet or not; and what that makes of the copies in a
+tier. Scheduler thread only."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Final
+from itertools import chain
+from typing import TYPE_CHECKING, Final
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager.catalog import NONE, READY, Catalog
+
+if TYPE_CHECKING:
+    from kvdisk.manager.eviction import EvictionPolicy
 
 FIRST, LATE, STAYS = range(3)
 """The standings of a block: it leaves before all others, after them, or not at all."""
@@ -79,3 +86,88 @@ class Standings:
             else:
                 del self._ends[heappop(self._seconds)]
         return ended
+
+
+class CopyStandings:
+    """Places the copies of one tier and size class in its ``EvictionPolicy`` by the standings of
+    their blocks.
+
+    Of copies whose blocks stay, no more do than ``most_staying`` returns, the heads of chains
+    before their tails; the others leave late. So a copy that stays holds back only copies that
+    stay.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        catalog: Catalog,
+        tier: Tier,
+        standings: Standings,
+        most_staying: Callable[[], int],
+    ) -> None:
+        self._policy = policy
+        self._catalog = catalog
+        self._tier = tier
+        self._standings = standings
+        self._most_staying = most_staying
+
+    def insert(self, rows: Sequence[int]) -> None:
+        """Copies were inserted."""
+        if self._standings.held:
+            self.rank([*chain.from_iterable(map(self._followers, rows)), *rows])
+
+    def rank(self, rows: Sequence[int]) -> None:
+        """Place copies by the standing that their blocks have by now, and with them what follows
+        them, which stays only if they do. ``rows``: of one chain the tail first."""
+        todo = list(rows)
+        while todo:
+            row = todo.pop()
+            if self._policy.holds(row) and self._policy.place(row, self._standing_of(row)):
+                todo += self._followers(row)
+
+    def keep_at_most(self, count: int) -> None:
+        """Let more than ``count`` copies not stay any more, for there is less room than there
+        was."""
+        while self._policy.count(STAYS) > count:
+            row = self._policy.oldest(STAYS)
+            self._policy.place(row, LATE)
+            self.rank(self._followers(row))
+
+    def may_stay(self) -> bool:
+        """Whether one more copy may stay."""
+        return self._policy.count(STAYS) < self._most_staying()
+
+    def _standing_of(self, row: int) -> int | None:
+        key, had = self._catalog.keys[row], self._policy.standing(row)
+        standing = self._standings.of(key)
+        if standing is None or self._catalog.find(key) != row:  # or it is of another epoch
+            return FIRST if had == FIRST else None  # until it is used
+        if standing == STAYS:
+            if had != STAYS and not self.may_stay():
+                self._standings.clipped = True
+                return LATE
+            parent = self._catalog.parent_rows[row]
+            # Of what is of another size nobody knows here whether it stays.
+            is_here = parent != NONE and self._catalog.state(parent, self._tier) == READY
+            if is_here and self._policy.standing(parent) != STAYS:
+                return LATE
+        return standing
+
+    def _followers(self, row: int) -> list[int]:
+        """Return the rows whose copies in the tier follow a row's."""
+        columns, found = self._catalog.columns(self._tier), []
+        child = columns.first_child[row]
+        while child != NONE:
+            found.append(child)
+            child = columns.next_child[child]
+        return found
+
+    def forget_first(self, rows: Sequence[int]) -> list[int]:
+        """Return which of some rows were to leave first; they are not any more elsewhere, nor
+        later."""
+        if not self._policy.count(FIRST):
+            return []
+        found = [row for row in rows if self._policy.standing(row) == FIRST]
+        for row in found:
+            self._standings.forget(self._catalog.keys[row])
+        return found

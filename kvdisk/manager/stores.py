@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
-from kvdisk.manager.admission import Demand
 from kvdisk.manager.catalog import ABSENT, NONE
+from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.remote import Hints

@@ -143,7 +143,7 @@ class TierSpace:
 
     def _is_to_stay(self, key: BlockKey) -> bool:
         order = self._orders[self._geometry.size_classes[group_of(key)]]
-        return self._standings.of(key) == STAYS and order.may_stay()
+        return self._standings.of(key) == STAYS and order.standings.may_stay()
 
     def _most_staying(self, size_class: int) -> int:
         """Return how many copies of a size class may stay, of all that there may be."""
@@ -152,7 +152,7 @@ class TierSpace:
     def rank(self, rows: Sequence[int]) -> None:
         """Blocks have another standing than before; of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].rank(alike)
+            self._orders[size_class].standings.rank(alike)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class TierSpace:
         """
         order, lower, evictable = self._orders[size_class], self.lower, self._evictable()
         if self._standings.held:
-            order.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
+            order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if lower is None:
             return order.victims(count, evictable)
         rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))

@@ -9,7 +9,8 @@ from tier_bench import GEOMETRY, TierBench, keys_of
 from kvdisk.blocks import make_block_key
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, Demand, make_admission
+from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, make_admission
+from kvdisk.manager.demand import Demand
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import NEW_STATE, ReuseHistory
 
