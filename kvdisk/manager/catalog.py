@@ -464,8 +464,9 @@ class Catalog:
             before = _PRESENCE_OF[states[row]]
             states[row] = target
             if not is_noted and before != now:  # one is enough
-                nearer = max(before, now)
-                is_noted = all(other.presence(row) < nearer for other in others)
+                nearer, is_noted = max(before, now), True
+                for other in others:
+                    is_noted &= other.presence(row) < nearer
         self.gains += is_noted and now != ABSENT
         # What becomes READY in a hidden segment is not on its way any more.
         self.losses += is_noted and (now == ABSENT or bool(columns.hidden))

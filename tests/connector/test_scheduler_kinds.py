@@ -220,7 +220,8 @@ def test_a_state_that_memory_serves_counts_as_used_on_nvme_too(engines, eviction
     nvme, catalog = bench.manager._tiers.get(Tier.NVME), bench.manager._catalog
     state = {name: catalog.find(bench.keys(name, 1)[BLOCKS - 1]) for name in ("before 1", "before 2")}
     assert not nvme.uses.table[state["before 2"]]["uses"] and nvme.uses.table[state["before 1"]]["uses"] == 1
-    assert nvme._victims(nvme.class_of(state["before 1"]), 1, keep_queued=False) == [state["before 2"]]
+    ((size_class, _),) = nvme.by_class((state["before 1"],))
+    assert nvme._victims(size_class, 1, keep_queued=False) == [state["before 2"]]
 
 
 def test_nothing_but_states(engines):
