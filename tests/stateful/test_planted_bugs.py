@@ -13,8 +13,8 @@ from support import manager_sizes as on
 from support.manager_parts import Sizes
 
 from kvdisk.manager import (
-    admission,
     catalog,
+    demand,
     demotions,
     eviction,
     jobs,
@@ -284,7 +284,7 @@ BUGS = {
             self._rows.pop(key, None)
         rows, is_placeholder = self._rows_of(keys), self._is_placeholder""",
     ),
-    "one request counted twice": Bug(admission, "start = request.counted[group]", "start = 0", (on.REUSE_CPU,)),
+    "one request counted twice": Bug(demand, "start = request.counted[group]", "start = 0", (on.REUSE_CPU,)),
     "counts that survive a reset": Bug(
         reuse,
         """

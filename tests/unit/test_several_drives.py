@@ -4,15 +4,17 @@ or rests."""
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
+from kvdisk.config import Config
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager.jobs import Transfers
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.messages import FOREIGN_SEGMENTS, JobKind, JobResult, Report
-from kvdisk.stats import Stats
 
 
 class Served(TierBench):
@@ -112,8 +114,8 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
 
 def test_no_segment_gets_the_number_of_a_neighbours():
     """A damaged record has used up those below: until the next start there are no more segments."""
-    transfers, layout = Transfers(1), NvmeLayout(0, (2,), (1 << 62,))
-    segments = Segments(GEOMETRY, layout, transfers, Stats(), 1)
+    parts = Parts.make(Config.from_mapping({}), GEOMETRY, Mock())
+    transfers, segments = parts.transfers, Segments(Tier.NVME, parts, NvmeLayout(0, (2,), (1 << 62,)), 1)
     segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)], "", b"")
     planned = []
     for _ in range(3):
