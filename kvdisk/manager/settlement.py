@@ -166,6 +166,7 @@ class Settlement(HasParts):
         sound: defaultdict[Tier, list[int]] = defaultdict(list)
         used: defaultdict[Tier, list[int]] = defaultdict(list)
         spent: defaultdict[Tier, list[int]] = defaultdict(list)
+        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
             (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
@@ -184,7 +185,7 @@ class Settlement(HasParts):
                 spent[tier].append(row)
             if reason is not None and self._is_bad(row, tier, reason):
                 self._tiers[tier].discard(row)
-            elif self._catalog.state(row, tier) == READY:
+            elif states[tier][row] == READY:
                 sound[tier].append(row)
                 if reason is None:
                     used[tier].append(row)
