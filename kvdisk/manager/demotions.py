@@ -10,10 +10,10 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, islice, repeat
+from itertools import islice, repeat
 
 from kvdisk.blocks import JobId
-from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
@@ -49,50 +49,65 @@ class Demotions:
 
     # -- what is asked -----------------------------------------------------------------------------
 
-    def offer(self, rows: Sequence[int], *, own: bool = False) -> int:
+    def offer(self, rows: Sequence[int], *, own: bool = False) -> None:
         """Queue those READY copies that the lower tier admits, and neither has nor can read from a
-        neighbour.
+        neighbour; no more than there is place for.
 
-        Asked when a copy becomes READY, each time its key's count may have risen, and before it
-        leaves. ``own``: also what a neighbour has. Returns how many were queued: not those that are
-        already, nor more than there is place for.
+        Asked when a copy becomes READY, and each time its key's count may have risen. ``own``: also
+        what a neighbour has.
         """
-        keys = self._catalog.keys
+        if self._lower.status.is_open:
+            self._queue(self._admitted(self._lacking(rows, own=own)))
+
+    def leaving(self, rows: Sequence[int]) -> list[int]:
+        """Offer copies once more before they leave for room. Return which leave: not those that
+        wait for their demotion from now on, nor what these follow.
+
+        Counts why those that will be nowhere then were not wanted. ``rows``: of one chain the tail
+        first.
+        """
+        status = self._lower.status
+        if not status.is_open:
+            return list(rows)
+        lacking = self._lacking(rows)
+        admitted = self._admitted(lacking)
+        stay, parent_rows, leaving = set(self._queue(admitted)), self._catalog.parent_rows, []
+        for row in rows:
+            if row in stay:
+                stay.add(parent_rows[row])
+            else:
+                leaving.append(row)
+        lost = set(lacking).intersection(leaving)
+        unserved = lost.intersection(admitted)
+        self._stats.add("left_blocks.reuse", len(lost) - len(unserved))
+        self._stats.add("left_blocks.budget" if status.is_spent else "left_blocks.room", len(unserved))
+        return leaving
+
+    def _lacking(self, rows: Sequence[int], *, own: bool = False) -> list[int]:
+        """Return of which READY copies the lower tier has none, nor (unless ``own``) a neighbour of
+        it."""
+        keys, near = self._catalog.keys, self._neighbours.near(self._lower.tier)
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
-        wanted = [row for row in rows if above[row] == READY and below[row] == ABSENT]
-        if not wanted or not self._lower.status.is_open:
-            return 0
-        near = self._neighbours.near(self._lower.tier)
-        if near and not own:
-            wanted = [row for row in wanted if keys[row] not in near]
-        if not self._lower.admission.is_open:
-            parents = map(self._catalog.parent, wanted)
-            wanted = list(compress(wanted, self._lower.admits([keys[row] for row in wanted], list(parents))))
-        queued, taken = set(self._queued.held(wanted)), 0
-        for size_class, alike in self._upper.by_class([row for row in wanted if row not in queued]):
+        lacking = [row for row in rows if above[row] == READY and below[row] == ABSENT]
+        return [row for row in lacking if keys[row] not in near] if near and not own else lacking
+
+    def _admitted(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return which copies the lower tier lets in: also what copies there follow, for these
+        would serve nobody without it."""
+        if not rows or self._lower.admission.is_open:
+            return rows
+        keys, parents = [self._catalog.keys[row] for row in rows], list(map(self._catalog.parent, rows))
+        followers, answers = self._catalog.columns(self._lower.tier).first_child, self._lower.admits(keys, parents)
+        return [row for row, is_let_in in zip(rows, answers, strict=True) if is_let_in or followers[row] != NONE]
+
+    def _queue(self, rows: Sequence[int]) -> list[int]:
+        """Queue what is not queued, as far as there is place; return that."""
+        before, queued = set(self._queued.held(rows)), []
+        for size_class, alike in self._upper.by_class([row for row in rows if row not in before]):
             fitting = alike[: max(0, self.limit(size_class) - self.count(size_class))]
             self._queued.append(fitting, repeat(size_class))
-            taken += len(fitting)
-        return taken
-
-    def keeps(self, row: int) -> bool:
-        """Ask once more before a copy leaves for room. True: it waits for its demotion instead.
-
-        Counts why a copy that will be nowhere then was not wanted.
-        """
-        if self._catalog.state(row, self._lower.tier) != ABSENT:
-            return False
-        if self.offer((row,)):
-            return True
-        if self._catalog.keys[row] in self._neighbours.near(self._lower.tier):
-            return False
-        status = self._lower.status
-        if status.is_open:
-            if not self._lower.admission.admits((self._catalog.keys[row],))[0]:
-                self._stats.add("left_blocks.reuse")
-            else:
-                self._stats.add("left_blocks.budget" if status.is_spent else "left_blocks.room")
-        return False
+            queued += fitting
+        return queued
 
     # -- what is queued ----------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ class TierSpace:
         evicted = 0
         while evicted < count:
             rows = self._victims(size_class, count - evicted, keep_queued=keep_queued)
-            leaving = self._leaving(rows)
+            leaving = rows if self.lower is None else self.lower.leaving(rows)
             self.drop(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
@@ -210,24 +210,6 @@ class TierSpace:
         if not rows and lower.stalls and not keep_queued and lower.count(size_class):
             rows = order.victims(count, evictable)
         return rows
-
-    def _leaving(self, rows: list[int]) -> list[int]:
-        """Return which of the victims leave; the others wait for their demotion."""
-        if self.lower is None:
-            return rows
-        leaving: list[int] = []
-        held: list[int] = []
-        parents: set[int] = set()
-        for row in rows:
-            # Where what follows a copy stays, the copy stays before it.
-            if row in parents:
-                held.append(row)
-            elif not self.lower.keeps(row):
-                leaving.append(row)
-                continue
-            parents.add(self._catalog.parent_rows[row])
-        self.lower.offer(held[::-1])  # or of a long chain one would leave a step
-        return leaving
 
     # -- the life of copies ----------------------------------------------------------------------
 

@@ -262,17 +262,17 @@ BUGS = {
         self._lower._record(rows, 0)""",
     ),
     "refused block not asked before it leaves": Bug(
-        demotions, "if self.offer((row,)):", "if False:", on.ADMISSION_SIZES
+        demotions, "set(self._queue(admitted))", "set()", on.ADMISSION_SIZES
     ),
     "refusal of NVMe never asked again": Bug(
         demotions,
         """
-        wanted = [row for row in rows if""",
+        lacking = [row for row in rows if""",
         """
         asked = self.__dict__.setdefault("asked", set())
         rows = [row for row in rows if (keys[row], self._catalog.generations[row]) not in asked]
         asked.update((keys[row], self._catalog.generations[row]) for row in rows)
-        wanted = [row for row in rows if""",
+        lacking = [row for row in rows if""",
     ),
     "head evicted before its tail": Bug(
         eviction, "self._tails(found) if count", "[row for _, row in self._policy.proposals()] if count"

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from replay_models import MODELS, run_belady, run_model
 from replay_traces import Prefixes, conversations, write_mooncake
 
+from kvdisk.blocks import Tier
 from kvdisk.cli.replay.run import Run, run_setting
-from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine, make_geometry, parse_capacity
 from kvdisk.cli.replay.trace import Chain, Trace, TracedRequest, read_trace
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
+from kvdisk.manager.catalog import NONE
 from kvdisk.manager.nvme import spare_slots
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +122,18 @@ def test_long_prompts_pass_through_a_small_memory_while_their_requests_run():
     prefixes = Prefixes()
     trace = of_prompts([prefixes.number([("prompt", at), *range(299)]) for at in range(8)] * 2)
     assert sum(replayed(trace, "4000", cpu="40").hit_blocks.values()) == 8 * 300
+
+
+def test_what_a_copy_on_nvme_follows_does_not_leave_memory_for_nowhere(chats):
+    rooms = {"cpu": room_of(chats, "10%", on_nvme=False), "nvme": room_of(chats, "10%"), "gpu_blocks": 0}
+    engine = make_engine(chats, Setting(**rooms | POLICIES))
+    catalog = engine.manager._catalog
+    for number, request in enumerate(chats.requests):
+        engine.serve(number, request)
+        if number % 10 == 0:
+            in_memory, on_nvme = (set(catalog.columns(tier).rows().tolist()) for tier in (Tier.CPU, Tier.NVME))
+            assert {catalog.parent_rows[row] for row in on_nvme} <= in_memory | on_nvme | {NONE}
+    assert min(engine.manager.stats[f"evicted_blocks.{tier}"] for tier in ("cpu", "nvme")) > 1000
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
