@@ -3,7 +3,8 @@
 them. Scheduler thread only.
 
 Eviction and admission of all tiers go by it (decision 31). Time is counted in blocks that requests
-came to; it passes between requests, not within one.
+came to; it passes between requests, not within one. What is learnt is weighed: a prompt by the root
+of its length, so that neither a few long ones decide, nor many short ones.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ MOST_PLACES: Final = 1 << 22
 FEWEST_PLACES: Final = 1 << 18
 MOST_USES: Final = 65
 """That are told apart."""
-_KINS: Final = 4
-_MOST_USED_KIN: Final = 2
-STATES: Final = 3
+_KINS: Final = 5
+_BRANCH: Final = 1
+_LATER_TURN: Final = 3
+STATES: Final = 4
 """The kin of recurrent states: a class for each number of uses, of their own."""
-_LEVEL_OF: Final = bytes(max(0, uses - 1).bit_length() for uses in range(MOST_USES + 1))
+_MOST_LEVEL: Final = 5
+_LEVEL_OF: Final = bytes(min(max(0, uses - 1).bit_length(), _MOST_LEVEL) for uses in range(MOST_USES + 1))
 """Of a number of uses: how often it can be halved, rounded up."""
 CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
 _CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
+_KIN_BEHIND: Final = bytes(
+    min(max(kin, _BRANCH) + 1, _LATER_TURN) if uses == 1 else _BRANCH
+    for uses in range(MOST_USES + 1)
+    for kin in range(_KINS)
+)
+"""Of a block's uses and kin: the kin of what comes behind it for the first time."""
 NEW_STATE: Final = _CLASS_OF[_KINS + STATES]
 """The class of a state that nobody has wanted since it came."""
 _BUCKETS: Final = 33
@@ -41,9 +50,9 @@ _LEARNT_EVERY: Final = (512, 1024)
 """Blocks, at first and at most: a sixteenth of those that were counted."""
 _MOST_PAST: Final = 128
 """Earlier counts that are kept; those long ago are further apart."""
-_PRIOR: Final = 30.0
-"""A class's own counts weigh as much as all classes' together once so many blocks of it were at
-risk."""
+_PRIOR: Final = 10.0
+"""A class's own counts weigh as much as all classes' together once prompts of it of this weight
+were at risk."""
 _FIRST_CHANCE: Final = 0.1
 """Of reuse while an age doubles, before anything is learnt: the order is then that of last use."""
 _FIRST_WEIGHT: Final = 5.0
@@ -61,9 +70,10 @@ class ReuseHistory:
     """Remembers keys: how many requests wanted each, and when last. Learns from that how soon, if
     at all, blocks of a class are wanted again.
 
-    The class of a block is made of its uses, in doublings, and of its kin: the uses of the last
-    known block before it in the prompt that first brought it. So what extends a conversation is
-    told from what begins one. Of a prompt that came no block has more uses than the one before it.
+    The class of a block is made of its uses, in doublings, and of its kin: what the prompt was
+    that first brought it. Nothing before the block was known; or it branches off from what several
+    requests had wanted; or it extends the prompt of one: the second turn of a conversation, or a
+    later one. Of a prompt that came no block has more uses than the one before it.
     Recurrent states are classes of their own: a request wants one of its prompt, and the next one
     mostly takes its place.
 
@@ -79,10 +89,13 @@ class ReuseHistory:
         self._places = FEWEST_PLACES
         self._lately_blocks = _LATELY * FEWEST_PLACES / 8
         self.clear()
-        self._entered = [0] * CLASSES
-        """By class: how often a block came to be in it, or was used in it."""
-        self._reused = [0] * (CLASSES * _BUCKETS)
-        """By class and bucket: how many of these were used again at that age."""
+        self._entered = [0.0] * CLASSES
+        """By class: how much came to be in it, or was used in it: of a prompt the root of its
+        length."""
+        self._reused = [0.0] * (CLASSES * _BUCKETS)
+        """By class and bucket: how much of this was used again at that age."""
+        self._restored = 0
+        """``now`` after a restart: nobody knows how old a block was that came before."""
         self._prompt_blocks = 1.0
         """Of a request, in the mean of late. Nothing leaves for less."""
         self._lately = [1.0] * _KINS
@@ -118,21 +131,23 @@ class ReuseHistory:
         tags, times, marks, entered, reused, mask = (
             self._tags, self._times, self._marks, self._entered, self._reused, self._places - 1,
         )  # fmt: skip
-        before, now = self.now, self.now + stop - start
+        before, now, share = self.now, self.now + stop - start, max(1, stop) ** -0.5
+        known_ages = before - self._restored
         found: list[tuple[int, int, int]] = []
         for name in map(number_of, keys[start:stop]):
             tag, place = name >> 32 | 1, name & mask
             if tags[place] != tag:
                 place, _ = self._find(name)
             if tags[place] == tag:
-                kin = min(_LEVEL_OF[marks[place] // _KINS] + 1, _MOST_USED_KIN)
+                kin = _KIN_BEHIND[marks[place]]
             found.append((place, kin, tag))
         new, again = [0] * _KINS, [0] * _KINS
         least = 0
         for place, came_behind, tag in reversed(found):
             if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
-                mark = marks[place]
-                reused[_CLASS_OF[mark] * _BUCKETS + (before - times[place] & _BITS).bit_length()] += 1
+                mark, age = marks[place], before - times[place] & _BITS
+                if age < known_ages:
+                    reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += share
                 if mark < 2 * _KINS:
                     again[mark % _KINS] += 1
                 uses, own_kin = divmod(mark, _KINS)
@@ -144,7 +159,7 @@ class ReuseHistory:
             least = max(least, uses)
             marks[place] = mark = least * _KINS + own_kin
             times[place] = now & _BITS
-            entered[_CLASS_OF[mark]] += 1
+            entered[_CLASS_OF[mark]] += share
         self.now = now
         if not start and kin != STATES:
             self._prompt_blocks += (stop - self._prompt_blocks) / 64
@@ -219,9 +234,8 @@ class ReuseHistory:
             tags[places[able]], times[places[able]] = of_names[able], able + np.uint64(self.now + 1)
             np.frombuffer(self._marks, np.uint16)[places[able]] = marks[able]
             left = left[tags[places[left]] != of_names[left]]
-        self.now += len(keys)
+        self._restored = self.now = self.now + len(keys)
         classes: NDArray[np.uint8] = np.array(_CLASS_OF, np.uint8)[marks]
-        self._entered = (self._entered + np.bincount(classes, minlength=CLASSES)).tolist()
         return classes
 
     # -- classes -------------------------------------------------------------------------------

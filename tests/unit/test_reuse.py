@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.manager.admission import AdmitLearned
 from kvdisk.manager.catalog import number_of
-from kvdisk.manager.reuse import CLASSES, FEWEST_PLACES, MOST_PLACES, MOST_USES, ReuseHistory
+from kvdisk.manager.reuse import _KINS, CLASSES, FEWEST_PLACES, MOST_PLACES, MOST_USES, ReuseHistory
 
 
 def key_of(number: int) -> BlockKey:
@@ -92,6 +92,26 @@ def test_a_kin_tells_what_extends_a_conversation_from_what_begins_one():
     assert len({history.known(key)[1] for key in (new, first)}) == 2
 
 
+def test_the_turns_of_a_conversation_and_what_branches_off_are_told_apart():
+    history, keys = ReuseHistory(), [key_of(number) for number in range(8)]
+    for turn in range(1, 6):
+        come(history, keys[:turn])
+    first, second, third, fourth, fifth = (history.known(key)[1] % _KINS for key in keys[:5])
+    assert (first, second, third) == (0, 2, 3) and fourth == fifth == 3
+    come(history, [keys[0], keys[6]])
+    assert history.known(keys[6])[1] % _KINS == 1, "several had wanted what it branches off from"
+
+
+def test_a_prompt_teaches_by_the_root_of_its_length():
+    """Prompts of 100 blocks never come back, as many of one block do once."""
+    history = ReuseHistory()
+    for number in range(2000):
+        come(history, [key_of(10**6 + 100 * number + at) for at in range(100)])
+        come(history, [key_of(number // 2)])
+    assert sum(history._entered) == pytest.approx(2000 * 10 + 2000)
+    assert sum(history._reused) == pytest.approx(1000)
+
+
 def test_how_old_a_block_is_does_not_depend_on_how_long_its_prompt_is():
     history, keys = ReuseHistory(), [key_of(number) for number in range(300)]
     come(history, keys)
@@ -148,8 +168,9 @@ def test_no_age_is_too_high(learnt):
     assert history.known(key_of(1)) == (1, 0, 0)
 
 
-def test_what_was_there_before_a_restart_comes_back_no_more_often_than_it_does():
-    """Blocks that are restored count as having come."""
+def test_what_was_there_before_a_restart_teaches_no_ages():
+    """Nobody knows when these blocks came: what is used of them is not taken to be of those that
+    have come since."""
     history = ReuseHistory()
     history.restore([key_of(number) for number in range(4000)], np.zeros(4000, np.uint32))
     assert uses(history, [key_of(7)]) == [1]
