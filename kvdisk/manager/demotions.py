@@ -71,7 +71,8 @@ class Demotions:
             return list(rows)
         lacking = self._lacking(rows)
         admitted = self._admitted(lacking)
-        stay, parent_rows, leaving = set(self._queue(admitted)), self._catalog.parent_rows, []
+        stay, parent_rows = set(self._queue(admitted)), self._catalog.parent_rows
+        leaving: list[int] = []
         for row in rows:
             if row in stay:
                 stay.add(parent_rows[row])
@@ -102,7 +103,8 @@ class Demotions:
 
     def _queue(self, rows: Sequence[int]) -> list[int]:
         """Queue what is not queued, as far as there is place; return that."""
-        before, queued = set(self._queued.held(rows)), []
+        before = set(self._queued.held(rows))
+        queued: list[int] = []
         for size_class, alike in self._upper.by_class([row for row in rows if row not in before]):
             fitting = alike[: max(0, self.limit(size_class) - self.count(size_class))]
             self._queued.append(fitting, repeat(size_class))
