@@ -5,8 +5,8 @@
 
 prints the tables of ``docs/REPLAY.md``: of ``kvdisk replay`` with its defaults, with NVMe alone and
 with memory of a tenth of it, of the best of six others, and of Belady's bound. The six are LRU, ARC
-and S3-FIFO, each with all and with ``reuse(2)``. Constants were chosen on seed 1,
-one on seed 2.
+and S3-FIFO, each with all and with ``reuse(2)``. Constants were chosen on seeds 1
+and 2.
 """
 
 from __future__ import annotations

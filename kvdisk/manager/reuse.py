@@ -24,6 +24,8 @@ FEWEST_PLACES: Final = 1 << 18
 MOST_USES: Final = 65
 """That are told apart."""
 _KINS: Final = 5
+"""What brought a block: a prompt that began anew (0) or branched off, the second turn of a
+conversation (2), or a later one. States have a kin of their own."""
 _BRANCH: Final = 1
 _LATER_TURN: Final = 3
 STATES: Final = 4
