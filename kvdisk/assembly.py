@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvdisk")
 
 _COUNTS = ((10**9, " G"), (10**6, " M"), (10**3, " k"))
-_DEFAULT_STAGING_BYTES = 64 << 20
+_DEFAULT_STAGING_BYTES, _DEFAULT_GPU_STAGING_BYTES = 128 << 20, 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _MOST_CHECKSUM_THREADS = 4
@@ -468,7 +468,7 @@ def assemble_worker(
         arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
         if arena is not None:
             undo.callback(arena.close)
-        staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, geometry), pin=on_gpu)
+        staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry), pin=on_gpu)
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
         directories = list_directories(config.store_dirs) if config.store_dirs else ()
@@ -489,9 +489,9 @@ def _checksum_threads(rank_count: int) -> int:
     return max(1, min(_MOST_CHECKSUM_THREADS, len(os.sched_getaffinity(0)) // (2 * rank_count)))
 
 
-def _staging_slots(byte_count: int | None, geometry: Geometry) -> list[int]:
-    """Return the slots of each size class in a staging of so many bytes."""
-    wanted = byte_count if byte_count is not None else _DEFAULT_STAGING_BYTES
+def _staging_slots(byte_count: int | None, default: int, geometry: Geometry) -> list[int]:
+    """Return the slots of each size class in a staging of so many bytes; None: of the default."""
+    wanted = default if byte_count is None else byte_count
     return [
         max(_LEAST_STAGING_SLOTS, int(wanted * share) // size)
         for share, size in zip(geometry.shares, geometry.slot_sizes, strict=True)
@@ -519,7 +519,7 @@ def _pair_with_gpu(
         choice = choose_direct(
             config.store_dirs[0],
             geometry.slot_sizes,
-            _staging_slots(config.gpu_staging_bytes, geometry),
+            _staging_slots(config.gpu_staging_bytes, _DEFAULT_GPU_STAGING_BYTES, geometry),
             lanes,
             GdsDevice,
             always=demanded,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, unique
 from itertools import zip_longest
@@ -236,8 +236,7 @@ class PartCutter:
     """Cuts jobs into parts of about ``part_bytes``, and lends them staging.
 
     A part through staging takes at most a quarter of it for a load and an eighth for a store, or a
-    load from the remote store, so that MOST_WRITES stores leave half to loads. The mover's thread
-    calls everything.
+    load from the remote store. Stores leave half to loads. The mover's thread calls everything.
     """
 
     def __init__(self, resources: Resources, part_bytes: int) -> None:
@@ -302,11 +301,20 @@ class PartCutter:
             parts.append(part)
         return parts
 
-    def lend(self, part: Part) -> bool:
-        """Lend a part its staging, where it needs any; return False where it has to wait."""
+    def lend(self, part: Part, under_way: Iterable[Part]) -> bool:
+        """Lend a part its staging, where it needs any; return False where it has to wait. What is
+        late of ``under_way`` holds no other store up."""
         if part.route.staged:
-            free, count = self._free[part.route.memory][part.size_class], len(part.positions)
-            if count > len(free):
+            memory, size_class, count = part.route.memory, part.size_class, len(part.positions)
+            free = self._free[memory][size_class]
+            of_stores = sum(
+                len(other.staging)
+                for other in under_way
+                if other.route.writes and other.route.memory is memory and other.size_class == size_class
+                if not other.late
+            )
+            half = part.memory.slot_counts[size_class] // 2
+            if count > len(free) or (part.route.writes and of_stores and of_stores + count > half):
                 return False
             part.staging, part.slots = free[:count], free[:count]
             del free[:count]

@@ -38,13 +38,12 @@ logger = logging.getLogger("kvdisk.worker")
 PART_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
-MOST_WRITES = 4
-"""Parts from gather to the end of their write: one is gathered while others are written."""
-MOST_LATE = 16
-"""So many late reads of a drive stop every batch there: it does not answer.
-
-MOST_WRITES late writes stop its writes only. Late batches count nowhere else.
-"""
+MOST_WRITES = 8
+"""Parts from gather to the end of their write: some are gathered and sealed while others are
+written. The device gives the kernel no more of them than the drive needs."""
+MOST_LATE, MOST_LATE_WRITES = 16, 4
+"""So many late reads of a drive stop every batch there: it does not answer; so many late writes
+stop its writes only. Late batches count nowhere else."""
 MOST_GATHERS = 2
 MOST_SCATTERS = 4
 
@@ -293,7 +292,7 @@ class Runner:
         """Start the first part that can be. One that cannot holds up its route."""
         for part in sorted((parts[0] for parts in self._queues.values() if parts), key=_urgency):
             route, work = part.route, part.work
-            if self._has_room(route, work.urgent) and self._parts.lend(part):
+            if self._has_room(route, work.urgent) and self._parts.lend(part, self._under_way):
                 self._queues[route, work.urgent].pop(0)
                 self._under_way.append(part)
                 self._advance(part)
@@ -339,7 +338,7 @@ class Runner:
         late = Counter((part.drive, part.leg is Leg.WRITE) for part in self._under_way if part.late)
         found: set[tuple[int, bool]] = set()
         for (drive, writes), count in late.items():
-            if count >= (MOST_WRITES if writes else MOST_LATE):
+            if count >= (MOST_LATE_WRITES if writes else MOST_LATE):
                 found |= {(drive, writes), (drive, True)}
         return found
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 @contextmanager
 def user(uid: int, *groups: int, gid: int | None = None) -> Iterator[None]:
     """Be another user, also in ``groups``. ``gid``: the first group; None: as ``uid``."""
+    codecs.lookup("ascii")  # one that could not be read is never looked for again, and this user may not read it
     before = os.getgroups()
     os.setgroups(groups)
     os.setegid(uid if gid is None else gid)

@@ -8,7 +8,7 @@ import pytest
 from ranks import GPU_BLOCKS, Rank, keeping, move, segment_of
 
 from kvdisk.messages import JobKind, Reason
-from kvdisk.worker.runner import MOST_LATE, MOST_WRITES
+from kvdisk.worker.runner import MOST_LATE, MOST_LATE_WRITES, MOST_WRITES
 
 DEADLINE_S = 10.0
 """Of ``Rank``."""
@@ -67,20 +67,23 @@ def test_late_reads_are_bounded_and_then_nothing_starts_on_their_drive(rank, kep
 
 def test_loads_go_on_beside_writes_that_hang(rank):
     """However many and for however long, as on a frozen file system; through staging too, of which
-    half is left."""
+    half is left, also before their deadline."""
     moves = rank.stored(GPU_BLOCKS // 2)
     kept = [keeping(each, rank.cpu(0, at)) for at, each in enumerate(moves)]
     hang_all(rank)
-    for _ in range(MOST_LATE // MOST_WRITES):
+    for _ in range(3):
         stores = [rank.submit(JobKind.STORE, [move(b, 0, b, nvme=b)]) for b in range(GPU_BLOCKS // 2, GPU_BLOCKS)]
+        rank.run()
+        assert rank.device.hanging == MOST_LATE_WRITES < MOST_WRITES
         pass_deadline(rank)
         assert all(rank.results[store].failed == {0: Reason.DEADLINE} for store in stores)
-    assert rank.device.hanging == MOST_WRITES
     rank.device.plan.hang = set()
     for loads in (kept, moves):
         rank.erase()
         assert rank.do(JobKind.LOAD, loads) == {}
-    assert rank.device.hanging == MOST_WRITES
+    rank.do(JobKind.OPEN_SEGMENT, segment=segment_of(0)._replace(segment=SEGMENTS[BAD], drive=BAD))
+    assert rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1, segment=SEGMENTS[BAD])]) == {}, "the other drive takes writes"
+    assert rank.device.hanging == MOST_LATE_WRITES
     rank.device.let_go()
     rank.run()
     assert rank.do(JobKind.STORE, [move(1, 0, 1, nvme=1)]) == {}
