@@ -468,7 +468,8 @@ def assemble_worker(
         arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
         if arena is not None:
             undo.callback(arena.close)
-        staging = Arena(geometry.slot_sizes, _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry), pin=on_gpu)
+        slots = _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry)
+        staging = Arena(geometry.slot_sizes, slots, pin=on_gpu)
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
         directories = list_directories(config.store_dirs) if config.store_dirs else ()

@@ -164,7 +164,7 @@ class Config:
     in the CPU tier. It is beside the tiers, and holds 8 blocks of each size at least, however
     little it is given.
 
-    Default: 64 MiB
+    Default: 128 MiB
     Example: "256MiB"
     """
     gpu_staging_bytes: int | None = _setting(None, parse_bytes)

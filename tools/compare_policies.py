@@ -34,8 +34,8 @@ ROOMS = ("1%", "5%", "10%", "25%")
 OTHERS = [model + reuse for model, reuse in product(MODELS, ("", REUSE))]
 NEAR = 0.3
 """Points behind the best of the others that count as level."""
-REFERENCES = 100_000
-"""Blocks of a made trace, about."""
+REFERENCES = 75_000
+"""Blocks of a made trace, about: with more of them the tables take longer than 15 minutes."""
 _BLOCK_BYTES = 1 << 20
 _NONE = Capacity("0", 0, 0)
 
@@ -91,8 +91,11 @@ def read_traces(paths: Iterable[Path], seed: int) -> Iterator[tuple[str, Trace]]
     for path in paths:
         yield path.stem, read_trace(path)
     for family, block_tokens in product(FAMILIES, (512, 16)):
-        small = make_trace(family, seed, block_tokens, 200)
-        yield family, make_trace(family, seed, block_tokens, 200 * REFERENCES // small.references)
+        requests = 200
+        for _ in range(3):
+            trace = make_trace(family, seed, block_tokens, requests)
+            requests = requests * REFERENCES // trace.references
+        yield family, trace
 
 
 _traces: list[tuple[str, Trace]] = []

@@ -158,15 +158,6 @@ def write_scans(writer: Writer, requests: int, every_s: float = 2.0) -> None:
         writer.ask(time_s, prompt + writer.text(writer.around(6000, 0.7)))
 
 
-def write_samples(writer: Writer, requests: int) -> None:
-    """The same prompt several times at once, and never again."""
-    prompt = writer.text(1000)
-    for time_s in writer.arrivals(requests, 3.0):
-        text = prompt + writer.text(writer.around(5000, 0.8))
-        for _ in range(writer.rng.choice([1, 1, 2, 4, 8])):
-            writer.ask(time_s, text)
-
-
 def write_day(writer: Writer, requests: int) -> None:
     """Two days and more of chat, busy and quiet, and batches at night."""
     write_chat(writer, int(requests * 0.7), every_s=6 * _DAY_S / requests, load=lambda time_s: 1 + 0.8 * _sun(time_s))
@@ -197,7 +188,6 @@ FAMILIES: Mapping[str, Callable[[Writer, int], None]] = {
     "chat": write_chat,
     "slow chat": lambda writer, requests: write_chat(writer, requests, pause_s=900, system_tokens=4000),
     "scans": write_scans,
-    "samples": write_samples,
     "day": write_day,
     "mixed": write_mixed,
 }

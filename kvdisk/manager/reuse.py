@@ -52,7 +52,7 @@ _LEARNT_EVERY: Final = (512, 1024)
 """Blocks, at first and at most: a sixteenth of those that were counted."""
 _MOST_PAST: Final = 128
 """Earlier counts that are kept; those long ago are further apart."""
-_PRIOR: Final = 10.0
+_PRIOR: Final = 5.0
 """A class's own counts weigh as much as all classes' together once prompts of it of this weight
 were at risk."""
 _FIRST_CHANCE: Final = 0.1
@@ -62,7 +62,7 @@ _LEAST_LEFT: Final = 0.1
 """Of blocks: an age that fewer have come to is taken to be much like the one before."""
 _LATELY: Final = 0.04
 """Of a tier: new blocks and first reuses that say how many come back lately."""
-_MOST_OF_ONE: Final = 0.2
+_MOST_OF_ONE: Final = 0.15
 """Of what came lately: one call's share."""
 
 _Floats = NDArray[np.float64]
