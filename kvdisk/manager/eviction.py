@@ -32,7 +32,8 @@ _WORTH_OF: Final = (-1.0, 2.0**1000, math.inf)
 
 
 class EvictionPolicy:
-    """Order of the copies of one tier and size class: the lowest worth leaves first.
+    """Order of the copies of one tier and size class: the lowest worth leaves first. Here that is
+    the least recently used; a subclass says what copies are worth otherwise.
 
     Each class of copies has its list, in order of last use, so that only the oldest of each has to
     be compared. A row is inserted once and removed once; other calls ignore rows that are not
@@ -65,10 +66,10 @@ class EvictionPolicy:
         """Return the class of each row's block by now."""
         return [0] * len(rows)
 
-    def worth(self, number: int, last: int) -> float:
+    def worth(self, number: int, last: int) -> float:  # noqa: ARG002 - there is one class
         """Return what a copy of a class, last used then, is worth now. Of one class the older is
         worth less."""
-        raise NotImplementedError
+        return float(last)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -191,14 +192,6 @@ class EvictionPolicy:
 
     def _class(self, row: int) -> int:
         return self._lists.number_of(row) % self._kinds
-
-
-class LruPolicy(EvictionPolicy):
-    """Least recently used leaves first."""
-
-    def worth(self, number: int, last: int) -> float:  # noqa: ARG002 - there is one class
-        """Return when a copy was last used."""
-        return float(last)
 
 
 class LearnedPolicy(EvictionPolicy):
@@ -395,7 +388,7 @@ class TailFirst:
         return child != NONE
 
 
-_POLICIES: Mapping[str, type[EvictionPolicy]] = {"learned": LearnedPolicy, "lru": LruPolicy}
+_POLICIES: Mapping[str, type[EvictionPolicy]] = {"learned": LearnedPolicy, "lru": EvictionPolicy}
 assert tuple(_POLICIES) == EVICTIONS
 
 

@@ -16,7 +16,7 @@ from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import Catalog
-from kvdisk.manager.eviction import LruPolicy, TailFirst
+from kvdisk.manager.eviction import EvictionPolicy, TailFirst
 from kvdisk.manager.nvme_restore import Restored, restore_blocks
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.standings import Standings
@@ -56,7 +56,7 @@ def restore(
     catalog = Catalog()
     history = ReuseHistory()
     orders = [
-        TailFirst(LruPolicy(catalog.keys, history), catalog, Tier.NVME, history, Standings(), lambda: 0)
+        TailFirst(EvictionPolicy(catalog.keys, history), catalog, Tier.NVME, history, Standings(), lambda: 0)
         for _ in geometry.slot_sizes
     ]
     known = np.zeros(0, USES_RECORD) if uses is None else uses
