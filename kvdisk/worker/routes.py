@@ -313,7 +313,7 @@ class PartCutter:
                 if other.route.writes and other.route.memory is memory and other.size_class == size_class
                 if not other.late
             )
-            half = part.memory.slot_counts[size_class] // 2
+            half = part.memory.slot_counts[size_class] // 2  # the first store goes, however little there is
             if count > len(free) or (part.route.writes and of_stores and of_stores + count > half):
                 return False
             part.staging, part.slots = free[:count], free[:count]
