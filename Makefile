@@ -41,9 +41,8 @@ test: check ## the checks and every test that needs no GPU
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
 torture: install-dev ## the long tests; see docs/TESTING.md
-	@# Three at a time, since many wait for drives and processes; planted bugs, one file, side by side.
-	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m torture --durations 12 --ignore tests/test_planted_sources.py
-	@$(BIN)/python -m pytest -n 3 -m torture tests/test_planted_sources.py
+	@# Three at a time, since many wait for drives and processes.
+	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m torture --durations 12
 
 test-next: install-dev ## the scheduler's, hooks' and engine's tests on the other supported vLLM; part of torture
 	@$(BIN)/python -m pytest -m torture tests/connector/test_torture_next_vllm.py
