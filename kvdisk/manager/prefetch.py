@@ -211,7 +211,7 @@ class Promotions(HasParts):
         far = self._is_far(wanted[0])
         while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_far(wanted[0]) is far:
             read = wanted.popleft()
-            if self._is_wanted(read.key) and self._landing.admission.admits((read.key,))[0]:
+            if self._is_wanted(read.key) and self._landing.admits((read.key,), (read.parent,))[0]:
                 picked.append(read)
         slots = self._take_slots(request_id, picked)
         made: list[Read] = []

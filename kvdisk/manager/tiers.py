@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
-from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
 from kvdisk.manager.catalog import DOOMED, READY
 from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.jobs import JobRecord
@@ -61,6 +61,7 @@ class TierSpace:
         self.lower: Demotions | None = None
         self._geometry = parts.geometry
         self._catalog = parts.catalog
+        self._history = parts.history
         self._stats = parts.stats
         self._standings = parts.standings
         self._pin_share = parts.config.pin_share
@@ -131,7 +132,9 @@ class TierSpace:
         first, or last. ``parents``: of each."""
         if self.admission.is_open:
             return [True] * len(keys)
-        answers = list(self.admission.admits(keys))
+        # What the history has forgotten would be refused as what nobody wants, and all behind it.
+        by_history = isinstance(self.admission, AdmitLearned | AdmitReused)
+        answers = list(self.admission.admits(self._history.stand_ins(keys, parents) if by_history else keys))
         if self._standings.held:
             answers = [answer or self._is_to_stay(key) for key, answer in zip(keys, answers, strict=True)]
         refused = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
