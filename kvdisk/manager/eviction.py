@@ -140,6 +140,16 @@ class EvictionPolicy:
         number = self.classes + standing
         return self._lists.counts[number] + self._lists.counts[number + self._kinds]
 
+    @property
+    def parked(self) -> int:
+        """How many rows are parked."""
+        return sum(self._lists.counts[self._kinds :])
+
+    @property
+    def proposed(self) -> int:
+        """How many rows are proposed, or will be: neither parked nor to stay."""
+        return sum(self._lists.counts[: self.classes + STAYS])
+
     def standing(self, row: int) -> int | None:
         """Return a row's standing; None: it has none, or is not here."""
         number = self._class(row) - self.classes if row in self._lists else -1
@@ -250,6 +260,11 @@ class TailFirst:
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
         self._steps = 0
+        self.ended_early = False
+        """Whether the last search for victims found too few, and the next one goes on from where it
+        ended: there may be more."""
+        self._in_vain = 0
+        """Tails that searches have passed over since one was found, or something left."""
         self._useless: set[int] = set()
         """Tails behind which a state has left."""
 
@@ -277,6 +292,7 @@ class TailFirst:
             self._useless.difference_update(rows)
         self._policy.remove(rows)
         self._policy.call_back(before)
+        self._in_vain = 0
         return before
 
     def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:
@@ -314,7 +330,7 @@ class TailFirst:
         """
         found: dict[int, None] = {}
         passed: list[int] = []
-        self._steps = self.MAX_STEPS + 4 * count
+        parked, self._steps = self._policy.parked, self.MAX_STEPS + 4 * count
         for row in self._tails(found) if count > 0 else ():
             if evictable(row):
                 found[row] = None
@@ -328,6 +344,11 @@ class TailFirst:
                 if self._policy.standing(row) == FIRST:
                     self._policy.place(row, None)
                 self._policy.postpone(row)
+        # Rows that were parked are not looked at again, and tails that were passed over come last:
+        # so the searches that end early are bounded, too.
+        self._in_vain = 0 if found else self._in_vain + len(passed)
+        is_cut = len(found) < count and (self._steps <= 0 or len(passed) >= self.MAX_SKIPPED)
+        self.ended_early = is_cut and (self._policy.parked > parked or self._in_vain < self._policy.proposed)
         return list(found)
 
     def _tails(self, found: dict[int, None]) -> Iterator[int]:

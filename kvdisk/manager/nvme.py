@@ -120,7 +120,7 @@ class NvmeSpace(TierSpace):
 
     def refresh(self, now: float) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""
-        released = self.commit()
+        released = self.commit() | super().refresh(now)
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
@@ -222,6 +222,7 @@ class NvmeSpace(TierSpace):
             made = short <= 0 or self.segments.plan_new(size_class, now)
             if not made and total:
                 made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
+            made |= self._orders[size_class].ended_early
             self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:

@@ -303,9 +303,9 @@ class ReuseHistory:
         for key, parent in (*pairs, *reversed(pairs)):
             if key not in stands and parent in stands:
                 stands[key] = stands[parent]
-        for key, parent in (*pairs, *reversed(pairs)):
-            if parent not in stands and key in stands:
-                stands[parent] = stands[key]
+        for key, parent in (*reversed(pairs), *pairs):
+            if key in stands:
+                stands.setdefault(parent, stands[key])
         return [stands.get(key, key) for key in keys]
 
     def known(self, key: BlockKey) -> tuple[int, int, int]:

@@ -123,7 +123,7 @@ class StorePlanner(HasParts):
         request.due = [(offer.group, offer.position) for offer in refused]
         if job_id is not None:
             request.back_off.accept()
-        if refused:
+        if refused and not self._target.is_searching:
             request.back_off.refuse(self._state.released, now)
 
     def plan_states(self, request: RequestState, states: Iterable[HandedState], now: float) -> None:
@@ -191,9 +191,11 @@ class StorePlanner(HasParts):
             space.reached(used)
 
     def finished(self, request: RequestState) -> None:
-        """Forget a request. What of it waits for a segment may still be stored while the engine has
-        it cached; room that others leave is for the requests that live."""
-        if request.due and not request.stale and self._target.status.has_room_soon:
+        """Forget a request. What of it waits for a segment, or for a search for room to go on, may
+        still be stored while the engine has it cached; room that others leave is for the requests
+        that live."""
+        comes = self._target.status.has_room_soon or self._target.is_searching
+        if request.due and not request.stale and comes:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
             self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
         self.forget(request)
@@ -204,7 +206,8 @@ class StorePlanner(HasParts):
 
     def has_left(self, now: float) -> bool:
         """Whether blocks of requests that have ended wait, and room may have come free for them."""
-        return bool(self._left) and self._left_at < self._state.released and self._target.refresh_writable(now)
+        may_come = self._left_at < self._state.released or self._target.is_searching
+        return bool(self._left) and may_come and self._target.refresh_writable(now)
 
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
@@ -321,7 +324,8 @@ class StorePlanner(HasParts):
             self._free_back_off.accept()
         if refused:
             self._offer_free_again([offer.key for offer in refused])
-            self._free_back_off.refuse(self._state.released, now)
+            if not self._target.is_searching:
+                self._free_back_off.refuse(self._state.released, now)
 
     def _offer_free_again(self, keys: Sequence[BlockKey]) -> None:
         """Have free blocks offered again, as soon as no back-off holds."""

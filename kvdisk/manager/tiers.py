@@ -100,9 +100,14 @@ class TierSpace:
     def note_time(self, now_s: int) -> None:
         """Learn what time it is, in seconds since the Unix epoch, for what is used from now on."""
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether the last search for room has ended early: the next one may find some."""
+        return any(order.ended_early for order in self._orders)
+
     def refresh(self, now: float) -> bool:  # noqa: ARG002
         """Refresh the state, once a step. Return whether room may have come free."""
-        return False
+        return self.is_searching
 
     def commit(self) -> bool:
         """Learn how far commits have come. Return whether room came free."""

@@ -176,7 +176,8 @@ class ManagerWatch(Watch):
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
         """Offers are answered: what was refused is offered again only where something has changed.
 
-        And not before a back-off; but what an ended request has left is, as it may be gone then.
+        And not before a back-off; but what an ended request has left is, as it may be gone then,
+        and what a search that ended early found no room for.
         ``how``: of a victim's blocks, which are gone when there is room.
         """
         owner = "" if request is None else request.request_id
@@ -192,7 +193,8 @@ class ManagerWatch(Watch):
         # One of these may leave for one behind it, where what lies between has left the tier.
         held = {offer.key for offer in offers if self._is_held(offer.key)}
         job_id, refused = self._store(offers, request, now, **how)
-        for offer in refused if not how else ():
+        is_final = not how and not self.parts.manager._tiers.first.is_searching
+        for offer in refused if is_final else ():
             self._refused[owner, offer.key] = self._changes, now
         lacking = {offer.key for offer in refused}
         held |= {offer.key for offer in offers if self._is_held(offer.key)}
