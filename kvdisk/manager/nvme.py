@@ -8,6 +8,7 @@ record never names a slot that holds other bytes (invariant 2).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -190,32 +191,43 @@ class NvmeSpace(TierSpace):
             if not found:
                 drives.remove(drive)
         if self._budget is not None:
-            self._stats.add("budget_pauses", int(self._budget.spend(len(slots), self._block_bytes(size_class))))
+            self._stats.add("budget_pauses", int(self._budget.spend(len(slots), self.bytes_of(size_class))))
         return slots
 
     def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
         """Return slots that were just taken, and not used; nor is their part of the budget."""
         self.pool.release(slots)
         if self._budget is not None:
-            self._budget.spend(-len(slots), self._block_bytes(size_class))
+            self._budget.spend(-len(slots), self.bytes_of(size_class))
 
     def _affordable(self, size_class: int, count: int) -> int:
         """Return up to ``count`` blocks that may be written."""
-        return count if self._budget is None else min(count, self._budget.affords(self._block_bytes(size_class)))
+        return count if self._budget is None else min(count, self._budget.affords(self.bytes_of(size_class)))
 
-    def _block_bytes(self, size_class: int) -> int:
-        """Bytes of a block on the drive over all ranks."""
-        return self._geometry.slot_sizes[size_class] * self._parts_of_block
+    @property
+    def affordable_bytes(self) -> float:
+        """See ``TierSpace``."""
+        if self._budget is None:
+            return math.inf
+        return self._budget.left_bytes if self._budget.may_spend else 0
 
     def free_slots(self, size_class: int) -> int:
         """Return how many slots are free now, on drives that can be written."""
         return self.pool.free_on(size_class, self.segments.writable)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Have ``wanted`` slots by size class soon: make a segment if the cap allows, or evict."""
-        for size_class, wish in enumerate(wanted):
-            total = self.pool.total[size_class]
-            if not self.refresh_writable(now) or self.segments.hold_up(now):
+        """Have ``wanted`` slots by size class soon: make a segment if the cap allows, or evict.
+
+        Segments are made one at a time: the class that has the least of what it may have comes
+        first.
+        """
+
+        def made_share(size_class: int) -> float:
+            return self.pool.total[size_class] / max(1, self.capacity[size_class])
+
+        for size_class in sorted(range(len(wanted)), key=made_share):
+            wish, total = wanted[size_class], self.pool.total[size_class]
+            if not self.refresh_writable(now) or self.segments.hold_up(size_class, now):
                 continue
             needed = max(self._affordable(size_class, wish), spare_slots(total))
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]

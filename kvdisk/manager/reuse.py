@@ -296,9 +296,8 @@ class ReuseHistory:
         stands = {key: key for key in keys if self._find(number_of(key))[1]}
         if len(stands) == len(keys):
             return keys
-        for parent in {parent for parent in parents if parent is not None}.difference(stands):
-            if self._find(number_of(parent))[1]:
-                stands[parent] = parent
+        before = {parent for parent in parents if parent is not None}.difference(stands)
+        stands |= {parent: parent for parent in before if self._find(number_of(parent))[1]}
         pairs = [(key, parent) for key, parent in zip(keys, parents, strict=True) if parent is not None]
         for key, parent in (*pairs, *reversed(pairs)):
             if key not in stands and parent in stands:

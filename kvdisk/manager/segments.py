@@ -256,9 +256,19 @@ class Segments:
         """Whether none may be planned yet: opening the store removes what the index lacks."""
         return bool(self.opening) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
-    def hold_up(self, now: float) -> bool:
-        """Whether nothing should leave, because a segment is being made or opened."""
-        return self.is_opening and now - self._opened_s < _OPENING_S
+    def hold_up(self, size_class: int, now: float) -> bool:
+        """Whether nothing of a size class should leave, because a segment of it is being made or
+        opened, or may be made after another one's."""
+        if not self.is_opening or now - self._opened_s >= _OPENING_S:
+            return False
+        is_own = any(self.class_of(self.specs[each]) == size_class for each in self.opening if each in self.specs)
+        return is_own or not self.opening or self._may_grow(size_class)
+
+    def _may_grow(self, size_class: int) -> bool:
+        """Whether the cap has room for one more segment of a size class."""
+        size, slots = self._geometry.slot_sizes[size_class], self._layout.slot_counts[size_class]
+        held = sum(self._held[size, number] for number in range(len(self.drives)))
+        return held + self._bytes_of(SegmentSpec(0, size, slots)) <= self._layout.class_bytes[size_class]
 
     def plan_new(self, size_class: int, now: float) -> bool:
         """Plan a new segment, on the writable drive that has least of its kind.
@@ -268,14 +278,12 @@ class Segments:
         it is gone.
         """
         drives = [drive for drive in self.writable if self.drives.may_make(drive, now)]
-        if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS:
+        if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS or not self._may_grow(size_class):
             return False
         size = self._geometry.slot_sizes[size_class]
         held = [self._held[size, number] for number in range(len(self.drives))]
         drive = min(drives, key=held.__getitem__)
         spec = SegmentSpec(self._next, size, self._layout.slot_counts[size_class], drive, create=True)
-        if sum(held) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
-            return False
         self._next += 1
         self._opened_s = now
         self._note(spec)

@@ -7,7 +7,8 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -176,6 +177,15 @@ class TierSpace:
         """Return slots that were just taken, and not used."""
         self.pool.release(slots)
 
+    @property
+    def affordable_bytes(self) -> float:
+        """Bytes that may be written, as of the last ``refresh_writable``."""
+        return math.inf
+
+    def bytes_of(self, size_class: int) -> int:
+        """Return the bytes of a block over all ranks."""
+        return self._geometry.slot_sizes[size_class] * self._parts_of_block
+
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
         """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
 
@@ -305,7 +315,7 @@ class TierSpace:
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)
 
-    def by_class(self, rows: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+    def by_class(self, rows: Sequence[int]) -> Collection[tuple[int, Sequence[int]]]:
         """Return rows by the size class of their blocks, each in the order given."""
         if len(self._orders) == 1:
             return ((0, rows),)
