@@ -19,7 +19,7 @@ from kvdisk.background import Background
 from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S, uses_charge_bytes
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
@@ -78,9 +78,6 @@ USES_S = 600.0
 USES_LOOK_S = 5.0
 USES_AT_ONCE = 10_000
 """Blocks whose uses may be written at each pause: 160 KB every ``USES_LOOK_S``."""
-ORPHAN_SPARED_S = 900
-"""How long after its last use an orphan may take room that the caps of the live owners no longer
-cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +245,7 @@ def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, driv
 
 def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:
     """Return an NVMe tier that has read nothing yet. Raises ConfigError."""
-    parts.history.reserve(layout.most_slots(parts.geometry))
+    parts.history.reserve(sum(layout.class_slots(parts.geometry, layout.expected_bytes)))
     admission = make_admission(parts.config.nvme_admission, parts.history, "nvme_admission")
     return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(parts.config, parts.geometry))
 
@@ -336,12 +333,15 @@ def _take_home(
     layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
-        class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
         index = open_index(
-            home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
+            home,
+            index_bytes=layout.index_bytes,
+            slot_sizes=geometry.slot_sizes,
+            segments_bytes=layout.segments_bytes,
+            commit_s=config.index_commit_s,
         )
         try:
-            nvme = make_nvme(parts, layout, index, home.drive_count)
+            nvme = make_nvme(parts, _cut_to_room(layout, store, home, config, geometry), index, home.drive_count)
             nvme.restore(home.id, fingerprint, read_uses(home.path))
             nvme.uses.now_s = int(time.time())
         except BaseException:
@@ -382,6 +382,21 @@ def _take_home(
         except BaseException:
             home.close(clean=False)
             raise
+
+
+def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, geometry: Geometry) -> NvmeLayout:
+    """Return a layout whose segments fit what the drives have room for; say so where that is less
+    than the cap. Raises StoreLocked, DeviceError."""
+    room_bytes = store.room_bytes(home.id)
+    if room_bytes >= home.cap_bytes:
+        return layout
+    logger.warning(
+        "kvdisk: nvme_bytes is %s GiB, and store_dirs has room for %s GiB: the NVMe tier keeps what there is room "
+        "for, and more when room comes.",
+        _short(home.cap_bytes / (1 << 30)),
+        _short(room_bytes / (1 << 30)),
+    )
+    return layout.cut(config.segment_bytes, geometry, home.drive_count, max(0, room_bytes - HOME_OVERHEAD_BYTES))
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:

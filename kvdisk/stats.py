@@ -162,6 +162,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("late_moves", _C, "of these, moves that the drive had begun and not ended"),
         Metric("write_pauses", _C, "times that writes to a drive stopped for a while after a failure"),
         Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
+        Metric("moved_segments", _C, "segments given up for blocks of another size that were short of room"),
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
         Metric("foreign_questions", _C, "requests for which other engines' stores were asked"),
         Metric("remote_questions", _C, "requests for which the remote store was asked"),

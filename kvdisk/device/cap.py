@@ -23,6 +23,25 @@ USES:"""
 USES_OVERHEAD_BYTES = 32 << 10
 
 
+ORPHAN_SPARED_S = 900
+"""How long after its last use an orphan may take room that the caps of the live owners no longer
+cover, or that another owner could use."""
+_INDEX_GROWTH = 3
+"""How many times the part of its full size that the index may have for what is stored so far: while
+records are replaced there are old ones beside them."""
+
+
+def reserve_bytes(record: HomeRecord, segments_bytes: int, index_bytes: int) -> int:
+    """Return what a home with so many bytes of segments and of index needs beside segments of the
+    drive that has its index: the rest of the index, and the other files.
+
+    The index of a cap that is larger than the drive never gets its full size.
+    """
+    part = min(1.0, _INDEX_GROWTH * segments_bytes / max(1, record.cap_bytes))
+    whole = int(part * record.index_bytes)
+    return max(0, whole - index_bytes) + whole // 8 + HOME_OVERHEAD_BYTES
+
+
 def uses_charge_bytes(slot_count: int) -> int:
     """Return what USES of so many slots can take beyond HOME_OVERHEAD_BYTES."""
     return max(0, uses_bytes_for(slot_count) - USES_OVERHEAD_BYTES)

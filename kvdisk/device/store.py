@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.device import paths
-from kvdisk.device.cap import Holding, Stock
+from kvdisk.device.cap import ORPHAN_SPARED_S, Holding, Stock, reserve_bytes
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
@@ -348,6 +348,8 @@ class Store:
                     raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
                 if not self._trim(stock, mine.record.fingerprint, needed_bytes):
                     raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
+                if not self._has_room(stock, mine, folder, needed_bytes):
+                    raise DeviceError(errno.ENOSPC, f"{what}: the drive has no room")
                 file = create_segment(folder, spec, rank, rank_count, mine.record.fingerprint)
                 if os.fstat(file.fd).st_blocks * paths.STAT_BLOCK_BYTES > needed_bytes:
                     file.close()
@@ -356,6 +358,39 @@ class Store:
                 return file
         except StoreLocked as error:
             raise DeviceError(errno.EAGAIN, f"{what}: {error}") from None
+
+    def room_bytes(self, home_id: str) -> int:
+        """Return what a home has on the drives, with what they have free and what may make room for
+        it. Raises StoreLocked, DeviceError."""
+        with self._stock() as stock:
+            held = sum(home.allocated_bytes for home in stock.homes if home.id == home_id or not home.live)
+            free = {os.stat(drive.path).st_dev: _free_bytes(drive.path) for drive in self.drives}
+        return held + sum(free.values())
+
+    def _has_room(self, stock: Stock, mine: Holding, folder: DriveFolder, needed_bytes: int) -> bool:
+        """Whether a drive has room for so many bytes of segments, beside what the index needs
+        there. Unowned homes that have something there go for it, but for those that an engine may
+        be about to take over."""
+        assert mine.record is not None
+        drive = os.stat(folder.path).st_dev
+        if drive == os.stat(self.path).st_dev:
+            index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
+            segments_bytes = mine.allocated_bytes - index_bytes + needed_bytes
+            needed_bytes += reserve_bytes(mine.record, segments_bytes, index_bytes)
+        for home in stock.unowned_to_delete(mine.record.fingerprint):
+            if _free_bytes(folder.path) >= needed_bytes:
+                break
+            last_use_s = home.record.last_use_s if home.record else -1
+            if last_use_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
+                self._delete(stock, home)
+        return _free_bytes(folder.path) >= needed_bytes
+
+    def _is_on(self, home: Holding, drive: int) -> bool:
+        """Whether a home has a folder on a file system."""
+        folders = self.folders(home.id, home.record) if home.record else (DriveFolder(self.home_path(home.id)),)
+        with suppress(OSError):
+            return any(os.stat(folder.path).st_dev == drive for folder in folders if folder is not None)
+        return False
 
     @contextmanager
     def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
@@ -478,6 +513,11 @@ class Store:
             os.close(paths.create_file(self.path / LOCK_FILE))
         with self.locked():
             return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
+
+
+def _free_bytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def _boot(now_s: float) -> tuple[str, float]:

@@ -179,6 +179,13 @@ class EvictionPolicy:
     def _worth(self, number: int, last: int) -> float:
         return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]
 
+    def value_of(self, row: int) -> float:
+        """Return how soon a row's copy can be expected to be of use, whatever class it is of: what
+        was not used for twice as long has half of it. Infinite where it is not here, or is to
+        stay."""
+        worth = self.worth_of(row)
+        return 1.0 / (1 + self._history.now - self._last[row]) if math.isfinite(worth) else math.inf
+
     def proposals(self) -> Iterator[tuple[float, int]]:
         """Yield worth and row, the lowest worth first. A step reads only the first of them: find
         each when it is asked for.
@@ -217,6 +224,10 @@ class LearnedPolicy(EvictionPolicy):
     def classes_of(self, rows: Sequence[int]) -> list[int]:
         """Return the class that the history has each row's block in."""
         return self._history.classes_of([self._keys[row] for row in rows])
+
+    def value_of(self, row: int) -> float:
+        """Return what the history says that a copy brings."""
+        return self.worth_of(row)
 
     def worth(self, number: int, last: int) -> float:
         """Return what the history says that a copy brings."""
@@ -319,6 +330,15 @@ class TailFirst:
             _, number, age = self._history.known(self._catalog.keys[row])
             return self._history.rate(number, age)
         return 0.0
+
+    def value_of(self, row: int) -> float:
+        """Return what a copy brings, as the policy sees it; see ``EvictionPolicy.value_of``."""
+        return 0.0 if row in self._useless else self._policy.value_of(row)
+
+    def least_value(self) -> float:
+        """Return what the copy brings that would leave next; 0: there is none."""
+        self._steps = self.MAX_STEPS
+        return next((self.value_of(row) for row in self._tails({})), 0.0)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all

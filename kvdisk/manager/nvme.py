@@ -23,10 +23,11 @@ from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.room import RoomShift
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
 from kvdisk.manager.write_budget import WriteBudget
-from kvdisk.messages import JobKind, SegmentSpec
+from kvdisk.messages import JobKind, Reason, SegmentSpec
 
 logger = logging.getLogger("kvdisk.manager")
 
@@ -65,6 +66,7 @@ class NvmeSpace(TierSpace):
         self._index = index
         self._transfers = parts.transfers
         self.segments = Segments(self.tier, parts, layout, drive_count)
+        self._shift = RoomShift(parts, self.tier, self.segments, self.pool, self._orders)
         self.uses = Uses()
         self._drops: dict[int, bool] = {}
         """Segments that are being dropped, and whether the job that drops their files is
@@ -79,6 +81,7 @@ class NvmeSpace(TierSpace):
         self._budget = budget
         self._parts_of_block = parts.geometry.part_count
         self.capacity = layout.class_slots(parts.geometry)
+        """Where each size class has what long prompts need of it."""
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -115,6 +118,13 @@ class NvmeSpace(TierSpace):
             is_open, is_spent, comes and is_open and not is_spent, uncommitted, (self._ticket, self._committed)
         )
 
+    @property
+    def free_and_total(self) -> tuple[int, int]:
+        """See ``TierSpace``."""
+        free, total = super().free_and_total
+        unmade = self.segments.unmade_bytes
+        return free + unmade, total + unmade
+
     def note_time(self, now_s: int) -> None:
         """See ``TierSpace``."""
         self.uses.now_s = now_s
@@ -126,6 +136,7 @@ class NvmeSpace(TierSpace):
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
         self._hide()
+        self._empty_given_segment()
         return released or resumed
 
     def refresh_writable(self, now: float) -> bool:
@@ -145,10 +156,11 @@ class NvmeSpace(TierSpace):
         if spec is not None and spec.source is None:
             if record.job.kind is JobKind.DROP_SEGMENT:
                 self.segments.forget(spec)
+                self._shift.gone(spec)
                 del self._drops[spec.segment]
                 self._ticket = self._index.delete_segment(spec.segment)
             else:
-                self._opened(spec, now, failed=bool(record.failed))
+                self._opened(spec, now, next(iter(record.failed.values()), None))
         self.segments.learn(record, now, self._drops)
         self._hide()
 
@@ -158,6 +170,7 @@ class NvmeSpace(TierSpace):
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
         found = super().gauges()
+        found[f"capacity_bytes.{self.tier.label}"] = self.free_and_total[1]
         found["limbo_blocks"] = sum(self.pool.limbo)
         found["uncommitted_changes"] = max(0, self._ticket - self._committed)
         free = sum(self.pool.free)
@@ -231,16 +244,32 @@ class NvmeSpace(TierSpace):
                 continue
             needed = max(self._affordable(size_class, wish), spare_slots(total))
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
-            made = short <= 0 or self.segments.plan_new(size_class, now)
-            if not made and total:
-                made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
-            made |= self._orders[size_class].ended_early
+            made = short <= 0 or self._make_or_take(size_class, now)
+            if short <= 0:
+                self._shift.has_enough(size_class)
+            elif not made and total:
+                evicted = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
+                self._shift.evicted(size_class, evicted)
+                made = evicted > 0
+            made |= self._shift.comes_to(size_class) or self._orders[size_class].ended_early
             self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
+
+    def _make_or_take(self, size_class: int, now: float) -> bool:
+        """Plan a new segment, or have one of another size class go for it; return whether there is
+        such a way to room."""
+        if self._shift.may_make(size_class) and self.segments.plan_new(size_class, now):
+            return True
+        spec = self._shift.begin(size_class)
+        if spec is None:
+            return False
+        self._stats.add("moved_segments")
+        self.pool.retire_segment(spec.segment)
+        return True
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:
         """Whether ``make_room`` found a way to room, or slots come free with a commit."""
         limbo = self.pool.limbo[size_class]
-        if silent and limbo and not self.free_slots(size_class):
+        if silent and (limbo or self._shift.comes_to(size_class)) and not self.free_slots(size_class):
             return False
         return not self._stuck[size_class] or (self._index_writable and limbo > 0)
 
@@ -300,20 +329,21 @@ class NvmeSpace(TierSpace):
 
     # -- segments ------------------------------------------------------------------------------
 
-    def _opened(self, spec: SegmentSpec, now: float, *, failed: bool) -> None:
+    def _opened(self, spec: SegmentSpec, now: float, failure: Reason | None) -> None:
         """Every rank has answered the job that makes or opens a segment. Where one rank fails, it
         is dropped on all."""
         self.segments.opening.discard(spec.segment)
         if spec.segment in self._drops:
             return
         if spec.create:
-            self.segments.drives.made(spec.drive, now, failed=failed)
-        elif failed:
+            self.segments.made(spec, now, failure)
+        elif failure is not None:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
-        if failed:
+        if failure is not None:
             self._drop_segment(spec)
             return
         if spec.create:
+            self._shift.made(spec)
             self._ticket = self._index.put_segment(SegmentRecord(*spec[:4]))
         if spec.create and self._geometry.replicated:
             self.segments.open(spec._replace(create=False))  # one rank has made it for all
@@ -333,6 +363,21 @@ class NvmeSpace(TierSpace):
             self.pool.retire_segment(spec.segment)
         self._drops[spec.segment] = False
         self._drop_files()
+
+    def _empty_given_segment(self) -> None:
+        """End some copies of a segment whose room another size class gets; after the last its files
+        go. Those of a chain that lie in other segments stay: what is stored again before them
+        makes them useful again."""
+        spec = self._shift.giving
+        if spec is None or spec.segment in self._drops:
+            return
+        rows = [row for row in self._catalog.rows_in(self.tier, spec.segment) if self._state(row) != DOOMED]
+        if not rows:
+            self._drop_segment(spec)
+            return
+        leaving = rows[:_MAX_EVICTED_PER_STEP]
+        self.discard(*leaving)
+        self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
 
     def _drop_files(self) -> None:
         for segment, is_planned in self._drops.items():

@@ -119,6 +119,11 @@ class SlotPool:
         states = self.states.get(segment, b"")
         return states.count(FREE) == len(states)
 
+    def used_part(self, segment: int) -> float:
+        """Return which part of a segment's slots copies hold."""
+        states = self.states[segment]
+        return states.count(USED) / len(states)
+
     def free_in_short_runs(self, length: int) -> int:
         """Return how many free slots lie in runs shorter than ``length``."""
         return sum(runs.slots(shorter_than=length) for runs in self._runs.values())

@@ -93,10 +93,12 @@ class TierSpace:
 
     @property
     def free_and_total(self) -> tuple[int, int]:
-        """Slots that are or will be free without an eviction, and all that there may be."""
-        pool = self.pool
-        unmade = max(0, sum(self.capacity) - sum(pool.total))
-        return unmade + sum(pool.free) + sum(pool.limbo), unmade + sum(pool.total)
+        """Bytes of slots that are or will be free without an eviction, and of all that there may
+        be."""
+        pool, sizes = self.pool, self._geometry.slot_sizes
+        slots = (map(int.__add__, pool.free, pool.limbo), pool.total)
+        free, total = (sum(map(int.__mul__, counts, sizes)) * self._parts_of_block for counts in slots)
+        return free, total
 
     def note_time(self, now_s: int) -> None:
         """Learn what time it is, in seconds since the Unix epoch, for what is used from now on."""

@@ -17,6 +17,7 @@ PANELS = [*VISIBLE, *(panel for row in BOARD["panels"] for panel in row.get("pan
 LEFT_OUT = {
     "held_blocks": "used_bytes says the same",
     "budget_pauses": "write_budget_bytes shows them",
+    "moved_segments": "evicted_blocks shows what it costs",
     "remote_paused": "remote_questions stop rising",
     "lost_events": "of interest to those who listen to events only",
 }
