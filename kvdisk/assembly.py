@@ -112,8 +112,10 @@ class SchedulerParts:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
             if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
-                # The file system hangs, and writing HOME would. As the commit may end yet, the home
-                # stays ours, and not clean, until this process has ended.
+                # The file system hangs, and writing HOME would, which says already that the end was
+                # not clean. Who takes the home over waits for the end of the commit.
+                if self.home is not None:
+                    self.home.release()
                 return
         try:
             if self.home is not None:

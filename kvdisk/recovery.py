@@ -22,7 +22,7 @@ from kvdisk.device.rebuild import Blocks, Findings, HomeShape, remove_lost, scan
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
-from kvdisk.index.base import BlockColumns, SegmentRecord
+from kvdisk.index.base import BlockColumns, IndexState, SegmentRecord
 from kvdisk.index.columns import ascending, stored_times
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
 
@@ -42,6 +42,7 @@ def open_index(
     Raises CorruptRecord where it cannot be read though it looked sound (``rebuild_index``, and once
     more, is the remedy), DeviceError, StoreLocked.
     """
+    home.await_index()
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
     index = _open(home, index_bytes, commit_s)
@@ -71,6 +72,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
     """
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of engine store %s from the headers of its slots.", home.id)
+    home.await_index()
     home.remove_index()
     began_s = said_s = time.monotonic()
 
@@ -121,6 +123,7 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     know; what a crash leaves of them goes at the next start. Nothing else has the home's files
     open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
     """
+    home.await_index()
     if not home.index_is_sound():
         raise CorruptRecord(f"the index of engine store {home.id} cannot be trusted")
     map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
@@ -202,7 +205,7 @@ def _cut(
     for segment in gone:
         index.delete_segment(segment)
     committed = index.flush(_FLUSH_S)
-    if index.damaged:
+    if index.poll().state is IndexState.GONE:
         raise CorruptRecord("the index was found to be damaged")
     # On a full drive records may have to wait for the room of the files. Those of a segment without
     # files do no harm.

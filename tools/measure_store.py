@@ -3,11 +3,11 @@
 
 An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory
 below ``--dir`` and closed cleanly. Each opening is a process of its own: the time is that of
-reading the file's sum (after a clean end) or of the child that reads the index first (after a
-kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is what the process's resident memory
-has grown by, after freed memory was given back, divided by the blocks. A pause is that of a full
-collection of garbage, beside the same in a process without a store. ``--memory`` measures the same
-without a drive. A rebuild reads headers of slots of 64 KiB, past the system's memory.
+reading the file's sum (after a clean end), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM
+is what the process's resident memory has grown by, after freed memory was given back, divided by
+the blocks. A pause is that of a full collection of garbage, beside the same in a process without a
+store. ``--memory`` measures the same without a drive. A rebuild reads headers of slots of 64 KiB,
+past the system's memory.
 """
 
 from __future__ import annotations
@@ -124,8 +124,6 @@ def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str,
             sum_of_file(path / "data.mdb")
         return open_index(path, block_count)
 
-    if after_kill:
-        (path / "open").touch()
     return measure_tier(opened, block_count)
 
 

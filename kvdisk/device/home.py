@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from kvdisk.device import paths
 from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
 from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder
-from kvdisk.errors import DeviceError
+from kvdisk.errors import DeviceError, StoreLocked
 
 INDEX_FILE = "data.mdb"
 INDEX_DAMAGED = "damaged"
-"""A file beside it: a commit has met damage. ``index.lmdb_tables`` leaves it."""
+"""A file beside it: a commit has met damage. ``index.lmdb_index`` leaves it."""
 NEW_INDEX = "index.new"
+INDEX_WAIT_S = 15.0
 
 
 def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
@@ -85,8 +87,8 @@ class Home(_HeldHome):
 
     ``fresh``: made new, so that it is empty. ``cap_bytes``: a home taken over can be above it, and
     its owner cuts it first. ``now_s``: gives whole seconds since the Unix epoch. Before the owner
-    opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
-    (``remove_index``, ``place_index``), and calls ``adopt_index``.
+    opens the index to write, it calls ``await_index``, asks ``index_is_sound``, has it rebuilt
+    where that is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
     def __init__(
@@ -125,6 +127,19 @@ class Home(_HeldHome):
                 self._write(replace(self.record, last_use_s=self._now_s()))
 
     # -- the index -----------------------------------------------------------------------------
+
+    def await_index(self) -> None:
+        """Wait until the process by which the owner before had the index open has ended: that of a
+        killed engine ends its commit first. It holds no lock on the home, but an exclusive one on
+        the index. Raises DeviceError (EBUSY) where it does not end."""
+        with paths.device_errors(f"looking for the index of engine store {self.id}"):
+            for place in (self.index_path, self.new_index_path):
+                if paths.is_directory(place):
+                    try:
+                        what = f"the index of engine store {self.id}"
+                        paths.unlock(paths.take_lock(place, fcntl.LOCK_EX, INDEX_WAIT_S, what, readonly=True))
+                    except StoreLocked as error:
+                        raise DeviceError(errno.EBUSY, str(error)) from error
 
     def index_is_sound(self) -> bool:
         """Whether the index is what its last owner committed: by its sum after a clean end, by the

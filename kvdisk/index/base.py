@@ -110,11 +110,12 @@ class Neighbours(Protocol):
 
 class IndexState(IntEnum):
     """WRITABLE: puts are committed. REFUSING: the last batch failed (map or disk full, write
-    error); its puts were dropped, deletions are retried with back-off, and the state returns by
-    itself."""
+    error), and its puts were dropped; or one takes long. Deletions are retried with back-off, and
+    the state returns by itself. GONE: nothing more is committed until the next start."""
 
     WRITABLE = 1
     REFUSING = 2
+    GONE = 3
 
 
 class Progress(NamedTuple):

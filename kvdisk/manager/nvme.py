@@ -74,7 +74,7 @@ class NvmeSpace(TierSpace):
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
-        self._index_writable = True
+        self._index_state = IndexState.WRITABLE
         self._stuck = [False] * len(parts.geometry.slot_sizes)
         self._allocated = [0] * len(parts.geometry.slot_sizes)
         """Slots that were ever taken, by size class: says which drive's turn it is."""
@@ -112,10 +112,11 @@ class NvmeSpace(TierSpace):
         """The state of the tier now."""
         is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
+        works = is_open and self._index_state is not IndexState.GONE
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
         return TierStatus(
-            is_open, is_spent, comes and is_open and not is_spent, uncommitted, (self._ticket, self._committed)
+            is_open, is_spent, comes and works and not is_spent, uncommitted, (self._ticket, self._committed)
         )
 
     @property
@@ -141,7 +142,10 @@ class NvmeSpace(TierSpace):
 
     def refresh_writable(self, now: float) -> bool:
         """Fill the budget, and learn which drives may be written. Return whether copies may be: the
-        store is open, some drive is in order and not in a back-off, and the budget is not spent."""
+        store is open, some drive is in order and not in a back-off, the budget is not spent, and
+        the index is not gone: without it no slot that had a copy comes free."""
+        if self._index_state is IndexState.GONE:
+            return False
         return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
     def learn(self, record: JobRecord, now: float) -> None:
@@ -287,6 +291,10 @@ class NvmeSpace(TierSpace):
         segment_of = self._catalog.columns(self.tier).segments
         return lambda row: anywhere(row) and segment_of[row] in places
 
+    @property
+    def _index_writable(self) -> bool:
+        return self._index_state is IndexState.WRITABLE
+
     # -- records ---------------------------------------------------------------------------------
 
     def _record(self, rows: Sequence[int], now_s: int) -> None:
@@ -396,7 +404,7 @@ class NvmeSpace(TierSpace):
         """
         progress = self._index.poll()
         self._committed = progress.committed
-        self._index_writable = progress.state is IndexState.WRITABLE
+        self._index_state = progress.state
         self._stats.add("dropped_records", progress.dropped_puts - self._dropped)
         self._dropped = progress.dropped_puts
         free = sum(self.pool.free)

@@ -26,8 +26,7 @@ from kvdisk.device import paths
 from kvdisk.device.control import home_ids
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.index.lmdb_index import LmdbIndex
-from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.lmdb_index import LmdbIndex, TablesProcess
 
 DAY_S = 86400
 
@@ -253,7 +252,7 @@ def killed_at(step: int, *arguments: object) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         for name in ("unlink", "rmdir", "rename", "replace"):
             counted(os, name)
-        counted(LmdbTables, "commit")
+        counted(TablesProcess, "commit")
         counted(paths, "_exchange")
         os._exit(app([*map(str, arguments), "--yes"], standalone_mode=False) or 0)
     finally:
