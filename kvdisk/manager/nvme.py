@@ -8,7 +8,7 @@ record never names a slot that holds other bytes (invariant 2).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,8 @@ class NvmeSpace(TierSpace):
         self._drops: dict[int, bool] = {}
         """Segments that are being dropped, and whether the job that drops their files is
         planned."""
+        self._lost: set[int] = set()
+        """Segments that are being dropped because their files were removed."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -145,6 +147,7 @@ class NvmeSpace(TierSpace):
             if record.job.kind is JobKind.DROP_SEGMENT:
                 self.segments.forget(spec)
                 del self._drops[spec.segment]
+                self._lost.discard(spec.segment)
                 self._ticket = self._index.delete_segment(spec.segment)
             else:
                 self._opened(spec, now, failed=bool(record.failed))
@@ -310,10 +313,12 @@ class NvmeSpace(TierSpace):
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
         """Take a segment's slots into service."""
         self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
+        self.segments.in_place[spec.segment] = spec
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
+        self.segments.in_place.pop(spec.segment, None)
         rows = self._catalog.rows_in(self.tier, spec.segment)
         self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
@@ -321,9 +326,24 @@ class NvmeSpace(TierSpace):
         self._drops[spec.segment] = False
         self._drop_files()
 
+    def lose(self, segments: Collection[int]) -> None:
+        """Give up segments of which files were removed by others; each rank closes what it has
+        open, and so gives the bytes back."""
+        for segment in segments:
+            if segment in self.segments.in_place and segment not in self.segments.opening:
+                self._lost.add(segment)
+                self._drop_segment(self.segments.specs[segment])
+
+    def take_no_more(self) -> None:
+        """Write nothing more until a restart: the next start would not find it. What is there is
+        served."""
+        self.segments.home_open = False
+
     def _drop_files(self) -> None:
         for segment, is_planned in self._drops.items():
-            if not is_planned and self.pool.is_empty(segment):
+            # What was removed holds no bytes that a record could name: no commit is waited for.
+            may_go = self.pool.is_unused(segment) if segment in self._lost else self.pool.is_empty(segment)
+            if not is_planned and may_go:
                 self._drops[segment] = True
                 self.pool.forget_segment(segment)
                 self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])

@@ -222,6 +222,9 @@ class Segments:
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
         self.opening: set[int] = set()
+        self.in_place: dict[int, SegmentSpec] = {}
+        """Of ``specs`` those whose files are there on every rank, as far as is known. A copy may be
+        taken on any thread."""
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
