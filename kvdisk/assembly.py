@@ -45,6 +45,8 @@ from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
+from kvdisk.orders import LOOK_S as ORDERS_S
+from kvdisk.orders import Orders
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name
 from kvdisk.remote.client import Bucket, BucketObjects, seal_key
@@ -222,6 +224,7 @@ def assemble_scheduler(
     if home is not None and nvme is not None:  # on a thread of its own, which any of the drives may hold up
         upkeep = Upkeep(store, home, nvme, mailbox, geometry.part_count)
         backgrounds.append(Background([(_UPKEEP_INTERVAL_S, upkeep.look)], first_s=_UPKEEP_INTERVAL_S))
+        backgrounds.append(Background([(ORDERS_S, Orders(home, manager, nvme, mailbox).look)]))
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
     return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds, mailbox)

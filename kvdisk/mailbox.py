@@ -50,6 +50,11 @@ class Mailbox:
             error, self._error = self._error, None
             raise error
 
+    @property
+    def rests(self) -> bool:
+        """Whether the engine waits for requests. Any thread."""
+        return self._rests
+
     # -- other threads ---------------------------------------------------------------------------
 
     def post(self, task: Callable[[], None]) -> None:

@@ -44,11 +44,11 @@ class Upkeep:
             said += self._mend()
             if self._takes_more and not self._watch.index_is_there():
                 said.append("its index is gone, so it takes no more blocks until the next start, which makes it anew")
-                self._stop()
+                self._takes_more = False
         elif self._takes_more:
             how = "was moved away" if place is Place.MOVED else "is gone"
             said.append(f"{self._home.path} {how}, so it takes no more blocks until the next start")
-            self._stop()
+            self._takes_more = False
         lost = self._watch.lost_segments(self._nvme.segments.in_place.copy())
         if fresh := lost - self._told:
             self._told |= fresh
@@ -57,8 +57,8 @@ class Upkeep:
         if said:
             text = "kvdisk: others changed engine store %s while it is in use: %s."
             logger.warning(text, self._home.id, "; ".join(said))
-        if lost:  # a retry does no harm: what is given up already is left alone
-            self._mailbox.post(partial(self._nvme.lose, lost))
+        if lost or not self._takes_more:  # once more does no harm
+            self._mailbox.post(partial(self._give_up, lost, self._takes_more))
         if place is Place.THERE:
             self._keep()
 
@@ -66,9 +66,11 @@ class Upkeep:
         names = self._store.mend(self._home)
         return [f"{', '.join(names)} had gone, and was made anew"] if names else []
 
-    def _stop(self) -> None:
-        self._takes_more = False
-        self._mailbox.post(self._nvme.take_no_more)
+    def _give_up(self, lost: frozenset[int], takes_more: bool) -> None:
+        """Act on what was found, on the scheduler's thread."""
+        if not takes_more:
+            self._nvme.take_no_more()
+        self._nvme.lose(lost)
 
     def _keep(self) -> None:
         """Note that the home is in use, and trim orphans.

@@ -8,6 +8,7 @@ record never names a slot that holds other bytes (invariant 2).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -333,6 +334,32 @@ class NvmeSpace(TierSpace):
             if segment in self.segments.in_place and segment not in self.segments.opening:
                 self._lost.add(segment)
                 self._drop_segment(self.segments.specs[segment])
+
+    def let_go(
+        self, segment: int, up_to: float = math.inf, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[int, int]:
+        """Delete the blocks of a segment, or those in some ranges of its slots, that have no
+        generation above ``up_to``; what a job uses ends with that.
+
+        Return how many blocks that are, and the bytes of the segment, over all ranks, where it goes
+        with them: 0 where it stays.
+        """
+        spec = self.segments.in_place.get(segment)
+        if spec is None or segment in self.segments.opening:
+            return 0, 0
+        chosen = np.ones(spec.slot_count, np.bool_)
+        if ranges is not None:
+            chosen[:] = False
+            for first, count in ranges:
+                chosen[first : first + count] = True
+        indices, generations = self._catalog.columns(self.tier).indices, self._catalog.generations
+        rows = [row for row in self._catalog.rows_in(self.tier, segment) if self._state(row) != DOOMED]
+        going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
+        if ranges is None and len(going) == len(rows):
+            self._drop_segment(spec)
+            return len(rows), self.segments.bytes_of(spec)
+        self.discard(*going)
+        return len(going), 0
 
     def take_no_more(self) -> None:
         """Write nothing more until a restart: the next start would not find it. What is there is
