@@ -531,7 +531,7 @@ def _pair_with_gpu(
         )
         why = choice.line
         if choice.direct is not None or not demanded:
-            logger.debug("%s", choice.line)
+            logger.info("%s", choice.line)
             if choice.direct is None:
                 return disk, None
             disk.close()
@@ -539,5 +539,5 @@ def _pair_with_gpu(
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")
-    logger.debug("kvdisk moves nothing straight between drive and GPU: %s", why)
+    logger.info("kvdisk moves nothing straight between drive and GPU: %s", why)
     return disk, None

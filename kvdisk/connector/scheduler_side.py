@@ -88,7 +88,7 @@ class SchedulerSide:
         self._journal: Journal | None = None
         self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
-            logger.debug("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
+            logger.info("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
     @property
     def _manager(self) -> TierManager:
@@ -295,8 +295,13 @@ class SchedulerSide:
         vLLM: a sleep begins with it, and unmaps the KV cache.
         """
         if self._config.on_reset == "epoch":
-            self._manager.reset(1 + secrets.randbits(62))
-        elif sleeps(self._vllm_config):
+            assert self._parts is not None
+            epoch, dropped = 1 + secrets.randbits(62), self._manager.held()
+            self._parts.manager.reset(epoch)
+            self._parts.telemetry.note_reset(epoch, dropped)
+            return True
+        logger.info("kvdisk keeps what it has at a reset: on_reset is %r.", self._config.on_reset)
+        if sleeps(self._vllm_config):
             self._manager.lose_gpu()
         return True
 

@@ -344,6 +344,16 @@ class TierManager(HasParts):
             request.stale = True
             request.count_anew()
 
+    def held(self) -> str:
+        """Say in words what a reset drops."""
+        gauges = self.gauges.read()
+        found = [
+            f"{gauges[name]:,.0f} blocks in {tier.word} {'go' if tier is Tier.CPU else 'stay for the next start'}"
+            for tier in KEPT_TIERS
+            if (name := f"held_blocks.{tier.label}") in gauges
+        ]
+        return ", ".join([*found, f"{len(self._transfers.sent_loads()):,} loads on their way are computed"])
+
     def clear_memory(self) -> int:
         """Delete what is in memory, as an operator asked for: what a job uses ends with that.
         Return how many blocks that are."""
