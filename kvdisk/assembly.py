@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from kvdisk.background import Background
 from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S, uses_charge_bytes
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import of_other_namespaces, readable_indexes
+from kvdisk.device.mounts import check_mount
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
@@ -34,6 +35,7 @@ from kvdisk.geometry import FILE_EPOCH, Geometry, Namespace
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
+from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
@@ -43,6 +45,8 @@ from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
+from kvdisk.orders import LOOK_S as ORDERS_S
+from kvdisk.orders import Orders
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name
 from kvdisk.remote.client import Bucket, BucketObjects, seal_key
@@ -52,6 +56,7 @@ from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
 from kvdisk.request_trace import RequestTrace
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
+from kvdisk.upkeep import Upkeep
 from kvdisk.worker.direct import choose_direct
 
 if TYPE_CHECKING:
@@ -71,6 +76,7 @@ _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _MOST_CHECKSUM_THREADS = 4
 """One verifies 10 to 15 GB/s from memory, and a link has up to 55."""
+_WARNED_OF: set[Path] = set()
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
@@ -93,6 +99,7 @@ class SchedulerParts:
     telemetry: Telemetry
     trace: RequestTrace | None
     backgrounds: Sequence[Background]
+    mailbox: Mailbox = field(default_factory=Mailbox)
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
@@ -149,6 +156,16 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     return config
 
 
+def warn_of_file_systems(config: Config) -> None:
+    """Say, once in a process, what a user must know of the file systems of a checked
+    configuration. Raises ConfigError."""
+    for path in list_directories(config.store_dirs) if config.store_dirs else ():
+        said = check_mount(path)
+        if said and path not in _WARNED_OF:
+            _WARNED_OF.add(path)
+            logger.warning("%s", said)
+
+
 def assemble_scheduler(
     config: Config,
     geometry: Geometry,
@@ -201,16 +218,18 @@ def assemble_scheduler(
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     last = [job for _, job in jobs]
     if home is not None and nvme is not None:
-        writer = _UsesWriter(nvme.uses, home.path)
+        writer = _UsesWriter(nvme.uses, home)
         jobs.append((USES_LOOK_S, writer.look))
         last.append(writer.write)
     backgrounds = [Background(jobs, last=last)]
-    if home is not None:  # on a thread of its own, which any of the drives may hold up
-        upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
-        backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
+    mailbox = Mailbox()
+    if home is not None and nvme is not None:  # on a thread of its own, which any of the drives may hold up
+        upkeep = Upkeep(store, home, nvme, mailbox, geometry.part_count)
+        backgrounds.append(Background([(_UPKEEP_INTERVAL_S, upkeep.look)], first_s=_UPKEEP_INTERVAL_S))
+        backgrounds.append(Background([(ORDERS_S, Orders(home, manager, nvme, mailbox).look)]))
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
-    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds)
+    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds, mailbox)
 
 
 def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
@@ -265,9 +284,9 @@ class _UsesWriter:
     has changed from one look to the next, so that it has the last request before a pause. To spare
     the drive a large one waits longer for that."""
 
-    def __init__(self, uses: Uses, home_path: Path) -> None:
+    def __init__(self, uses: Uses, home: Home) -> None:
         self._uses = uses
-        self._home_path = home_path
+        self._home = home
         self._seen = self._written = uses.changes
         self._written_s = time.monotonic()
 
@@ -282,7 +301,7 @@ class _UsesWriter:
         """Write the file if something has changed. Raises OSError."""
         changes = self._uses.changes
         if changes != self._written:
-            write_uses(self._home_path, self._uses.records())
+            self._home.when_there(write_uses, self._uses.records())
             self._written, self._written_s = changes, time.monotonic()
 
 
@@ -294,7 +313,7 @@ def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None,
         model=model,
         ranks=geometry.rank_count,
         drives=[str(folder.path.parent.parent) for folder in folders],
-        write_file=None if home is None else partial(write_telemetry, home.path),
+        write_file=None if home is None else partial(home.when_there, write_telemetry),
     )
 
 
@@ -308,18 +327,6 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     if bytes_per_day < 2 * largest:
         raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
     return WriteBudget(bytes_per_day, largest)
-
-
-def _keep_up(store: Store, home: Home) -> None:
-    """Note that the home is in use, and trim orphans.
-
-    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be
-    starting again.
-    """
-    try:
-        home.mark_used()
-    finally:  # a full drive, which cannot take the note, is what trimming helps against
-        store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
 
 
 def _take_home(
@@ -544,7 +551,7 @@ def _pair_with_gpu(
         )
         why = choice.line
         if choice.direct is not None or not demanded:
-            logger.debug("%s", choice.line)
+            logger.info("%s", choice.line)
             if choice.direct is None:
                 return disk, None
             disk.close()
@@ -552,5 +559,5 @@ def _pair_with_gpu(
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")
-    logger.debug("kvdisk moves nothing straight between drive and GPU: %s", why)
+    logger.info("kvdisk moves nothing straight between drive and GPU: %s", why)
     return disk, None

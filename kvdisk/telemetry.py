@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from kvdisk import __version__
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
+from kvdisk.geometry import FILE_EPOCH
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import Outcome
 from kvdisk.stats import FAILURES, ROUTES, Samples, Stats, by_metric
@@ -89,7 +90,8 @@ class Telemetry:
         self._take_at_s = 0.0
         self._taken_at = 0, gauges.planned_jobs
         self._first = self._latest = self._logged = _Snapshot(time.time(), {}, {}, gauges.read())
-        self._written: _Snapshot | None = None
+        self._written: tuple[_Snapshot, dict[str, Any]] | None = None
+        self._reset: dict[str, Any] = {"epoch": FILE_EPOCH, "reset_s": None}
 
     # -- the scheduler's thread ----------------------------------------------------------------
 
@@ -132,14 +134,20 @@ class Telemetry:
             samples.values, mine.values = mine.values, []
         return fresh
 
+    def note_reset(self, epoch: int, what: str) -> None:
+        """Say that nothing is served any more that was stored before; ``what`` that is."""
+        self._reset = {"epoch": epoch, "reset_s": round(time.time(), 3)}
+        logger.info("kvdisk was reset, and serves nothing any more that was stored before: %s.", what)
+
     # -- another thread ------------------------------------------------------------------------
 
     def write(self) -> None:
         """Write the last snapshot into the engine store, if it is a new one. Raises OSError."""
-        latest = self._latest
-        if self._write_file is not None and latest is not self._written:
-            self._write_file(self._as_json(latest))
-            self._written = latest
+        latest, reset = self._latest, self._reset
+        is_written = self._written is not None and self._written[0] is latest and self._written[1] is reset
+        if self._write_file is not None and not is_written:
+            self._write_file(self._as_json(latest) | reset)
+            self._written = latest, reset
 
     def log(self) -> None:
         """Log what has happened since the last time, if anything has."""

@@ -41,6 +41,7 @@ from kvdisk.config import Config
 from kvdisk.device.control import STORE_FILE
 from kvdisk.device.drives import list_directories
 from kvdisk.device.gds import gds_unavailable
+from kvdisk.device.mounts import check_mount
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
@@ -224,6 +225,8 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, problems: li
             f"{path} has room for {in_words(found.free_bytes)}, and its part of nvme_bytes is "
             f"{in_words(found.wanted_bytes)}: the tier stops growing when the drive is full"
         )
+    if said := check_mount(path):
+        problems.append(said.removeprefix("store_dirs: ").rstrip("."))
     try:
         bench = measure(place, geometry, None)
     except (ConfigError, DeviceError) as error:

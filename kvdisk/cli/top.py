@@ -113,7 +113,8 @@ class RemoteFigures:
 class Engine:
     """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
 
-    ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
+    ``reset_s``: when it last began to serve nothing that was stored before. ``problem``: why its
+    figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
     by name, such as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as
     "gpu_to_cpu". ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md
     ``backlog_blocks``, ``uncommitted_changes``, ``limbo_blocks`` and ``write_budget_bytes`` (null:
@@ -128,6 +129,7 @@ class Engine:
     host: str | None = None
     ranks: int | None = None
     started_s: float | None = None
+    reset_s: float | None = None
     figures_s: float | None = None
     idle: bool = False
     seconds: float | None = None
@@ -414,6 +416,7 @@ class TopReader:
             host=figures.host,
             ranks=figures.ranks,
             started_s=figures.started_s,
+            reset_s=figures.reset_s,
             figures_s=figures.time_s,
             idle=idle,
             seconds=watched.seconds,
@@ -571,6 +574,8 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
         return Panel(Text(printable(why), "red" if engine.problem else "dim"), title=title, title_align="left")
     about = f"pid {engine.pid} on {printable(engine.host)}, {plural(engine.ranks or 0, 'rank')}, "
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"
+    if engine.reset_s is not None:
+        about += f", reset {duration(max(0.0, now_s - engine.reset_s))} ago"
     if engine.idle:
         about += f", idle for {duration(now_s - engine.figures_s)}"
     flows = "   ".join(f"{_in_words(route)} {per_second(engine.flow([route]))}" for route in FLOWS)

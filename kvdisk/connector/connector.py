@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvdisk.assembly import check_settings
+from kvdisk.assembly import check_settings, warn_of_file_systems
 from kvdisk.config import Config
 from kvdisk.connector.adapter import handshakes_beside, refuse_unsupported, refuse_version, sleeps, wanted_layout
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
@@ -130,8 +130,10 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @property
     def scheduler(self) -> SchedulerSide | SchedulerOff:
-        """The scheduler's half."""
+        """The scheduler's half, which is awake."""
         assert isinstance(self._half, SchedulerSide | SchedulerOff)
+        if isinstance(self._half, SchedulerSide):
+            self._half.wake()
         return self._half
 
     @property
@@ -163,7 +165,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so
         what is wrong in ours is refused before any weights are loaded. Raises ConfigError."""
         refuse_version()
-        check_settings(extra_config)
+        warn_of_file_systems(check_settings(extra_config))
         return False
 
     @classmethod
@@ -340,7 +342,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted and measured since the last call; a worker's travels in its
         report."""
-        stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self._half.take_stats()
+        stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self.scheduler.take_stats()
         return KVDiskStats.of(stats) if stats is not None else None
 
     @classmethod

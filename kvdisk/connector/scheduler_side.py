@@ -33,6 +33,7 @@ from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.lora import Adapters
 from kvdisk.connector.off import SchedulerOff
 from kvdisk.errors import ConfigError
+from kvdisk.mailbox import Mailbox
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
 
@@ -75,6 +76,7 @@ class SchedulerSide:
         self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
+        self._mailbox = Mailbox()
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
         self._unsent: dict[str, list[Sequence[int]]] = {}
@@ -86,7 +88,7 @@ class SchedulerSide:
         self._journal: Journal | None = None
         self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
-            logger.debug("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
+            logger.info("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
     @property
     def _manager(self) -> TierManager:
@@ -144,6 +146,7 @@ class SchedulerSide:
     def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
         assert self._context is not None
         self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace)
+        self._mailbox = self._parts.mailbox
         if self._writer is not None:
             self._journal = self._parts.manager.publish()
 
@@ -246,6 +249,7 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
+        self._mailbox.work()
         manager.note_time(int(time.time()))
         self._check_adapters(now)
         overwritten = self._groups.overwritten_blocks(output)
@@ -291,8 +295,13 @@ class SchedulerSide:
         vLLM: a sleep begins with it, and unmaps the KV cache.
         """
         if self._config.on_reset == "epoch":
-            self._manager.reset(1 + secrets.randbits(62))
-        elif sleeps(self._vllm_config):
+            assert self._parts is not None
+            epoch, dropped = 1 + secrets.randbits(62), self._manager.held()
+            self._parts.manager.reset(epoch)
+            self._parts.telemetry.note_reset(epoch, dropped)
+            return True
+        logger.info("kvdisk keeps what it has at a reset: on_reset is %r.", self._config.on_reset)
+        if sleeps(self._vllm_config):
             self._manager.lose_gpu()
         return True
 
@@ -302,7 +311,13 @@ class SchedulerSide:
         manager.commit()
         if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
             return True
-        return self._parts is not None and self._parts.telemetry.is_due
+        if self._parts is not None and self._parts.telemetry.is_due:
+            return True
+        return self._mailbox.rest()
+
+    def wake(self) -> None:
+        """The engine goes on after a rest. Before anything else is called."""
+        self._mailbox.wake()
 
     # -- events --------------------------------------------------------------------------------
 
@@ -334,6 +349,7 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Commit, and release the engine store. Idempotent."""
+        self._mailbox.wake()
         self._adapters.close()
         if self._parts is not None:
             self._parts.close()

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from kvdisk.device import paths
-from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
+from kvdisk.device.control import INDEX, LOCK_FILE, HomePaths, HomeRecord, write_record
 from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError, StoreLocked
@@ -38,6 +40,17 @@ def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
     return record.boot_id == boot_id and file.is_file() and not file.is_symlink()
 
 
+_Value = TypeVar("_Value")
+
+
+class Place(Enum):
+    """Where the directory of a held home is: at its path, at another, or nowhere."""
+
+    THERE = "there"
+    MOVED = "moved"
+    REMOVED = "removed"
+
+
 class _HeldHome(HomePaths):
     """A home whose lock this process holds, shared, through descriptors of its own."""
 
@@ -47,6 +60,24 @@ class _HeldHome(HomePaths):
         self.fingerprint = record.fingerprint
         self.folders = folders
         self._lock = lock
+
+    def place(self) -> Place:
+        """Say where the directory is by now. Raises OSError."""
+        fd = self._lock.directory_fd
+        if fd >= 0 and paths.same_file(fd, self.path):
+            return Place.THERE
+        return Place.MOVED if fd >= 0 and os.fstat(fd).st_nlink else Place.REMOVED
+
+    @property
+    def open_path(self) -> Path:
+        """The directory that is held, wherever it is."""
+        return Path(f"/proc/self/fd/{self._lock.directory_fd}")
+
+    def when_there(self, write: Callable[[Path, _Value], None], value: _Value) -> None:
+        """Write a file that the next owner can do without, unless the directory is not at its path:
+        what is there then is another's. Raises OSError."""
+        if self.place() is Place.THERE:
+            write(self.path, value)
 
     def release(self) -> None:
         """Release the home as it is: HOME stays what it says. Its files are closed. Idempotent."""
@@ -125,6 +156,17 @@ class Home(_HeldHome):
         with self._ending:
             if self._lock.is_held:
                 self._write(replace(self.record, last_use_s=self._now_s()))
+
+    def holds_its_file(self) -> bool:
+        """Whether the lock file at its path is the one that is held. Raises OSError."""
+        with self._ending:
+            return not self._lock.is_held or paths.same_file(self._lock.file_fd, self.path / LOCK_FILE)
+
+    def hold_again(self) -> bool:
+        """Hold the lock file that is at its path, which is made where it was removed; return
+        whether it was another one. Under the store lock only. Any thread. Raises DeviceError."""
+        with self._ending, paths.device_errors(f"locking engine store {self.id}"):
+            return self._lock.is_held and self._lock.hold_again(self.path)
 
     # -- the index -----------------------------------------------------------------------------
 
@@ -209,5 +251,7 @@ class Home(_HeldHome):
 
     def _write(self, record: HomeRecord) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):
+            if self.place() is not Place.THERE:
+                raise FileNotFoundError(errno.ENOENT, "it is not at its path any more")
             write_record(self.path, record)
         self.record = record

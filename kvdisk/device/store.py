@@ -34,6 +34,7 @@ from kvdisk.device.control import (
     HOMES,
     INDEX,
     LOCK_FILE,
+    STORE_FILE,
     HomeRecord,
     StoreRecord,
     home_ids,
@@ -57,6 +58,7 @@ from kvdisk.device.drives import (
     remove_folder,
     serves,
     with_all,
+    write_store,
 )
 from kvdisk.device.home import Home, JoinedHome
 from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
@@ -85,6 +87,8 @@ class Store:
         self.path = path
         self.drives: tuple[Drive, ...] = ()
         self.boot_id, self._boot_s = _boot(clock()) if boot_id is None else (boot_id, clock())
+        self._noted: list[tuple[int, int] | None] = []
+        """What tells the directories of ``drives`` from any others, as they were opened."""
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
@@ -123,6 +127,7 @@ class Store:
                     store.drives = open_further(
                         store.drives[0], further, create=create, need_all=need_all, now_s=store.now_s()
                     )
+            store._noted = [_named(drive.path) for drive in store.drives]
         return store
 
     def acquire_home(
@@ -330,6 +335,41 @@ class Store:
         with self._stock() as stock:
             self._remove_loose(stock)
 
+    def mend(self, home: Home) -> list[str]:
+        """Make anew what others removed around a home that this process owns; return the names of
+        that. Any thread. Raises StoreLocked, DeviceError."""
+        with paths.device_errors(f"mending the store {self.path}"):
+            lock, mended = self.path / LOCK_FILE, []
+            lacking = [drive for drive in self._in_place() if not os.path.lexists(drive.path / STORE_FILE)]
+            without = [folder for folder in home.folders if folder and self._lacks_folder(folder)]
+            if not os.path.lexists(lock):
+                with suppress(FileExistsError):
+                    os.close(paths.create_file(lock))
+                mended.append(LOCK_FILE)
+            elif not (lacking or without) and home.holds_its_file():
+                return []
+            with self.locked(timeout_s=LOCK_WAIT_S):
+                for drive in lacking:
+                    part_of = None if drive is self.drives[0] else self.drives[0].store_id
+                    write_store(drive.path, drive.store_id, self.now_s(), part_of)
+                if home.hold_again():
+                    mended.append(f"{HOMES}/{home.id}/{LOCK_FILE}")
+                for folder in without:
+                    paths.make_directory(folder.path.parent, exist_ok=True)
+                make_folders(without)
+        mended += [STORE_FILE] * bool(lacking)
+        return mended + [str(folder.segments_path) for folder in without]
+
+    def _in_place(self) -> list[Drive]:
+        """Return the drives whose directories are those that were opened."""
+        return [drive for drive, noted in zip(self.drives, self._noted, strict=True) if _named(drive.path) == noted]
+
+    def _lacks_folder(self, folder: DriveFolder) -> bool:
+        directory = folder.path.parent.parent
+        return any(drive.path == directory for drive in self._in_place()) and not paths.is_directory(
+            folder.segments_path
+        )
+
     def make_segment(self, home: JoinedHome, spec: SegmentSpec, rank: int, rank_count: int) -> SegmentFile:
         """Make a rank's file of a segment, if the cap allows it; the store stays locked meanwhile.
 
@@ -518,6 +558,14 @@ class Store:
 def _free_bytes(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
+
+
+def _named(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from any other; None where it does not say."""
+    with suppress(OSError):
+        status = path.lstat()
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _boot(now_s: float) -> tuple[str, float]:

@@ -18,6 +18,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
+from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
@@ -342,6 +343,28 @@ class TierManager(HasParts):
             request.hit_tokens.clear()
             request.stale = True
             request.count_anew()
+
+    def held(self) -> str:
+        """Say in words what a reset drops."""
+        gauges = self.gauges.read()
+        found = [
+            f"{gauges[name]:,.0f} blocks in {tier.word} {'go' if tier is Tier.CPU else 'stay for the next start'}"
+            for tier in KEPT_TIERS
+            if (name := f"held_blocks.{tier.label}") in gauges
+        ]
+        return ", ".join([*found, f"{len(self._transfers.sent_loads()):,} loads on their way are computed"])
+
+    def clear_memory(self) -> int:
+        """Delete what is in memory, as an operator asked for: what a job uses ends with that.
+        Return how many blocks that are."""
+        count = 0
+        for space in self._tiers:
+            if space.in_memory:
+                states = self._catalog.columns(space.tier).states
+                rows = [row for row in self._catalog.rows_in(space.tier) if states[row] != DOOMED]
+                space.discard(*rows)
+                count += len(rows)
+        return count
 
     # -- questions of the engine ---------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,8 @@ class NvmeSpace(TierSpace):
         self._drops: dict[int, bool] = {}
         """Segments that are being dropped, and whether the job that drops their files is
         planned."""
+        self._lost: set[int] = set()
+        """Segments that are being dropped because their files were removed."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -162,6 +164,7 @@ class NvmeSpace(TierSpace):
                 self.segments.forget(spec)
                 self._shift.gone(spec)
                 del self._drops[spec.segment]
+                self._lost.discard(spec.segment)
                 self._ticket = self._index.delete_segment(spec.segment)
             else:
                 self._opened(spec, now, next(iter(record.failed.values()), None))
@@ -361,10 +364,12 @@ class NvmeSpace(TierSpace):
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
         """Take a segment's slots into service."""
         self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
+        self.segments.in_place[spec.segment] = spec
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
+        self.segments.in_place.pop(spec.segment, None)
         rows = self._catalog.rows_in(self.tier, spec.segment)
         self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
@@ -387,9 +392,50 @@ class NvmeSpace(TierSpace):
         self.discard(*leaving)
         self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
 
+    def lose(self, segments: Collection[int]) -> None:
+        """Give up segments of which files were removed by others; each rank closes what it has
+        open, and so gives the bytes back."""
+        for segment in segments:
+            if segment in self.segments.in_place and segment not in self.segments.opening:
+                self._lost.add(segment)
+                self._drop_segment(self.segments.specs[segment])
+
+    def let_go(
+        self, segment: int, up_to: float = math.inf, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[int, int]:
+        """Delete the blocks of a segment, or those in some ranges of its slots, that have no
+        generation above ``up_to``; what a job uses ends with that.
+
+        Return how many blocks that are, and the bytes of the segment, over all ranks, where it goes
+        with them: 0 where it stays.
+        """
+        spec = self.segments.in_place.get(segment)
+        if spec is None or segment in self.segments.opening:
+            return 0, 0
+        chosen = np.ones(spec.slot_count, np.bool_)
+        if ranges is not None:
+            chosen[:] = False
+            for first, count in ranges:
+                chosen[first : first + count] = True
+        indices, generations = self._catalog.columns(self.tier).indices, self._catalog.generations
+        rows = [row for row in self._catalog.rows_in(self.tier, segment) if self._state(row) != DOOMED]
+        going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
+        if ranges is None and len(going) == len(rows):
+            self._drop_segment(spec)
+            return len(rows), self.segments.bytes_of(spec)
+        self.discard(*going)
+        return len(going), 0
+
+    def take_no_more(self) -> None:
+        """Write nothing more until a restart: the next start would not find it. What is there is
+        served."""
+        self.segments.home_open = False
+
     def _drop_files(self) -> None:
         for segment, is_planned in self._drops.items():
-            if not is_planned and self.pool.is_empty(segment):
+            # What was removed holds no bytes that a record could name: no commit is waited for.
+            may_go = self.pool.is_unused(segment) if segment in self._lost else self.pool.is_empty(segment)
+            if not is_planned and may_go:
                 self._drops[segment] = True
                 self.pool.forget_segment(segment)
                 self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])

@@ -262,6 +262,9 @@ class Segments:
         """Drives without room for the shortest segment, when that was last tried."""
         self._told = layout.expected_bytes < layout.segments_bytes
         """Whether it was said that there is less room than the budget."""
+        self.in_place: dict[int, SegmentSpec] = {}
+        """Of ``specs`` those whose files are there on every rank, as far as is known. A copy may be
+        taken on any thread."""
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -279,12 +282,12 @@ class Segments:
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec
-        self._held[spec.slot_bytes, spec.drive] += self._bytes_of(spec)
+        self._held[spec.slot_bytes, spec.drive] += self.bytes_of(spec)
 
     def forget(self, spec: SegmentSpec) -> None:
         """A segment's files are gone on every rank."""
         del self.specs[spec.segment]
-        self._held[spec.slot_bytes, spec.drive] -= self._bytes_of(spec)
+        self._held[spec.slot_bytes, spec.drive] -= self.bytes_of(spec)
 
     def open(self, spec: SegmentSpec) -> None:
         """Plan the job that makes or opens a segment."""
@@ -351,7 +354,7 @@ class Segments:
                     "kvdisk: drive %d of the store has no room for another segment; the NVMe tier has %.2f GiB of its "
                     "%.2f GiB, and takes more when room comes.",
                     drive,
-                    (self.held_bytes - self._bytes_of(spec)) / (1 << 30),
+                    (self.held_bytes - self.bytes_of(spec)) / (1 << 30),
                     self._layout.segments_bytes / (1 << 30),
                 )
 
@@ -409,7 +412,8 @@ class Segments:
         """Return the size class of a segment's slots."""
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
-    def _bytes_of(self, spec: SegmentSpec) -> int:
+    def bytes_of(self, spec: SegmentSpec) -> int:
+        """Return what the files of a segment are charged with, over all ranks."""
         return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
 
     # -- drives --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ engine core."""
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from kvdisk.connector import adapter
+from kvdisk.device.telemetry_file import read_telemetry
 from kvdisk.messages import JobKind
 
 UNMAPPED = 0x5A5A5A5A5A5A5A5A
@@ -120,6 +122,33 @@ def test_what_is_served_after_a_reset(on_reset, reset, kept, engines):
     bench.serve("other", prompt_of(2))
     assert bench.scheduler.reset_prefix_cache(**reset)
     assert hits(bench) == kept
+
+
+def test_a_reset_is_in_the_log_and_in_the_figures(engines, caplog):
+    bench = engines.make(nvme=True).warm(1)
+    path = bench.connector.scheduler._parts.home.path
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    (said,) = [line for line in caplog.messages if "was reset" in line]
+    assert f"{BLOCKS} blocks in CPU go, {BLOCKS} blocks in NVMe stay for the next start" in said
+    bench.connector.scheduler._parts.telemetry.write()
+    found = read_telemetry(path)
+    assert found.epoch != 0 and found.reset_s >= found.started_s
+
+
+def test_who_asks_something_of_an_engine_at_rest_does_it_and_its_next_hook_waits_for_that(engines):
+    """An idle vLLM engine takes no step, and nobody can wake it."""
+    bench = engines.make(nvme=True).warm(1)
+    mailbox, done = bench.connector.scheduler._parts.mailbox, []
+    while bench.connector.has_pending_push_work():
+        bench.step()
+    assert mailbox.rests
+    mailbox.post(lambda: done.append("at rest"))
+    assert done == ["at rest"]
+    assert bench.connector.take_events() == [] and not mailbox.rests
+    mailbox.post(lambda: done.append("with the next step"))
+    assert done == ["at rest"]
+    assert hits(bench) == BLOCKS and done[1:] == ["with the next step"]
 
 
 def test_with_a_load_out_a_plain_reset_says_no_and_resets_the_connector(loading):
