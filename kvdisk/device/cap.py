@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdisk.device.control import HomeRecord
+from kvdisk.device.home_lock import HomeLock
 from kvdisk.geometry import uses_bytes_for
 
 HOME_OVERHEAD_BYTES = 128 << 10
@@ -31,8 +32,8 @@ class Holding(NamedTuple):
     """A home while the store is locked.
 
     ``record``: None where HOME or the lock is missing, or HOME does not decode. ``live``: it has an
-    owner; else ``lock_fd`` holds its lock exclusively (-1: without a lock file nobody can own it).
-    ``charged_bytes``: allocated, with a live owner's index at its full size.
+    owner, or may have one; else ``lock`` holds it exclusively. ``charged_bytes``: allocated, with a
+    live owner's index at its full size.
     """
 
     id: str
@@ -40,7 +41,7 @@ class Holding(NamedTuple):
     live: bool
     allocated_bytes: int
     charged_bytes: int
-    lock_fd: int
+    lock: HomeLock
 
 
 @dataclass(slots=True)

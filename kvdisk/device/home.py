@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvdisk.device import paths
 from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
+from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError
 
@@ -36,18 +37,18 @@ def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
 
 
 class _HeldHome(HomePaths):
-    """A home whose lock this process holds, shared, through a descriptor of its own."""
+    """A home whose lock this process holds, shared, through descriptors of its own."""
 
-    def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock_fd: int) -> None:
+    def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock: HomeLock) -> None:
         self.id = path.name
         self.path = path
         self.fingerprint = record.fingerprint
         self.folders = folders
-        self._lock_fd = lock_fd
+        self._lock = lock
 
     def release(self) -> None:
         """Release the home as it is: HOME stays what it says. Its files are closed. Idempotent."""
-        self._lock_fd = paths.unlock(self._lock_fd)
+        self._lock.release()
 
 
 class JoinedHome(_HeldHome):
@@ -94,12 +95,12 @@ class Home(_HeldHome):
         record: HomeRecord,
         folders: tuple[DriveFolder | None, ...],
         *,
-        lock_fd: int,
+        lock: HomeLock,
         fresh: bool,
         boot_id: str,
         now_s: Callable[[], int],
     ) -> None:
-        super().__init__(path, record, folders, lock_fd)
+        super().__init__(path, record, folders, lock)
         self.cap_bytes = record.cap_bytes
         self.fresh = fresh
         self.record = record
@@ -120,7 +121,7 @@ class Home(_HeldHome):
         """Note in HOME that the home is used now; nothing once it is closed. Any thread. Raises
         DeviceError."""
         with self._ending:
-            if self._lock_fd >= 0:
+            if self._lock.is_held:
                 self._write(replace(self.record, last_use_s=self._now_s()))
 
     # -- the index -----------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class Home(_HeldHome):
         its last use. Raises DeviceError; the home is released all the same.
         """
         with self._ending:
-            if self._lock_fd >= 0:
+            if self._lock.is_held:
                 self._close(clean, used)
 
     def _close(self, clean: bool, used: bool) -> None:
@@ -189,7 +190,7 @@ class Home(_HeldHome):
                     record = replace(record, clean=bool(record.index_sum))
             self._write(record)
         finally:
-            self._lock_fd = paths.unlock(self._lock_fd)
+            self._lock.release()
 
     def _write(self, record: HomeRecord) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):

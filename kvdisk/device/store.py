@@ -3,10 +3,10 @@
 
 Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
-owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
-itself: one that came by a fork would be the parent's. A home whose lock can be taken exclusively is
-unowned. That is tried only under the store's ``lock``, so two who try never take each other for an
-owner.
+owner holds a shared flock on its home's ``lock``, and on the home's directory, for its life,
+through descriptors that it opened itself: those that came by a fork would be the parent's. A home
+whose locks can be taken exclusively is unowned, unless another machine has used it a moment ago.
+That is tried only under the store's ``lock``, so two who try never take each other for an owner.
 
 A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
 into one that another engine owns.
@@ -59,6 +59,7 @@ from kvdisk.device.drives import (
     with_all,
 )
 from kvdisk.device.home import Home, JoinedHome
+from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
@@ -68,6 +69,9 @@ BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 STORE_LOCK_TIMEOUT_S = 120.0
 LOCK_WAIT_S = 2.0
 """How long a worker, or a thread beside an engine, waits for the store lock."""
+IN_USE_S = 300
+"""How long after its last use a home that was not closed in order counts as in use, where no lock
+can say so. An owner notes its use every half minute."""
 
 
 class Store:
@@ -80,7 +84,7 @@ class Store:
     def __init__(self, path: Path, *, boot_id: str | None, clock: Callable[[], float]) -> None:
         self.path = path
         self.drives: tuple[Drive, ...] = ()
-        self.boot_id = boot_id if boot_id is not None else _boot_id()
+        self.boot_id, self._boot_s = _boot(clock()) if boot_id is None else (boot_id, clock())
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
@@ -155,7 +159,7 @@ class Store:
                 format_version=FORMAT_VERSION,
                 fingerprint=fingerprint,
                 description=description,
-                boot_id=old.boot_id if old else self.boot_id,
+                boot_id=self._boot_of(old) if old else self.boot_id,
                 clean=False,
                 cap_bytes=cap_bytes,
                 last_use_s=now_s,
@@ -171,8 +175,8 @@ class Store:
             others = iter(stock.unowned_to_delete(fingerprint))
             while True:
                 try:
-                    make = self._make_home if mine is None else partial(self._take_over, mine.lock_fd)
-                    return self._held(home_id, record, lock_fd=make(home_id, record), fresh=mine is None)
+                    make = self._make_home if mine is None else partial(self._take_over, mine.lock)
+                    return self._held(home_id, record, make(home_id, record), fresh=mine is None)
                 except OSError as error:
                     if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
                         raise
@@ -194,7 +198,7 @@ class Store:
             stock.homes.remove(mine)
             index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
             charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
-        stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), -1))
+        stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1)))
         self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
@@ -202,10 +206,10 @@ class Store:
         CorruptRecord where HOME does not decode, StoreLocked where it has an owner, DeviceError
         (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
-            if found.lock_fd < 0:
+            if not found.lock.is_held:
                 raise DeviceError(errno.ENOENT, f"engine store {home_id} has no lock file")
             record = found.record or read_record(self.home_path(home_id))
-            return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
+            return self._held(home_id, record, found.lock.keep(), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
         """Enter the home that this engine's scheduler acquired. Raises CorruptRecord where
@@ -215,15 +219,15 @@ class Store:
             raise CorruptRecord(f"the id of an engine store has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
         with paths.device_errors(f"joining engine store {home_id}"):
-            lock_fd = paths.take_lock(path / LOCK_FILE, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
+            lock = HomeLock.join(path, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
             try:
                 record = read_record(path)
                 if record.fingerprint != fingerprint:
                     raise GeometryMismatch(f"engine store {home_id} is of another namespace")
             except BaseException:
-                os.close(lock_fd)
+                lock.release()
                 raise
-        return JoinedHome(path, record, self.folders(home_id, record), lock_fd)
+        return JoinedHome(path, record, self.folders(home_id, record), lock)
 
     def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
         """Return another home's part on one of *its* drives. Takes no lock: it may vanish. Raises
@@ -250,15 +254,18 @@ class Store:
 
     @contextmanager
     def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[None]:
-        """Hold the store lock. ``readonly``: of a store that cannot be written. Raises StoreLocked,
+        """Hold the store lock: of its file, which may be removed and made anew, and of its
+        directory. ``readonly``: of a store that cannot be written. Raises StoreLocked,
         DeviceError."""
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
         lock, what = self.path / LOCK_FILE, f"the store {self.path}"
         with paths.device_errors(f"store {self.path}"):
-            fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly)
+            fd, directory_fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly), -1
             try:
+                directory_fd = lock_directory(self.path, fcntl.LOCK_EX, wait_s, what)
                 yield
             finally:
+                unlock_directory(directory_fd)
                 paths.unlock(fd)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
@@ -361,20 +368,43 @@ class Store:
             yield Stock(homes, loose, sum(map(self._measure, loose)))
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
-        path = self.home_path(home_id)
-        lock_fd, record = -1, None
-        with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
-            lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
-            if lock_fd >= 0:
-                stack.callback(os.close, lock_fd)
-        live = lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX)
-        if lock_fd >= 0:
-            with suppress(FileNotFoundError, CorruptRecord):
-                record = read_record(path)
+        path, record = self.home_path(home_id), None
+        lock = HomeLock.look(path)
+        stack.callback(lock.close)
+        with suppress(FileNotFoundError, CorruptRecord):
+            record = read_record(path)
+        live = not lock.try_exclusive() or self.is_used(record, lock)
+        if not live and not lock.is_held:
+            # HOME is made last and removed first: with it the lock file was there, and was removed
+            # by who removes old files. Without it, nobody can own what was never finished.
+            with suppress(FileExistsError, FileNotFoundError):
+                if record is not None:
+                    lock.make_file(path)
+            record = record if lock.is_held else None
         allocated = charged = self.measure(home_id, record)
         if live and record is not None:
             charged += max(0, record.index_bytes - paths.allocated_bytes(path / INDEX))
-        return Holding(home_id, record, live, allocated, charged, lock_fd)
+        return Holding(home_id, record, live, allocated, charged, lock)
+
+    def is_used(self, record: HomeRecord | None, lock: HomeLock) -> bool:
+        """Whether a home that no process here holds may be in use all the same.
+
+        It was used a moment ago, and was not closed in order: in another boot that is no earlier
+        one of this machine, so by another machine; or it has lost its lock file, and its owner may
+        be one that locks that alone.
+        """
+        if record is None or record.clean or abs(self.now_s() - record.last_use_s) > IN_USE_S:
+            return False
+        return not lock.is_held or self.is_of_another_machine(record)
+
+    def is_of_another_machine(self, record: HomeRecord) -> bool:
+        """Whether a home was used in another boot, after this machine had begun its own."""
+        return record.boot_id not in {"", self.boot_id} and record.last_use_s > self._boot_s
+
+    def _boot_of(self, old: HomeRecord) -> str:
+        """Return what HOME says of boots while this machine looks at a home's index: not another
+        boot, or the home would seem to be another machine's if this engine died over it."""
+        return self.boot_id if old.index_sum or old.boot_id == self.boot_id else ""
 
     def _measure(self, folder: Path) -> int:
         # A drive that fails shall not stop the others: its part counts as it was when it last could
@@ -409,39 +439,38 @@ class Store:
 
     # -- making --------------------------------------------------------------------------------
 
-    def _held(self, home_id: str, record: HomeRecord, *, lock_fd: int, fresh: bool) -> Home:
+    def _held(self, home_id: str, record: HomeRecord, lock: HomeLock, *, fresh: bool) -> Home:
         return Home(
             self.home_path(home_id),
             record,
             self.folders(home_id, record),
-            lock_fd=lock_fd,
+            lock=lock,
             fresh=fresh,
             boot_id=self.boot_id,
             now_s=self.now_s,
         )
 
-    def _take_over(self, held_fd: int, home_id: str, record: HomeRecord) -> int:
-        """Own the home that now has this id; return its lock's descriptor. Raises OSError."""
+    def _take_over(self, held: HomeLock, home_id: str, record: HomeRecord) -> HomeLock:
+        """Own the home that now has this id; return its lock. Raises OSError."""
         write_record(self.home_path(home_id), record)
         make_folders(self.folders(home_id, record))
-        return _keep(held_fd)
+        return held.keep()
 
-    def _make_home(self, home_id: str, record: HomeRecord) -> int:
-        """Make a home and own it; return its lock's descriptor. Raises OSError, leaving nothing."""
+    def _make_home(self, home_id: str, record: HomeRecord) -> HomeLock:
+        """Make a home and own it; return its lock. Raises OSError, leaving nothing."""
         path = self.home_path(home_id)
-        lock_fd = -1
+        lock = HomeLock(-1, -1)
         try:
             paths.make_directory(path)
-            lock_fd = paths.create_file(path / LOCK_FILE)
-            fcntl.flock(lock_fd, fcntl.LOCK_SH)
+            lock = HomeLock.make(path)
             paths.make_directory(path / INDEX)
             make_folders(self.folders(home_id, record))
             write_record(path, record)
         except BaseException:
             self.delete_home(home_id, record)
-            paths.unlock(lock_fd)
+            lock.release()
             raise
-        return lock_fd
+        return lock
 
     def _make(self) -> StoreRecord:
         self.path.chmod(paths.DIRECTORY_MODE)
@@ -451,17 +480,14 @@ class Store:
             return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
 
 
-def _keep(lock_fd: int) -> int:
-    """Own the home whose lock is held exclusively until the store lock is released; return a
-    descriptor of its own."""
-    kept = os.dup(lock_fd)  # the same lock
-    # A conversion lets go for an instant, in which only holders of the store lock would try.
-    fcntl.flock(kept, fcntl.LOCK_SH)
-    return kept
-
-
-def _boot_id() -> str:
+def _boot(now_s: float) -> tuple[str, float]:
+    """Return the boot's id, and when it began in seconds since the Unix epoch."""
     try:
-        return BOOT_ID_PATH.read_text("ascii").strip()
+        return BOOT_ID_PATH.read_text("ascii").strip(), now_s - seconds_since_boot()
     except OSError:
-        return uuid.uuid4().hex  # where boots cannot be told apart, each start counts as one
+        return uuid.uuid4().hex, math.inf  # where boots cannot be told apart, each start counts as one
+
+
+def seconds_since_boot() -> float:
+    """Return how long this machine has been up."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -132,6 +132,7 @@ def test_power_loss(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boot_id = quick_path / "boot_id"
     boot_id.write_text("another boot\n")
     monkeypatch.setattr("kvdisk.device.store.BOOT_ID_PATH", boot_id)
+    monkeypatch.setattr("kvdisk.device.store.seconds_since_boot", lambda: 0.0)
     commits = [number for number, what in enumerate(freezer.events) if what == "commit"]
     served = 0
     for at, number in enumerate(commits):

@@ -120,7 +120,9 @@ def test_every_drive(tmp_path):
 
 
 def other_boot(home: Path) -> None:
-    (home / "HOME").write_text(json.dumps(json.loads((home / "HOME").read_text()) | {"boot_id": "another"}))
+    said = json.loads((home / "HOME").read_text())
+    an_hour_ago_s = said["last_use_s"] - 3600  # what was used a moment ago would be another machine's
+    (home / "HOME").write_text(json.dumps(said | {"boot_id": "another", "last_use_s": an_hour_ago_s}))
 
 
 def empty_index(home: Path) -> None:

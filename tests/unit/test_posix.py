@@ -69,7 +69,7 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel():
+def kernel(needs_queue):
     found = Kernel()
     yield found
     found.restore()
@@ -231,7 +231,7 @@ def done():
 
 
 @pytest.fixture
-def drive(done):
+def drive(done, needs_queue):
     made = aio.KernelQueue("kvdisk-test", done.put)
     yield made
     made.close()
@@ -315,7 +315,7 @@ def test_where_the_kernel_refuses_all_that_it_is_given_the_rest_is_given_too(ker
     assert done.get(timeout=WAIT_S) == Outcome(2, {})
 
 
-def test_a_library_of_another_version_is_not_used(monkeypatch):
+def test_a_library_of_another_version_is_not_used(monkeypatch, needs_queue):
     monkeypatch.setattr(aio, "_LAYOUT", aio._LAYOUT + 1)
     with pytest.raises(OSError, match="another version"):
         aio.library.__wrapped__()

@@ -111,7 +111,9 @@ def test_a_drive_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
         ("auto", True, None, ["WARNING"]),
     ],
 )
-def test_what_is_chosen_is_what_the_trial_found(tmp_path, monkeypatch, caplog, wanted, queue, direct, levels):
+def test_what_is_chosen_is_what_the_trial_found(
+    tmp_path, monkeypatch, caplog, needs_queue, wanted, queue, direct, levels
+):
     """And the log warns where a drive is not served at its best."""
     found = probe.ProbeReport(tmp_path, "posix", queue, direct, "the queue moved wrong bytes")
     monkeypatch.setattr(probe, "probe", lambda _: found)
