@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import MISSING, fields
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 import vllm
@@ -24,6 +24,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
@@ -630,6 +631,48 @@ def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
         [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
         for group in blocks.blocks
     ]
+
+
+class BlockTable(Sequence[int]):
+    """A request's GPU blocks of one group: as vLLM's own list has them, which is not copied.
+
+    vLLM: it appends to that list, and puts the null block, 0, in the place of one that it frees
+    behind a window; of a request that goes it drops the list as it is.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if isinstance(at, slice):
+            return [block.block_id for block in self._blocks[at]]
+        return self._blocks[at].block_id  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([block.block_id for block in self._blocks])
+
+
+def block_tables(state: KVConnectorBlockState, request_id: str) -> Sequence[Sequence[int]] | None:
+    """Return the block tables of a request of the step, by vLLM's group; None: it has none.
+
+    vLLM makes a list of a whole table, which takes milliseconds where it is long. Where its
+    resolver is the KV-cache manager's own, that one's lists are looked at instead.
+    """
+    manager = getattr(state.resolve_block_ids, "__self__", None)
+    if request_id not in state.req_ids or not isinstance(manager, KVCacheManager):
+        return state.get_block_ids(request_id)  # type: ignore[no-any-return]
+    return [BlockTable(blocks) for blocks in manager.get_blocks(request_id).blocks]
 
 
 class GroupIds:

@@ -16,6 +16,7 @@ from kvdisk.connector.adapter import (
     VLLM_TIERS,
     BlockPoolContext,
     GroupIds,
+    block_tables,
     event_groups,
     geometry_of,
     keeps_parts_of_states,
@@ -266,7 +267,7 @@ class SchedulerSide:
             self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
                 self._describe(request)
-                block_ids = state.get_block_ids(request_id)
+                block_ids = block_tables(state, request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, self._groups.tables(block_ids), now)
         for request_id, states in self._groups.handed_states(output).items():

@@ -83,7 +83,9 @@ class TierManager(HasParts):
         self._hints = Hints(near, self._remote)
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
-        demand = Demand(parts.history, admissions + ([self._remote.admission] if self._remote.admission else []))
+        demand = self._demand = Demand(
+            parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
+        )
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
@@ -126,6 +128,7 @@ class TierManager(HasParts):
         if request is not None:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
+                self._demand.forget(request)
                 self._stores.forget(request)
 
     def request_finished(self, request_id: str) -> None:
@@ -243,6 +246,7 @@ class TierManager(HasParts):
         if self._may_send:
             self._remote.plan(now)
         self._promotions.plan()
+        self._demand.step()
         # A token takes a block at most in each group.
         self._state.taken_blocks += step_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
@@ -338,6 +342,7 @@ class TierManager(HasParts):
         for space in self._tiers:
             space.reset()
         self._history.clear()
+        self._demand.clear()
         self._catalog.hide_all()
         for request in self._requests.values():
             request.hit_tokens.clear()

@@ -177,7 +177,7 @@ class Promotions(HasParts):
         held: list[int] = []
         for group in self._geometry.groups:
             keys = request.keys[group.group]
-            self._demand.reach(request, group.group, hit // group.block_tokens)
+            self._demand.reach(request, group.group, min(1, hit // group.block_tokens))
             for position in range(first_needed(group, 0, hit), hit // group.block_tokens):
                 row = catalog.find(keys[position])
                 if row >= 0 and catalog.state(row, self._landing.tier) == READY:

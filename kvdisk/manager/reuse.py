@@ -139,11 +139,13 @@ class ReuseHistory:
 
     # -- keys ----------------------------------------------------------------------------------
 
-    def begin(self, blocks: int) -> Visit:
-        """A request comes to so many blocks, all of them at once, that are counted in one or more
-        parts: how old each was does not depend on how long the prompt is."""
-        visit = Visit(self.now, self.now + blocks, max(1, blocks) ** -0.5)
+    def begin(self, start: int, stop: int, *, is_prompt: bool = True) -> Visit:
+        """A request comes to these blocks of its prompt, all of them at once, that are counted in
+        one or more parts: how old each was does not depend on how long the prompt is."""
+        visit = Visit(self.now, self.now + stop - start, max(1, stop) ** -0.5)
         self.now = visit.now
+        if not start and is_prompt:
+            self._prompt_blocks += (stop - self._prompt_blocks) / 64
         return visit
 
     def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int, visit: Visit | None = None) -> int:
@@ -155,10 +157,7 @@ class ReuseHistory:
         blocks are a part of; None: they are all. Each request counts once: the caller sees to that.
         """
         if visit is None:
-            visit = Visit(self.now, self.now + stop - start, max(1, stop) ** -0.5)
-            self.now = visit.now
-            if not start and kin != STATES:
-                self.note_prompt(stop)
+            visit = self.begin(start, stop, is_prompt=kin != STATES)
         marks, entered, reused = self._marks, self._entered, self._reused
         share, known_ages = visit.share, visit.before - self._restored
         names = list(map(number_of, keys[start:stop]))
@@ -190,10 +189,6 @@ class ReuseHistory:
         if self.now >= self._learns_at:
             self._learn()
         return kin
-
-    def note_prompt(self, blocks: int) -> None:
-        """Learn how long a prompt is."""
-        self._prompt_blocks += (blocks - self._prompt_blocks) / 64
 
     def _settle(self, names: list[int], kin: int, visit: Visit) -> tuple[list[int], list[int], list[int], int]:
         """Give each of some keys that follow each other a place, and the time of the visit. Return

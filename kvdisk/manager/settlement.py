@@ -157,14 +157,19 @@ class Settlement(HasParts):
             return
         request.loading = False
         self._hits.loaded(request, record, now)
+        end_tokens = request.load_end_tokens
         for at in record.failed:
             detail = record.details[at]
-            request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
+            failed_tokens = detail.position * self._geometry.groups[detail.group].block_tokens
+            end_tokens = min(end_tokens, failed_tokens)
+            request.limit_loads(failed_tokens)
+        request.loaded = (request.load_start_tokens, max(request.load_start_tokens, end_tokens))
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
         sound: defaultdict[Tier, list[int]] = defaultdict(list)
         used: defaultdict[Tier, list[int]] = defaultdict(list)
+        reached: list[int] = []
         spent: defaultdict[Tier, list[int]] = defaultdict(list)
         states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
@@ -189,10 +194,14 @@ class Settlement(HasParts):
                 sound[tier].append(row)
                 if reason is None:
                     used[tier].append(row)
+                    reached.append(row)
         for space in self._tiers:
             self._offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
             space.unpin(spent[space.tier])
-            space.access(used[space.tier])
+            if record.job.kind is JobKind.LOAD:
+                space.reached(reached)  # so that its request need not do it again
+            else:
+                space.access(used[space.tier])
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good

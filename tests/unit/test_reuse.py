@@ -112,8 +112,7 @@ def test_what_is_counted_in_parts_is_counted_as_at_once():
     for _ in range(3):
         for history in (parts, whole):
             come(history, others)
-        visit, kin = parts.begin(len(keys)), 0
-        parts.note_prompt(len(keys))
+        visit, kin = parts.begin(0, len(keys)), 0
         for start in range(0, len(keys), 100):
             kin = parts.count(keys, start, start + 100, kin, visit)
         come(whole, keys)
@@ -121,7 +120,7 @@ def test_what_is_counted_in_parts_is_counted_as_at_once():
             assert parts.known(key) == whole.known(key)
     assert parts.now == whole.now and parts._prompt_blocks == whole._prompt_blocks
     assert parts._entered == pytest.approx(whole._entered) and parts._reused == pytest.approx(whole._reused)
-    visit = parts.begin(len(keys))
+    visit = parts.begin(0, len(keys))
     kin = parts.count(keys, 0, 200, 0, visit)
     come(parts, keys[200:])  # another request wants them meanwhile
     parts.count(keys, 200, 300, kin, visit)
