@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
+    from kvdisk.worker.populate import Populating
 
 logger = logging.getLogger("kvdisk")
 
@@ -457,10 +458,13 @@ class WorkerParts:
 
     mover: Mover
     memory: tuple[Arena | GpuStaging, ...]
+    populating: Populating | None = None
 
     def close(self) -> None:
         """Finish what the device has started, then give the memory back."""
         self.mover.close()
+        if self.populating is not None:
+            self.populating.close()
         for memory in self.memory:
             memory.close()
 
@@ -477,6 +481,7 @@ def assemble_worker(
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
+    from kvdisk.worker.populate import Populating
     from kvdisk.worker.routes import Resources
 
     device = next(layer.device for group in layers for layer in group)
@@ -505,7 +510,8 @@ def assemble_worker(
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
     memory = (arena, staging, None if direct is None else direct.staging)
-    return WorkerParts(mover, tuple(each for each in memory if each is not None))
+    populating = None if on_gpu else Populating([staging, *([] if arena is None else [arena])])
+    return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
 
 
 def _checksum_threads(rank_count: int) -> int:

@@ -97,7 +97,8 @@ class Arena(SlotMemory):
     ``pin``: take all of it from the NUMA node of the constructing thread's GPU, register it with
     CUDA, and keep it from children that fork. A thread does so in the background, piece by piece:
     copies of what is not pinned yet are only slower. What cannot be pinned stays so, with a
-    warning. Otherwise memory is taken as slots are first written. A view or tensor that outlives
+    warning. Otherwise memory is taken as slots are first written, or ahead of that: see
+    ``populate``. A view or tensor that outlives
     the arena keeps the mapping alive. Raises ConfigError where the machine has not so much memory.
     """
 

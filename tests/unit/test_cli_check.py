@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return found
 
 
-def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
+def test_a_real_drive_is_measured_and_nothing_is_left(needs_queue, tmp_path, settings):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = written(tmp_path, settings)
     found = run_json("check", file, "--model", tmp_path)
@@ -53,7 +53,7 @@ def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
     assert found["nvme"]["tokens"] == fit_nvme(geometry, 64 << 20, 1).tokens
 
 
-def test_an_empty_directory_has_nothing_in_it_at_any_time(tmp_path, settings, monkeypatch):
+def test_an_empty_directory_has_nothing_in_it_at_any_time(needs_queue, tmp_path, settings, monkeypatch):
     """A check that is killed would leave it, and the engine would refuse the directory for it."""
     (tmp_path / "kv").mkdir(0o700)
     file = written(tmp_path, settings)
