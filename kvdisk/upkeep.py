@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from kvdisk.device.cap import ORPHAN_SPARED_S
 from kvdisk.device.home import Home, Place
 from kvdisk.device.store import Store
 from kvdisk.device.watch import HomeWatch
@@ -17,10 +18,6 @@ from kvdisk.mailbox import Mailbox
 from kvdisk.manager.nvme import NvmeSpace
 
 logger = logging.getLogger("kvdisk")
-
-ORPHAN_SPARED_S = 900
-"""How long after its last use an orphan may take room that the caps of the live owners no longer
-cover."""
 
 
 class Upkeep:
