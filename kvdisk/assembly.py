@@ -31,7 +31,7 @@ from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.geometry import FILE_EPOCH, Geometry, Namespace
+from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
@@ -58,6 +58,7 @@ from kvdisk.request_trace import RequestTrace
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
 from kvdisk.upkeep import Upkeep
 from kvdisk.worker.direct import choose_direct
+from kvdisk.worker.host_memory import Deployment, check_host_memory
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,8 @@ _LEAST_STAGING_SLOTS = 8
 _MOST_CHECKSUM_THREADS = 4
 """One verifies 10 to 15 GB/s from memory, and a link has up to 55."""
 _WARNED_OF: set[Path] = set()
+_EASY_BYTES = 64 << 10
+"""Of a block, with which the least store suffices: the index of smaller ones takes more."""
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
@@ -165,6 +168,32 @@ def warn_of_file_systems(config: Config) -> None:
         if said and path not in _WARNED_OF:
             _WARNED_OF.add(path)
             logger.warning("%s", said)
+
+
+def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | None = None) -> None:
+    """Raise ConfigError where a tier holds no block of each kind, or where this host's memory does
+    not hold what all ranks on it take together. For before weights are loaded.
+
+    ``geometry``: of the model, or of one whose blocks are no larger than the model's; None: nothing
+    is known of it.
+    """
+    ranks = deployment.ranks
+    cpu_slots_in(config.cpu_bytes, geometry or Geometry((GroupGeometry(0, 1, 1),), ranks, 1))
+    if config.nvme_bytes is not None:
+        easy = geometry
+        if easy is None or easy.slot_sizes[-1] < _EASY_BYTES:
+            easy = Geometry((GroupGeometry(0, 1, _EASY_BYTES),), ranks, 1, replicated=ranks > 1)
+        nvme_layout_in(config.nvme_bytes, config.segment_bytes, easy, len(config.store_dirs))
+    check_host_memory(_host_bytes_of_rank(config, geometry, ranks), deployment)
+
+
+def _host_bytes_of_rank(config: Config, geometry: Geometry | None, ranks: int) -> int:
+    """Return the bytes of CPU tier and staging of one rank."""
+    if geometry is None:
+        staging_bytes = _DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
+        return config.cpu_bytes // ranks + staging_bytes
+    slots = [geometry.cpu_slots(config.cpu_bytes), _host_staging_slots(config, geometry)]
+    return sum(size * count for each in slots for size, count in zip(geometry.slot_sizes, each, strict=True))
 
 
 def assemble_scheduler(
@@ -470,12 +499,17 @@ class WorkerParts:
 
 
 def assemble_worker(
-    config: Config, geometry: Geometry, rank: int, layers: Sequence[Sequence[torch.Tensor]]
+    config: Config,
+    geometry: Geometry,
+    rank: int,
+    layers: Sequence[Sequence[torch.Tensor]],
+    deployment: Deployment | None = None,
 ) -> WorkerParts:
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one
-    device; a stage of a pipeline may have none of a group.
+    device; a stage of a pipeline may have none of a group. ``deployment``: None: one engine, with
+    all its ranks on this host.
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
@@ -484,6 +518,8 @@ def assemble_worker(
     from kvdisk.worker.populate import Populating
     from kvdisk.worker.routes import Resources
 
+    ranks = deployment or Deployment(geometry.rank_count)
+    check_host_memory(_host_bytes_of_rank(config, geometry, geometry.rank_count), ranks)
     device = next(layer.device for group in layers for layer in group)
     on_gpu = device.type == "cuda"
     groups = [LayerBlocks(group) for group in layers]
@@ -497,8 +533,7 @@ def assemble_worker(
         arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
         if arena is not None:
             undo.callback(arena.close)
-        slots = _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry)
-        staging = Arena(geometry.slot_sizes, slots, pin=on_gpu)
+        staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
         directories = list_directories(config.store_dirs) if config.store_dirs else ()
@@ -518,6 +553,10 @@ def _checksum_threads(rank_count: int) -> int:
     """Return how many threads of each rank verify what goes to a GPU: as many as reach the speed of
     its link, and at most half of the processors."""
     return max(1, min(_MOST_CHECKSUM_THREADS, len(os.sched_getaffinity(0)) // (2 * rank_count)))
+
+
+def _host_staging_slots(config: Config, geometry: Geometry) -> list[int]:
+    return _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry)
 
 
 def _staging_slots(byte_count: int | None, default: int, geometry: Geometry) -> list[int]:

@@ -49,21 +49,23 @@ YEAR_S = 365 * 86400
 _JUST_NOW_S = 5
 _LAST_S = 1 << 35
 """What is later is shown as this: the C library knows no year that is much later."""
-_DENIED = frozenset({errno.EACCES, errno.EPERM})
-_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
+UNWRITABLE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Exit(IntEnum):
     """Exit codes of the commands. WRONG: something is wrong, or less was done than asked.
 
     NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: a
-    live engine owns what would have to change. STOPPED: by Ctrl-C; what was found so far is shown.
+    live engine owns what would have to change. OWN_ERROR: of ``check``, whose codes are a verdict:
+    an error of ours, so there is none. STOPPED: by Ctrl-C; what was found so far is shown.
     """
 
     FINE = 0
     WRONG = 1
     NOTHING_DONE = 2
     IN_USE = 3
+    OWN_ERROR = 3
     STOPPED = 130
 
 
@@ -302,9 +304,9 @@ def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None and error.errno in _DENIED:
+        if error.filename is not None and error.errno in DENIED_ERRNOS:
             raise refusal(f"no permission to look at {error.filename}.") from None
-        if error.filename is not None or error.errno not in _UNWRITABLE:
+        if error.filename is not None or error.errno not in UNWRITABLE_ERRNOS:
             raise
         # Python writes what is left once more at its end: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -328,7 +330,7 @@ def new_file(target: Path) -> Iterator[Path]:
 def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     """Say in one sentence why a store cannot be opened, and what would help."""
     cause = error.__cause__
-    if isinstance(error, DeviceError) and error.errno in _DENIED and isinstance(cause, OSError):
+    if isinstance(error, DeviceError) and error.errno in DENIED_ERRNOS and isinstance(cause, OSError):
         return _denied(cause.filename or paths[0])
     for path in paths:
         try:

@@ -71,7 +71,7 @@ def fingerprint_of(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
-    _refuse_hashes(vllm_config, algorithm)
+    refuse_nameless(vllm_config)
     final_config = model.hf_config.to_dict()
     final_config.pop("_name_or_path", None)
     stages = stages or [kv_cache_config.prefix_cacheable_groups]
@@ -85,7 +85,7 @@ def fingerprint_of(
         "vllm": vllm_minor_version() if code is None else None,
         "code": code,
         "model_config": final_config,
-        "weights": weights_digest(vllm_config, model),
+        "weights": weights_digest(model),
         "drafter": _drafter_facts(vllm_config),
         "quantization": model.quantization,
         "dtype": str(model.dtype),
@@ -125,9 +125,10 @@ def fingerprint_of(
     return hashlib.sha256(text.encode()).digest(), description
 
 
-def _refuse_hashes(vllm_config: VllmConfig, algorithm: str) -> None:
-    """Raise ConfigError where hashes of blocks are not the same in the next process, or mean
-    something else there, or where not all workers see the files."""
+def refuse_nameless(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError where weights have no identity, or where hashes of blocks are not the same
+    in the next process, or mean something else there, or where not all workers see the files."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith(_UNSTABLE_HASHES):
         raise ConfigError(
             f"The NVMe tier needs block hashes that are the same in every process, and {algorithm} is not: set "
@@ -142,6 +143,12 @@ def _refuse_hashes(vllm_config: VllmConfig, algorithm: str) -> None:
         )
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in _NO_IDENTITY:
+        raise ConfigError(
+            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
+            "store_dirs."
+        )
 
 
 def code_digest(root: Path, module: str) -> str | None:
@@ -206,21 +213,15 @@ def _drafter_facts(vllm_config: VllmConfig) -> list[str] | None:
     if speculative is None or speculative.draft_model_config is None:
         return None
     drafter = speculative.draft_model_config
-    return [speculative.method, str(drafter.quantization), weights_digest(vllm_config, drafter)]
+    return [speculative.method, str(drafter.quantization), weights_digest(drafter)]
 
 
-def weights_digest(vllm_config: VllmConfig, model: ModelConfig) -> str:
+def weights_digest(model: ModelConfig) -> str:
     """Return a digest of a model's weight files: names, sizes, headers, and 4 KiB of every tensor.
 
     Weights replaced under the same path are another model; reading them all would cost minutes.
     Raises ConfigError where there are no files to read.
     """
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format in _NO_IDENTITY:
-        raise ConfigError(
-            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
-            "store_dirs."
-        )
     folder = _model_folder(model)
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
