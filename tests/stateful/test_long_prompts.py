@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same machine with prompts that are longer than every bound of a step: searches that end early,
-questions that are cut, and prompts that are counted, looked at and read ahead in parts."""
+"""The same machine with prompts that are longer than every bound of a step: searches that end
+early, questions that are cut, and prompts that are counted and looked at in parts."""
 
 from __future__ import annotations
 
