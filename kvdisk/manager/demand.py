@@ -55,7 +55,7 @@ class Demand:
 
     def _count(self, request: RequestState, group: int, stop: int) -> None:
         """Count a request's blocks up to ``stop``, or to the end of its visit."""
-        keys, start, visit = request.keys[group], request.counted[group], request.visits[group]
+        keys, visit, start = request.keys[group], request.visits[group], request.counted[group]
         assert visit is not None
         end, times = visit
         stop = request.counted[group] = min(stop, end)
@@ -71,9 +71,9 @@ class Demand:
         left = MOST_COUNTED
         while left > 0 and self._uncounted:
             request, group = next(iter(self._uncounted))
-            start = request.counted[group]
-            self._count(request, group, start + left)
-            left -= request.counted[group] - start
+            before = request.counted[group]
+            self._count(request, group, before + left)
+            left -= request.counted[group] - before
 
     def forget(self, request: RequestState) -> None:
         """Count no more of what was begun: it has other keys, or what was counted is forgotten."""

@@ -241,12 +241,12 @@ def free_at_once(pool: SlotPool, *_: Any) -> None:
 
 
 def write_the_index_when_planned(planter: Planter) -> None:
-    def plan_job(real: Real, demotions: Demotions, size_class: int) -> bool:
-        planned: bool = real(demotions, size_class)
-        if planned:
+    def plan_job(real: Real, demotions: Demotions, wanted: Any) -> Any:
+        planned, ended = len(demotions._transfers), real(demotions, wanted)
+        if len(demotions._transfers) > planned:
             record = list(demotions._transfers._records.values())[-1]
             demotions._lower._record([detail.row for detail in record.details], 0)
-        return planned
+        return ended
 
     planter.replace(Demotions, "_plan_job", plan_job)
 

@@ -244,6 +244,7 @@ class ManagerWatch(Watch):
         # Within a second, a failed write's back-off can have begun and ended.
         self._changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
         self._progress, self._planned_s = progress, self.engine.now
+        self._changes += self.parts.manager._tiers.first.is_searching  # the next search may find some
 
     def _note_job(self, job: Job) -> None:
         assert job.id not in self._jobs
@@ -416,6 +417,7 @@ class ManagerWatch(Watch):
             if space is not None:
                 check_pool(space.pool)
                 self._check_slots(tier, space.pool)
+        self._changes += parts.manager._tiers.first.is_searching
         self._note_pinned()
         self._check_copies()
         self._check_standings()
@@ -424,7 +426,8 @@ class ManagerWatch(Watch):
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
             pending = parts.manager.has_pending_work(now) and not parts.manager._remote.can_go_on(now)
-            idle = not pending or parts.manager._promotions.is_asked
+            searches = parts.cpu is not None and parts.manager._stores.has_left(now)
+            idle = not pending or parts.manager._promotions.is_asked or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
