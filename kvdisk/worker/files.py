@@ -133,8 +133,8 @@ class HomeFiles:
             segments.drop_segment(home.folder(spec.drive), spec.segment, self._part)
 
     def give_back(self) -> None:
-        """See ``SegmentFiles``. The scheduler has them dropped, but not before the next step, and an
-        idle engine takes none. What reads meanwhile finds no header: a miss."""
+        """See ``SegmentFiles``. The scheduler has them dropped, but not before the next step, and
+        an idle engine takes none. What reads meanwhile finds no header: a miss."""
         for segment in sorted(self._mine):
             fd = self._open[segment].fd
             status = os.fstat(fd)
