@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import time
@@ -66,6 +67,8 @@ from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
 from kvdisk.messages import ForeignSegment, SegmentSpec
+
+logger = logging.getLogger("kvdisk")
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 STORE_LOCK_TIMEOUT_S = 120.0
@@ -153,6 +156,7 @@ class Store:
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
         with self._stock() as stock:
             stock.homes = [home for home in stock.homes if home.id not in except_ids]
+            self._tell_of_other_machines(stock, fingerprint, description)
             for home in stock.unowned:
                 if home.record is None:
                     self._delete(stock, home)
@@ -186,6 +190,13 @@ class Store:
                     if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
                         raise
                     self._delete(stock, spare)
+
+    def _tell_of_other_machines(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> None:
+        for home in stock.homes:
+            record = home.record if home.live else None
+            if record and record.suits(fingerprint, description) and self.is_of_another_machine(record):
+                ago_s = max(0, self.now_s() - record.last_use_s)
+                logger.warning("kvdisk leaves engine store %s alone: another machine used it %d s ago", home.id, ago_s)
 
     def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
         fit = [

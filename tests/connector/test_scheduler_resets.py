@@ -5,12 +5,17 @@ engine core."""
 from __future__ import annotations
 
 import logging
+import re
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
+from vllm.entrypoints.rl.factories import register_rl_api_routers
+from vllm.entrypoints.serve import register_vllm_dev_api_routers
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
@@ -122,6 +127,20 @@ def test_what_is_served_after_a_reset(on_reset, reset, kept, engines):
     bench.serve("other", prompt_of(2))
     assert bench.scheduler.reset_prefix_cache(**reset)
     assert hits(bench) == kept
+
+
+def test_the_calls_through_http_are_vllms():
+    """Every request that the page names, with its parameters."""
+    page = (Path(__file__).parents[2] / "docs" / "RESETS.md").read_text()
+    named = set(re.findall(r"POST /(\w+)(?:\?([\w=&]+))?`", page))
+    assert {path for path, _ in named} >= {"reset_prefix_cache", "pause", "resume", "sleep", "wake_up"}
+    app = FastAPI()
+    register_vllm_dev_api_routers(app)
+    register_rl_api_routers(app)
+    routes = {route.path: route for route in app.routes if "POST" in getattr(route, "methods", ())}
+    for path, query in named:
+        known = {parameter.name for parameter in routes[f"/{path}"].dependant.query_params}
+        assert {one.partition("=")[0] for one in query.split("&") if one} <= known, path
 
 
 def test_a_reset_is_in_the_log_and_in_the_figures(engines, caplog):

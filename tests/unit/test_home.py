@@ -319,7 +319,7 @@ def test_what_lost_its_lock_file_and_was_used_a_moment_ago_is_left_alone(tmp_pat
     assert not acquire(store).fresh
 
 
-def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path):
+def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path, caplog):
     """Where locks are each machine's own; not where this machine has started again since."""
     store = Store.open(tmp_path / "store")
     home = acquire(store)
@@ -329,6 +329,8 @@ def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path):
     assert alive(store) == {home.id: True}
     beside = acquire(store)
     assert beside.fresh
+    (said,) = [line for line in caplog.messages if "another machine used it" in line]
+    assert said.startswith(f"kvdisk leaves engine store {home.id} alone")
     with pytest.raises(StoreLocked):
         store.hold_home(home.id)
     just_started = Store.open(store.path, boot_id="a new boot of the same machine")
