@@ -86,6 +86,9 @@ def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], b
 _parse_seconds = _checked(
     "a number of seconds", lambda value: type(value) in {int, float} and 0 <= value < float("inf"), float
 )
+_parse_age = _checked(
+    "a number of seconds, 600 or more", lambda value: type(value) in {int, float} and 600 <= value < 2**32, float
+)
 _parse_share = _checked(
     "a number from 0 to 0.5", lambda value: type(value) in {int, float} and 0 <= value <= 0.5, float
 )
@@ -306,6 +309,15 @@ class Config:
     Default: none: all who can write the bucket are trusted
     Example: "/etc/kvdisk/key"
     """
+    max_age_s: float | None = _setting(None, _parse_age)
+    """Blocks that were first stored longer ago, in any tier of any engine, are not served, and are
+    dropped from memory and drive, however often they were used since. What is computed again is
+    stored again. Blocks of other engines of the store count as well; with `remote`, which does not
+    say how old a block is, it is refused. [Security](SECURITY.md#an-age-limit) has what it does not reach.
+
+    Default: none
+    Example: 604800
+    """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
     """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
     than the quickest recent load took. 0: every hit is loaded.
@@ -371,6 +383,11 @@ class Config:
             raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
         if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
             raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
+        if self.max_age_s is not None and self.remote is not None:
+            raise ConfigError(
+                "max_age_s cannot be used with remote, which does not say how old a block is; give the bucket a "
+                "lifecycle rule, and leave one of the two away."
+            )
         if self.remote is None:
             for name in ("remote_options", "remote_read_only", "remote_write_bytes_per_s", "remote_key_file"):
                 if getattr(self, name):

@@ -22,7 +22,7 @@ from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import Outcome
-from kvdisk.stats import FAILURES, ROUTES, Samples, Stats, by_metric
+from kvdisk.stats import FAILURES, HARMLESS, ROUTES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -261,7 +261,7 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     evicted = {tier.word: rose[f"evicted_blocks.{tier.label}"] for tier in KEPT_TIERS}
     if any(evicted.values()):
         found["evicted blocks"] = " ".join(f"{count:,} {word}" for word, count in evicted.items())
-    for series, name in FAILURES.items():
+    for series, name in (FAILURES | HARMLESS).items():
         if rose[series]:
             found[name] = f"{rose[series]:,}"
     return found

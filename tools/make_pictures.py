@@ -264,7 +264,7 @@ def watched(store: Path, shown: Shown) -> list[str]:
         width=shown.columns, file=io.StringIO(), color_system="truecolor", force_terminal=True, markup=False
     )
     with console.capture() as text:
-        console.print(draw(frame, shown.columns))
+        console.print(draw(frame, shown.columns, height=ROWS - 1))  # under the line that was typed
     return text.get().splitlines()
 
 

@@ -37,6 +37,7 @@ from kvdisk.cli.output import (
     printable,
     refusal,
     report_console,
+    speed,
 )
 from kvdisk.cli.output import size as in_words
 from kvdisk.cli.size import MOST_RANKS, Fit, fit_cpu, fit_nvme, token_bytes
@@ -422,4 +423,4 @@ def _told(trial: Trial) -> str:
 
 def _rate(bytes_per_s: float, answer: Answer) -> str:
     tokens = f" = {number(int(bytes_per_s / answer.token_bytes))} tokens/s" if answer.token_bytes else ""
-    return f"{bytes_per_s / 1e6:,.0f} MB/s{tokens}"
+    return f"{speed(bytes_per_s)}{tokens}"

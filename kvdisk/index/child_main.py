@@ -144,7 +144,9 @@ def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]
     wanted = {record.slot.segment for record in records}
     segments = {each.segment: each for each in read_segments(tables.scan(Table.SEGMENTS)) if each.segment in wanted}
     return {
-        record.key: ForeignCopy(home_id, segments[record.slot.segment], record.slot.index, record.generation)
+        record.key: ForeignCopy(
+            home_id, segments[record.slot.segment], record.slot.index, record.generation, record.stored_s
+        )
         for record in records
         if record.slot.segment in segments
     }

@@ -204,6 +204,7 @@ class Reader(HasParts):
         for read, slot in zip(reads, slots, strict=True):
             if read.row < 0:  # another's
                 (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
+                catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
             read.target, read.slots[landing.tier] = landing.tier, slot
         catalog.begin([read.row for read in reads], landing.tier, slots)
         self._state.landing.update([read.key for read in reads])

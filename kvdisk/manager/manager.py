@@ -18,6 +18,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
+from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
@@ -92,7 +93,8 @@ class TierManager(HasParts):
         self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
         self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold)
-        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints)
+        self._ages = Ages(parts, tiers)
+        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints, self._ages)
         self._settlement = Settlement(
             parts, tiers, self._stores, self._requests, self._hints, self._gpu_loads, self._hits
         )
@@ -224,8 +226,10 @@ class TierManager(HasParts):
     # -- steps ---------------------------------------------------------------------------------
 
     def note_time(self, now_s: int) -> None:
-        """Learn what time it is, in seconds since the Unix epoch, for the uses of blocks. Call it
-        before stores are planned, not after: a step may be the first one after a long time."""
+        """Learn what time it is, in seconds since the Unix epoch, for the uses and ages of blocks.
+        Call it before lookups and before stores are planned, not after: a step may be the first one
+        after a long time."""
+        self._ages.note_time(now_s)
         for space in self._tiers:
             space.note_time(now_s)
 
@@ -238,6 +242,7 @@ class TierManager(HasParts):
         for space in self._tiers:
             self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
+        self._ages.end_some()
         self._kv_hints.refresh(now)
         self._hints.absorb(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
@@ -385,6 +390,7 @@ class TierManager(HasParts):
         silent = now - self._heard_s >= self._longest_silence_s
         return (
             self._stores.has_left(now)
+            or self._ages.any
             or self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))

@@ -311,7 +311,7 @@ class NvmeSpace(TierSpace):
                 slot,
                 catalog.generations[row],
                 catalog.parent(row),
-                now_s,
+                catalog.stored_s[row] or now_s,
             )
             for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)
         ]

@@ -145,13 +145,18 @@ class Settlement(HasParts):
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
             self._stats.add("prefetched_blocks", ready)
-            self._stats.add("failed_promotions", failed)
+            self._stats.add("failed_promotions", failed - self._gone_from_others(record))
+
+    def _gone_from_others(self, record: JobRecord) -> int:
+        """Return how many of a job's moves failed because another engine's slot held something else
+        by then: these are ``foreign_failures``, which a healthy machine has, too."""
+        return sum(reason in _SOURCE_IS_BAD and record.job.moves[at].is_foreign for at, reason in record.failed.items())
 
     def _end_load_of_request(self, record: JobRecord, now: float) -> None:
         """Let a request go on after its load, and promise it no failed position again."""
         self._gpu_loads.end(record.job.id)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
-        self._stats.add("failed_loads", len(record.failed))
+        self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record))
         request = self._requests.get(record.request_id or "")
         if request is None:
             return

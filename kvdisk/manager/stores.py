@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
+from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
@@ -54,6 +55,7 @@ class StorePlanner(HasParts):
         demand: Demand,
         sources: StoreSources,
         hints: Hints,
+        ages: Ages,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -62,6 +64,7 @@ class StorePlanner(HasParts):
         self._demand = demand
         self._sources = sources
         self._hints = hints
+        self._ages = ages
         groups = parts.geometry.groups
         self._min_block_tokens = min(group.block_tokens for group in groups)
         self._behind = {group.volatile_tokens for group in groups}
@@ -396,10 +399,9 @@ class StorePlanner(HasParts):
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
         as near as the first tier is."""
-        rows, near = (
-            self._catalog.find_all([offer.key for offer in offers]),
-            self._hints.neighbours.near(self._target.tier),
-        )
+        keys = [offer.key for offer in offers]
+        self._ages.end(keys)
+        rows, near = self._catalog.find_all(keys), self._hints.neighbours.near(self._target.tier)
         return [
             (offer, row)
             for offer, row, presence in zip(offers, rows, self._catalog.presences_of(rows), strict=True)
@@ -523,6 +525,7 @@ class StorePlanner(HasParts):
             rows.append(row)
             moves.append(Move(key, catalog.generations[row], gpu_block, {tier: slot}, parent))
             details.append(MoveDetail(row, group, position, None, tier))
+            catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins
         catalog.begin(rows, tier, [slot for _, _, slot in taken])
         request_id = None if request is None else request.request_id
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
