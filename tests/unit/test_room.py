@@ -177,7 +177,7 @@ def test_a_drive_with_less_room_than_the_cap_is_used(caplog):
     assert 0 <= store.room_bytes - store.nvme.segments.held_bytes < segment_charge_bytes(8192, 2)
     said = [record.message for record in caplog.records]
     assert len(said) == 1 and "no room for another segment" in said[0]
-    free, total = store.nvme.free_and_total
+    _, total = store.nvme.free_and_total
     assert total == 8192 * store.slots(SMALL), "no more is promised than there is"
     held = store.slots(SMALL)
     store.room_bytes = None
