@@ -178,7 +178,7 @@ class Settlement(HasParts):
         spent: defaultdict[Tier, list[int]] = defaultdict(list)
         states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
-            (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
+            (row, group, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
             if tier is self._remote.tier:
                 self._remote.loaded(move, reason)
@@ -197,16 +197,18 @@ class Settlement(HasParts):
                 self._tiers[tier].discard(row)
             elif states[tier][row] == READY:
                 sound[tier].append(row)
-                if reason is None:
-                    used[tier].append(row)
+                if reason is not None:
+                    continue
+                is_state = group >= 0 and self._geometry.groups[group].state_tokens is not None
+                if record.job.kind is JobKind.LOAD and not is_state:
                     reached.append(row)
+                else:
+                    used[tier].append(row)
         for space in self._tiers:
             self._offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
             space.unpin(spent[space.tier])
-            if record.job.kind is JobKind.LOAD:
-                space.reached(reached)  # so that its request need not do it again
-            else:
-                space.access(used[space.tier])
+            space.reached(reached)  # so that the request need not do it again
+            space.access(used[space.tier])
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good
