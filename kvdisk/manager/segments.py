@@ -242,12 +242,12 @@ class Segments:
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec
-        self._held[spec.slot_bytes, spec.drive] += self.bytes_of(spec)
+        self._held[spec.slot_bytes, spec.drive] += self._bytes_of(spec)
 
     def forget(self, spec: SegmentSpec) -> None:
         """A segment's files are gone on every rank."""
         del self.specs[spec.segment]
-        self._held[spec.slot_bytes, spec.drive] -= self.bytes_of(spec)
+        self._held[spec.slot_bytes, spec.drive] -= self._bytes_of(spec)
 
     def open(self, spec: SegmentSpec) -> None:
         """Plan the job that makes or opens a segment."""
@@ -277,7 +277,7 @@ class Segments:
         held = [self._held[size, number] for number in range(len(self.drives))]
         drive = min(drives, key=held.__getitem__)
         spec = SegmentSpec(self._next, size, self._layout.slot_counts[size_class], drive, create=True)
-        if sum(held) + self.bytes_of(spec) > self._layout.class_bytes[size_class]:
+        if sum(held) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
             return False
         self._next += 1
         self._opened_s = now
@@ -295,8 +295,7 @@ class Segments:
         """Return the size class of a segment's slots."""
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
-    def bytes_of(self, spec: SegmentSpec) -> int:
-        """Return what the files of a segment are charged with, over all ranks."""
+    def _bytes_of(self, spec: SegmentSpec) -> int:
         return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
 
     # -- drives --------------------------------------------------------------------------------
