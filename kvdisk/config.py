@@ -313,7 +313,8 @@ class Config:
     """Blocks that were first stored longer ago, in any tier of any engine, are not served, and are
     dropped from memory and drive, however often they were used since. What is computed again is
     stored again. Blocks of other engines of the store count as well; with `remote`, which does not
-    say how old a block is, it is refused. [Security](SECURITY.md#an-age-limit) has what it does not reach.
+    say how old a block is, it is refused. [Security](SECURITY.md#an-age-limit) has what it does not
+    reach.
 
     Default: none
     Example: 604800

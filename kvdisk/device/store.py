@@ -64,7 +64,7 @@ from kvdisk.device.drives import (
 from kvdisk.device.home import Home, JoinedHome
 from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, QuietLog, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
 from kvdisk.messages import ForeignSegment, SegmentSpec
 
@@ -90,6 +90,7 @@ class Store:
         self.path = path
         self.drives: tuple[Drive, ...] = ()
         self.boot_id, self._boot_s = _boot(clock()) if boot_id is None else (boot_id, clock())
+        self._log = QuietLog(time.monotonic, logger)
         self._noted: list[tuple[int, int] | None] = []
         """What tells the directories of ``drives`` from any others, as they were opened."""
         self._measured: dict[Path, int] = {}
@@ -514,6 +515,7 @@ class Store:
         """Delete an unowned home. What cannot be deleted still counts, and is not taken over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
+            self._log.warn("delete", f"engine store {home.id} has to go for others, and cannot be deleted")
             stock.homes.append(home._replace(record=None))
 
     def _remove_loose(self, stock: Stock) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
+from kvdisk.geometry import segment_file_bytes
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy
@@ -422,7 +423,8 @@ class NvmeSpace(TierSpace):
         going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
         if ranges is None and len(going) == len(rows):
             self._drop_segment(spec)
-            return len(rows), self.segments.bytes_of(spec)
+            file_bytes = segment_file_bytes(spec.slot_bytes, spec.slot_count)
+            return len(rows), file_bytes * self._geometry.part_count
         self.discard(*going)
         return len(going), 0
 

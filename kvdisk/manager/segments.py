@@ -413,7 +413,6 @@ class Segments:
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
     def bytes_of(self, spec: SegmentSpec) -> int:
-        """Return what the files of a segment are charged with, over all ranks."""
         return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
 
     # -- drives --------------------------------------------------------------------------------

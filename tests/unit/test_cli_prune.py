@@ -179,10 +179,10 @@ def test_an_engine_that_comes_between_the_plan_and_the_deletion(path, monkeypatc
     mine, other = home_ids(path)[0], leave_home(path, HYBRID, 2, last_use_s=5000)
     owners, real = [], delete.carry_out
 
-    def carry_out(store, plan):
+    def carry_out(store, plan, wait_s):
         owners.append(start(path))  # it takes one home over, under another name
         owners.append(Store.open(path).hold_home(other))
-        real(store, plan)
+        real(store, plan, wait_s)
 
     monkeypatch.setattr(delete, "carry_out", carry_out)
     found = pruned(path, command="clear", code=3)

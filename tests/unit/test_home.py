@@ -364,13 +364,14 @@ def test_deletion_follows_no_symlink(store, tmp_path):
     home.close(clean=True)
 
 
-def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
+def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch, caplog):
     left = leave(store, 40 * MIB)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         assert not store.remove_home(left)
         home = acquire(store)
         assert home.fresh, "took over what could not be deleted"
+        assert f"engine store {left} has to go for others, and cannot be deleted" in caplog.text
         home.close(clean=True)
     home = acquire(store, OTHER)
     assert home.fresh and left not in ids(store)
