@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
+    parser.add_argument("--mutate", action="store_true", help="also what changes modules to try their tests")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
     arguments = parser.parse_args()
     start_s = time.monotonic()
@@ -212,7 +213,9 @@ def main() -> int:
         if arguments.docs:
             installer.install_docs()
         else:
-            install_all(installer, dev=arguments.dev)
+            install_all(installer, dev=arguments.dev or arguments.mutate)
+        if arguments.mutate:
+            installer.install("mutate", "what changes modules to try their tests")
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1

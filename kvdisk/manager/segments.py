@@ -413,6 +413,7 @@ class Segments:
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
     def bytes_of(self, spec: SegmentSpec) -> int:
+        """Return the bytes of a segment's files, over all ranks."""
         return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
 
     # -- drives --------------------------------------------------------------------------------
