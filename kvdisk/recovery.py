@@ -36,11 +36,10 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     """Open the index of a home, rebuilt where it cannot be trusted; cut the home to its cap.
 
     ``index_bytes``: what the index may grow to. ``class_bytes``: by slot size, what segments of
-    such slots may take on all ranks; of others nothing is kept. The caller closes the index. Raises
-    CorruptRecord where it cannot be read though it looked sound (``rebuild_index``, and once more,
-    is the remedy), DeviceError, StoreLocked.
+    such slots may take on all ranks; of others nothing is kept. The caller has called
+    ``Home.await_index``, and closes the index. Raises CorruptRecord where it cannot be read though
+    it looked sound (``rebuild_index``, and once more, is the remedy), DeviceError, StoreLocked.
     """
-    home.await_index()
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
     index = _open(home, index_bytes, commit_s)
