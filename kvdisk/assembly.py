@@ -406,6 +406,7 @@ def _take_home(
         left_alone.add(home.id)
         try:
             try:
+                home.await_index()
                 return home, *restore_or_rebuild(home)
             except (CorruptRecord, DeviceError) as error:
                 if home.fresh or error.is_of_process:

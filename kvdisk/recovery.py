@@ -38,11 +38,10 @@ def open_index(
     """Open the index of a home, rebuilt where it cannot be trusted; cut the home to its cap.
 
     ``index_bytes``: what the index may grow to. ``segments_bytes``: what segments with slots of
-    ``slot_sizes`` may take on all ranks; of others nothing is kept. The caller closes the index.
-    Raises CorruptRecord where it cannot be read though it looked sound (``rebuild_index``, and once
-    more, is the remedy), DeviceError, StoreLocked.
+    ``slot_sizes`` may take on all ranks; of others nothing is kept. The caller has called
+    ``Home.await_index``, and closes the index. Raises CorruptRecord where it cannot be read though
+    it looked sound (``rebuild_index``, and once more, is the remedy), DeviceError, StoreLocked.
     """
-    home.await_index()
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
     index = _open(home, index_bytes, commit_s)

@@ -173,15 +173,14 @@ class Home(_HeldHome):
     def await_index(self) -> None:
         """Wait until the process by which the owner before had the index open has ended: that of a
         killed engine ends its commit first. It holds no lock on the home, but an exclusive one on
-        the index. Raises DeviceError (EBUSY) where it does not end."""
-        with paths.device_errors(f"looking for the index of engine store {self.id}"):
-            for place in (self.index_path, self.new_index_path):
-                if paths.is_directory(place):
-                    try:
-                        what = f"the index of engine store {self.id}"
-                        paths.unlock(paths.take_lock(place, fcntl.LOCK_EX, INDEX_WAIT_S, what, readonly=True))
-                    except StoreLocked as error:
-                        raise DeviceError(errno.EBUSY, str(error)) from error
+        the directory of the index. Raises DeviceError (EBUSY) where it does not end."""
+        what = f"the index of engine store {self.id}"
+        for place in (self.index_path, self.new_index_path):
+            with suppress(OSError):  # it is not there, or the file system locks no directories
+                try:
+                    paths.unlock(paths.take_lock(place, fcntl.LOCK_EX, INDEX_WAIT_S, what, readonly=True))
+                except StoreLocked as error:
+                    raise DeviceError(errno.EBUSY, str(error)) from error
 
     def index_is_sound(self) -> bool:
         """Whether the index is what its last owner committed: by its sum after a clean end, by the

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
@@ -67,7 +67,7 @@ class Child:
         (answer,) = self.parts(timeout_s, *question)
         return answer
 
-    def parts(self, timeout_s: float, *question: Any) -> Iterator[Any]:
+    def parts(self, timeout_s: float, *question: Any) -> Generator[Any]:
         """Yield the parts of an answer as they come, each within ``timeout_s``. Who does not take
         all of them ends the process."""
         pipe = self._start() if self._pipe is None else self._pipe

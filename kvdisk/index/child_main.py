@@ -19,8 +19,7 @@ from kvdisk.blocks import BlockKey
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import ForeignCopy
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.index.record_index import read_segments
-from kvdisk.index.records import Operation, Table, decode_blocks, encode_block_key
+from kvdisk.index.records import Operation, Table, decode_blocks, decode_segments, encode_block_key
 
 MOST_OPEN = 64
 """Indexes of others that the process keeps open. It closes the oldest first."""
@@ -142,7 +141,8 @@ def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]
     ]
     records = list(decode_blocks([name for name, _ in found], [value for _, value in found]).records())
     wanted = {record.slot.segment for record in records}
-    segments = {each.segment: each for each in read_segments(tables.scan(Table.SEGMENTS)) if each.segment in wanted}
+    found_segments = [each for part in tables.scan(Table.SEGMENTS) for each in decode_segments(*part)]
+    segments = {each.segment: each for each in found_segments if each.segment in wanted}
     return {
         record.key: ForeignCopy(
             home_id, segments[record.slot.segment], record.slot.index, record.generation, record.stored_s

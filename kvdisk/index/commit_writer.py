@@ -137,6 +137,7 @@ class CommitWriter:
     # The writer's thread.
 
     def _run(self) -> None:
+        operations: list[Operation] = []
         try:
             while not self._stopping:
                 operations = self._held or self._take()
@@ -145,6 +146,9 @@ class CommitWriter:
                 if self._held:
                     self._back_off()
         except IndexGone as error:
+            with self._changed:
+                lost = sum(operation.droppable for operation in (*(self._held or operations), *self._queue))
+            self._publish(self.progress._replace(state=IndexState.GONE, dropped_puts=self.progress.dropped_puts + lost))
             if not self._stopping:
                 text = "kvdisk takes no new blocks on NVMe until the next start, and goes on serving those it has: %s"
                 logger.warning(text, error)

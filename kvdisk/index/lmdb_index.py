@@ -10,8 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from kvdisk.index.base import BlockColumns, IndexState, Progress, SegmentRecord
 from kvdisk.index.child import MAIN, REAP_S, Child, ChildEnded
 from kvdisk.index.commit_writer import CommitWriter, IndexGone
 from kvdisk.index.map_size import MIN_MAP_BYTES, map_bytes_for
-from kvdisk.index.record_index import Index, Scan
+from kvdisk.index.record_index import Index, Part
 from kvdisk.index.records import Operation, Table, encode_block, encode_segment
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "TablesProcess", "map_bytes_for", "write_index"]
@@ -88,12 +88,14 @@ class TablesProcess:
         """The number of the process, if there is one."""
         return self._child.pid
 
-    def scan(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """See ``LmdbTables.scan``. Nothing else is answered before its end."""
-        with self._asking:
+    def read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
+        """See ``Index._read``. Raises IndexGone, also for what does not decode."""
+        with self._asking, closing(self._child.parts(math.inf, "scan", table)) as parts:
+            if self._gone is not None:
+                raise self._gone
             try:
-                yield from self._child.parts(math.inf, "scan", table)
-            except ChildEnded as error:
+                return [decode(keys, values) for keys, values in parts]
+            except (ChildEnded, CorruptRecord) as error:
                 raise self._given_up(error) from error
 
     def commit(self, operations: Sequence[Operation]) -> None:
@@ -189,9 +191,8 @@ class LmdbIndex(Index):
     wait.
 
     A put that is dropped takes the record that it was to replace with it: that one may name a slot
-    of another block. Operations on segments are tried until they are committed. An iterator of
-    ``segments`` or ``blocks`` is one read transaction, and is to be taken to its end before
-    anything else. Not to be carried over a fork.
+    of another block. Operations on segments are tried until they are committed. Not to be carried
+    over a fork.
 
     Raises StoreLocked where another process has it open, CorruptRecord where the files are no
     index, DeviceError where the system refuses.
@@ -235,9 +236,9 @@ class LmdbIndex(Index):
             raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended")
         self._tables.close()
 
-    def _scan(self, table: Table) -> Scan:
+    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
         assert not self._closed
-        return self._tables.scan(table)
+        return self._tables.read(table, decode)
 
     def _takes_puts(self) -> bool:
         return self.poll().state is IndexState.WRITABLE and self._writer.waiting < self._max_queued

@@ -290,14 +290,19 @@ def _make_lock_file(path: Path) -> None:
 
 
 def _take_lock(path: Path) -> int:
-    """Hold an exclusive flock on a directory; return its descriptor. Raises StoreLocked,
-    OSError."""
+    """Hold an exclusive flock on a directory; return its descriptor. Where the file system has no
+    such locks it is as if it were held. Raises StoreLocked, OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     end_s = time.monotonic() + LOCK_WAIT_S
     try:
         while True:
-            with suppress(BlockingIOError):
+            try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return fd
+            else:
                 return fd
             if time.monotonic() >= end_s:
                 raise StoreLocked(f"index {path}: another process has had it open for {LOCK_WAIT_S:g} s")

@@ -13,7 +13,7 @@ from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.index.base import BlockColumns, ForeignCopy, SegmentRecord
 from kvdisk.index.child import Child
 from kvdisk.index.columns import join_columns
-from kvdisk.index.records import Table, decode_blocks, decode_segment
+from kvdisk.index.records import Table, decode_blocks, decode_segments
 
 
 class IndexContent(NamedTuple):
@@ -71,7 +71,7 @@ class ReaderProcess(Child):
                 if table is Table.BLOCKS:
                     blocks.append(decode_blocks(keys, values))
                 else:
-                    segments += map(decode_segment, keys, values)
+                    segments += decode_segments(keys, values)
         except (CorruptRecord, DeviceError) as error:
             raise _without_path(error, index_path) from error
         return IndexContent(tuple(segments), join_columns(blocks)) if exists else IndexContent(exists=False)

@@ -132,7 +132,7 @@ def test_an_index_that_is_gone_commits_nothing_more_and_says_so_once(writer, tab
     until(lambda: writer.look().state is IndexState.GONE)
     writer.submit([deletion(b"e")])
     assert not writer.flush(WAIT_S)
-    assert writer.look() == Progress(0, IndexState.GONE, 0), "what may have been committed counts as not committed"
+    assert writer.look() == Progress(0, IndexState.GONE, 1), "what may have been committed counts as not committed"
     assert (len(tries), tables.recoveries, writer.waiting) == (1, 0, 3)
     (said,) = caplog.messages
     assert "takes no new blocks on NVMe until the next start" in said and said.endswith("the file is damaged")

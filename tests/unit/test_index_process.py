@@ -99,7 +99,7 @@ def test_a_process_that_ends_again_soon_has_no_successor(index, path, caplog):
     index.delete([(0, key_of(1))])
     index.put([record_of(COUNT)])
     assert not index.flush(WAIT_S)
-    assert index.poll() == (committed, IndexState.GONE, 0)
+    assert index.poll() == (committed, IndexState.GONE, 1)
     assert index.put([record_of(5)]) is None
     assert [text for text in caplog.messages if "until the next start" in text] == caplog.messages[1:]
     with pytest.raises(CorruptRecord):

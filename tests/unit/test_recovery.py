@@ -43,8 +43,7 @@ from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import TablesProcess
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.reader_process import IndexContent, read_indexes
-from kvdisk.index.record_index import read_segments
-from kvdisk.index.records import Operation, Table, encode_segment
+from kvdisk.index.records import Operation, Table, decode_segments, encode_segment
 
 
 def _garbage(index: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_record_that_names_a_segment_as_none_is_numbered_has_the_index_made_an
     """A flipped bit of its key. The numbers behind it would be those of neighbours' segments."""
     expected = make_store(path, clean=False)
     tables = LmdbTables(home_path(path) / "index", 8 << 20)
-    key, value = encode_segment(next(read_segments(tables.scan(Table.SEGMENTS))))
+    key, value = encode_segment(decode_segments(*next(tables.scan(Table.SEGMENTS)))[0])
     tables.commit([Operation(Table.SEGMENTS, key, None), Operation(Table.SEGMENTS, b"\x80" + key[1:], value)])
     tables.close()
     assert served(path) == expected
