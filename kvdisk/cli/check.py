@@ -222,7 +222,7 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, problems: li
     if found.free_bytes < found.wanted_bytes:
         problems.append(
             f"{path} has room for {in_words(found.free_bytes)}, and its part of nvme_bytes is "
-            f"{in_words(found.wanted_bytes)}: the tier stops growing when the drive is full"
+            f"{in_words(found.wanted_bytes)}: the tier keeps what there is room for"
         )
     try:
         bench = measure(place, geometry, None)
