@@ -149,7 +149,8 @@ class Config:
     """The most that this engine may keep on all drives together, over all ranks and with the index.
     Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
     cap each, and together never more than the sum. An engine that starts with a smaller cap than
-    before first cuts what is there to it.
+    before first cuts what is there to it. Where the drives have less room than that, what there is
+    is used, and more when room comes.
 
     Default: required with `store_dirs`
     Example: "500GiB"

@@ -278,7 +278,7 @@ def _without_room(answer: Answer) -> Iterator[str]:
             have, their = ("has", "its") if len(found) == 1 else ("together have", "their")
             yield (
                 f"{names} {have} room for {in_words(free_bytes)}, and {their} part of nvme_bytes{of_engines} is "
-                f"{in_words(wanted_bytes)}: the tier stops growing when the drive is full"
+                f"{in_words(wanted_bytes)}: the tier keeps what there is room for"
             )
 
 
