@@ -17,10 +17,10 @@ from kvdisk.errors import ConfigError
 
 LISTED = """\
 22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,discard
-31 22 0:30 / /mnt/nfs rw,relatime shared:9 - nfs4 server:/share rw,vers=4.2,local_lock=none
-32 22 0:31 / /mnt/my\\040drive rw - cifs //server/share rw,vers=3.1.1
-33 31 254:2 / /mnt/nfs/local rw master:2 propagate_from:1 - xfs /dev/vdb rw
-34 22 0:40 / /mnt/nfs rw - tmpfs tmpfs rw
+31 22 0:30 / /net/nfs rw,relatime shared:9 - nfs4 server:/share rw,vers=4.2,local_lock=none
+32 22 0:31 / /net/my\\040drive rw - cifs //server/share rw,vers=3.1.1
+33 31 254:2 / /net/nfs/local rw master:2 propagate_from:1 - xfs /dev/vdb rw
+34 22 0:40 / /net/nfs rw - tmpfs tmpfs rw
 a line that says nothing
 35 22 0:41 / short -
 """
@@ -30,10 +30,10 @@ def test_the_longest_and_last_mount_that_holds_a_path_is_its_own():
     found = parse_mounts(LISTED)
     assert [mount.kind for mount in found] == ["ext4", "nfs4", "cifs", "xfs", "tmpfs"]
     assert "local_lock=none" in found[1].options and "relatime" in found[1].options
-    of = {path: mount_of(path, found).kind for path in ("/mnt/nfs/kv", "/mnt/nfs/local/kv", "/mnt/nfsx", "/mnt/nfs")}
-    assert of == {"/mnt/nfs/kv": "tmpfs", "/mnt/nfs/local/kv": "xfs", "/mnt/nfsx": "ext4", "/mnt/nfs": "tmpfs"}
-    assert mount_of("/mnt/my drive/kv", found).kind == "cifs"
-    assert mount_of("/", [Mount("/mnt", "xfs")]) is None
+    of = {path: mount_of(path, found).kind for path in ("/net/nfs/kv", "/net/nfs/local/kv", "/net/nfsx", "/net/nfs")}
+    assert of == {"/net/nfs/kv": "tmpfs", "/net/nfs/local/kv": "xfs", "/net/nfsx": "ext4", "/net/nfs": "tmpfs"}
+    assert mount_of("/net/my drive/kv", found).kind == "cifs"
+    assert mount_of("/", [Mount("/net", "xfs")]) is None
 
 
 @pytest.fixture
