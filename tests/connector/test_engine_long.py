@@ -16,7 +16,7 @@ WHOLE = (len(LONG) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 SPARE_BLOCKS = 6
 """Too few for what both requests generate: the one that came last is preempted."""
 LIMITS = {
-    "max_model_len": 33_000,
+    "max_model_len": 32_300,
     "max_num_batched_tokens": 2048,
     "num_gpu_blocks_override": (len(LONG) + len(SHORT)) // BLOCK_TOKENS + SPARE_BLOCKS,
 }
