@@ -137,5 +137,5 @@ def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) ->
         put_all(index, [record_of(1)])
     with lmdb.open(str(tmp_path), max_dbs=2, lib_version=0) as environment, environment.begin(write=True) as txn:
         txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
-    with opened(tmp_path) as index, pytest.raises(CorruptRecord):
+    with pytest.raises(CorruptRecord), opened(tmp_path) as index:  # and it does not end in order
         list(index.blocks() if table == "blocks" else index.segments())
