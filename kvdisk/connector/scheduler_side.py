@@ -16,6 +16,7 @@ from kvdisk.connector.adapter import (
     VLLM_TIERS,
     BlockPoolContext,
     GroupIds,
+    data_parallel_rank_of,
     event_groups,
     geometry_of,
     keeps_parts_of_states,
@@ -143,7 +144,8 @@ class SchedulerSide:
 
     def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
         assert self._context is not None
-        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace)
+        rank = data_parallel_rank_of(self._vllm_config)
+        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace, rank)
         if self._writer is not None:
             self._journal = self._parts.manager.publish()
 

@@ -34,7 +34,7 @@ class TelemetryRecord(NamedTuple):
 
     ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number
     and sum of the samples of histograms, likewise; ``gauges``: as they were at ``time_s``.
-    ``drives``: in the home's order.
+    ``drives``: in the home's order. ``data_parallel_rank``: None: the engine is alone.
     """
 
     time_s: float
@@ -47,6 +47,7 @@ class TelemetryRecord(NamedTuple):
     sums: Mapping[str, tuple[int, float]]
     gauges: Mapping[str, float]
     drives: tuple[DriveTelemetry, ...]
+    data_parallel_rank: int | None = None
 
 
 def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
@@ -86,6 +87,9 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
                 )
                 for drive in fields["drives"]
             ),
+            data_parallel_rank=None
+            if fields.get("data_parallel_rank") is None
+            else _whole(fields["data_parallel_rank"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} does not have the fields of an engine's figures") from error
