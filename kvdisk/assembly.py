@@ -202,20 +202,24 @@ def assemble_scheduler(
     context: SchedulerContext,
     fingerprint: bytes | None,
     description: dict[str, Any],
+    data_parallel_rank: int | None = None,
 ) -> SchedulerParts:
     """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its
     index.
 
-    ``fingerprint``: of the namespace, None with neither NVMe tier nor remote store. Waits for the
-    disk: for start only. Where a drive lets us have no home, the CPU tier serves alone. Raises
-    ConfigError, StoreLocked, DeviceError.
+    ``fingerprint``: of the namespace, None with neither NVMe tier nor remote store.
+    ``data_parallel_rank``: of this engine among those with its settings; None: it is alone. Waits
+    for the disk: for start only. Where a drive lets us have no home, the CPU tier serves alone.
+    Raises ConfigError, StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
     cpu_slots = cpu_slots_in(config.cpu_bytes, geometry)
     admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     model = str(description.get("model", ""))
-    trace = None if config.trace_file is None else _make_trace(config.trace_file, geometry, model)
+    trace = None
+    if config.trace_file is not None:
+        trace = _make_trace(_file_of_rank(config.trace_file, data_parallel_rank), geometry, model)
     nvme = index = home = neighbours = None
     others = 0
     if config.store_dirs:
@@ -244,7 +248,7 @@ def assemble_scheduler(
     if others:
         text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
         logger.info(text + "kvdisk inspect.", others)
-    telemetry = _make_telemetry(manager, geometry, home, model)
+    telemetry = _make_telemetry(manager, geometry, home, model, data_parallel_rank)
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     last = [job for _, job in jobs]
     if home is not None and nvme is not None:
@@ -301,6 +305,11 @@ def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int =
     return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(parts.config, parts.geometry))
 
 
+def _file_of_rank(path: Path, data_parallel_rank: int | None) -> Path:
+    """Return a file for each of the engines that share a setting: the first one has its name."""
+    return path.with_name(f"{path.stem}-dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
+
+
 def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
     """Begin the trace of requests. Its blocks are what is hashed at once, of all groups. Raises
     ConfigError."""
@@ -335,13 +344,16 @@ class _UsesWriter:
             self._written, self._written_s = changes, time.monotonic()
 
 
-def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
+def _make_telemetry(
+    manager: TierManager, geometry: Geometry, home: Home | None, model: str, data_parallel_rank: int | None
+) -> Telemetry:
     folders = [] if home is None else [folder for folder in home.folders if folder is not None]
     return Telemetry(
         manager.stats,
         manager.gauges,
         model=model,
         ranks=geometry.rank_count,
+        data_parallel_rank=data_parallel_rank,
         drives=[str(folder.path.parent.parent) for folder in folders],
         write_file=None if home is None else partial(home.when_there, write_telemetry),
     )

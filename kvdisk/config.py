@@ -148,15 +148,16 @@ class Config:
     nvme_bytes: int | None = _setting(None, parse_bytes)
     """The most that this engine may keep on all drives together, over all ranks and with the index.
     Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
-    cap each, and together never more than the sum. An engine that starts with a smaller cap than
-    before first cuts what is there to it. Where the drives have less room than that, what there is
-    is used, and more when room comes.
+    cap each, and together never more than the sum; a data-parallel rank is an engine. An engine
+    that starts with a smaller cap than before first cuts what is there to it. Where the drives have
+    less room than that, what there is is used, and more when room comes.
 
     Default: required with `store_dirs`
     Example: "500GiB"
     """
     cpu_bytes: int = _setting(4 << 30, parse_bytes)
-    """Host memory of the CPU tier over all ranks; with a GPU it is pinned after the start, near
+    """Host memory of the CPU tier over all ranks of an engine, and of each data-parallel rank as
+    much again; with a GPU it is pinned after the start, near
     that GPU where the machine says so. Without one it is taken as it is first used. Blocks are
     stored here first and loaded from here fastest; what is stored on NVMe is written from here. 0:
     no CPU tier, and blocks go straight to the drive.
@@ -351,7 +352,8 @@ class Config:
     when, how long they and their answers were, and which begin alike. It has no text and no token:
     blocks are short hashes with a random key, of each file its own, which is kept nowhere. A file
     of 64 MiB, or of the run before, is renamed to end in `.1`: never more than two are kept. Its
-    directory must exist; each engine needs a file of its own.
+    directory must exist; each engine needs a file of its own; data-parallel ranks from 1 on add
+    their number (`-dp1`) to the name.
 
     Default: none
     Example: "/var/tmp/kvdisk-trace.jsonl"

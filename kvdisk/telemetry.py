@@ -70,6 +70,7 @@ class Telemetry:
         *,
         model: str,
         ranks: int,
+        data_parallel_rank: int | None = None,
         drives: Sequence[str] = (),
         write_file: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
@@ -85,6 +86,7 @@ class Telemetry:
             "host": socket.gethostname(),
             "model": model,
             "ranks": ranks,
+            "data_parallel_rank": data_parallel_rank,
         }
         self._was_busy = self._ended = False
         self._take_at_s = 0.0

@@ -43,6 +43,7 @@ def server_command(options: argparse.Namespace, model: Path) -> list[str]:
         *("--model", str(model), "--served-model-name", NAME, "--port", str(options.port)),
         *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--shutdown-timeout", "30"),  # vLLM kills an engine at once without, before it has ended in order
+        *("--data-parallel-size", str(options.data_parallel_size)),
         *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),
     ]
 
@@ -99,6 +100,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--nvme-bytes", default="4GiB", help="cap of the store")
     parser.add_argument("--cpu-bytes", default="1GiB", help="host memory of the CPU tier")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="engines, as vLLM's option of this name")
     parser.add_argument("--settings", default="{}", metavar="JSON", help="more of kvdisk's settings")
     options = parser.parse_args()
     options.store = options.store.absolute()

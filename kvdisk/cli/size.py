@@ -53,6 +53,11 @@ _Prefill = Annotated[
 ]
 
 
+_DataParallel = Annotated[
+    int, typer.Option("--dp", metavar="N", min=1, max=MOST_RANKS, help="Data-parallel ranks, engines each.")
+]
+
+
 @dataclass(frozen=True)
 class Fit:
     """What fits into a tier. ``tokens``, ``blocks``: of all KV-cache groups.
@@ -107,6 +112,7 @@ class Answer:
     headers and padding. ``pipeline``: layers of each stage. ``groups``: KV-cache groups, sizes of
     blocks on one rank. ``context_tokens``: of a conversation. ``notes``: sentences about what had
     to be assumed.
+    ``data_parallel``: engines; ``cpu`` and ``nvme`` are of each.
     """
 
     model: Mapping[str, object]
@@ -123,6 +129,7 @@ class Answer:
     writes: Writes | None = None
     endurance: Endurance | None = None
     link: Link | None = None
+    data_parallel: int = 1
     notes: list[str] = field(default_factory=list)
     json_version: int = 2
     kvdisk_version: str = __version__
@@ -137,6 +144,7 @@ def size(
         str,
         typer.Option("--pp", metavar="N", help="Pipeline stages, or what VLLM_PP_LAYER_PARTITION says: 2, or 17,15."),
     ] = "1",
+    dp: _DataParallel = 1,
     nvme: Annotated[str | None, typer.Option("--nvme", metavar="BYTES", help="The NVMe tier: 500GiB.")] = None,
     cpu: Annotated[str | None, typer.Option("--cpu", metavar="BYTES", help="The CPU tier, over all ranks.")] = None,
     context: Annotated[
@@ -185,7 +193,7 @@ def size(
         answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens, filled) if cpu else None
         answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens, filled) if nvme else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
-        answer.link = _link(answer, prefill) if prefill else None
+        answer.link, answer.data_parallel = _link(answer, prefill) if prefill else None, dp
         if block_size is None:
             answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
@@ -317,6 +325,9 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
             holds = f"{number(fit.tokens)} tokens in {plural(fit.blocks, 'block')}"
             whole = plural(fit.conversations, "conversation")
             lines.add_row(name, f"{in_words(fit.capacity_bytes)}{filled}: {holds}, {whole}")
+            if answer.data_parallel > 1:
+                together = in_words(fit.capacity_bytes * answer.data_parallel)
+                lines.add_row("", f"each of {answer.data_parallel} engines has so much: {together} together")
     if answer.writes is not None:
         _add_wear(lines, answer.writes, answer.endurance)
     if answer.link is not None:

@@ -134,6 +134,7 @@ class Engine:
     pid: int | None = None
     host: str | None = None
     ranks: int | None = None
+    data_parallel_rank: int | None = None
     started_s: float | None = None
     reset_s: float | None = None
     figures_s: float | None = None
@@ -424,6 +425,7 @@ class TopReader:
             pid=figures.pid,
             host=figures.host,
             ranks=figures.ranks,
+            data_parallel_rank=figures.data_parallel_rank,
             started_s=figures.started_s,
             reset_s=figures.reset_s,
             figures_s=figures.time_s,
@@ -620,6 +622,7 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
         (engine.engine_store[:ID_LETTERS], "cyan"),
         "  ",
         (short_model(engine.model), "bold"),
+        "" if engine.data_parallel_rank is None else f"  DP {engine.data_parallel_rank}",
     )
     if engine.figures_s is None or engine.waiting is None:
         why = f"its figures cannot be read: {engine.problem}" if engine.problem else "it has written no figures yet"

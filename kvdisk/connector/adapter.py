@@ -194,6 +194,15 @@ def deployment_of(vllm_config: VllmConfig) -> Deployment:
     return Deployment(ranks, max(1, parallel.data_parallel_size_local), parallel.nnodes_within_dp)
 
 
+def data_parallel_rank_of(vllm_config: VllmConfig) -> int | None:
+    """Return an engine's number among its data-parallel ranks, None where it is alone.
+
+    vLLM: ranks of a model without experts know nothing of each other, but for this.
+    """
+    parallel = vllm_config.parallel_config
+    return None if parallel.data_parallel_rank_local is None else int(parallel.data_parallel_index)
+
+
 def least_geometry(vllm_config: VllmConfig) -> Geometry | None:
     """Return sizes of blocks that the model's are not below, before it is built; None where its
     configuration does not say them: layers that differ, or keep another state."""

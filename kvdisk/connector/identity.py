@@ -13,11 +13,11 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm import envs
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
@@ -29,6 +29,7 @@ from kvdisk.connector.adapter import (
     ranks_are_alike,
     vllm_minor_version,
 )
+from kvdisk.connector.weights import known_digest
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-_SAMPLE_BYTES = 4096
-_MOST_HEADER_BYTES = 100_000_000
-"""The safetensors format's own limit."""
 _LONGEST_FACT = 80
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
 _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
@@ -220,19 +218,17 @@ def weights_digest(model: ModelConfig) -> str:
     """Return a digest of a model's weight files: names, sizes, headers, and 4 KiB of every tensor.
 
     Weights replaced under the same path are another model; reading them all would cost minutes.
-    Raises ConfigError where there are no files to read.
+    The digest is remembered in vLLM's cache directory. Raises ConfigError where there are no files
+    to read.
     """
     folder = _model_folder(model)
-    digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
     if not files:
         raise ConfigError(
             f"The NVMe tier needs the model's weight files, and there are none in {folder}: leave out store_dirs."
         )
-    for file in files:
-        digest_file(file, digest)
-    return digest.hexdigest()
+    return known_digest(files, Path(envs.VLLM_CACHE_ROOT) / "kvdisk")
 
 
 def _processor_digest(folder: Path) -> str:
@@ -241,16 +237,6 @@ def _processor_digest(folder: Path) -> str:
     for file in sorted(folder.glob("*processor_config.json")):
         digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def digest_file(file: Path, digest: Any) -> None:
-    """Add a weight file's name, size, header, and 4 KiB of every tensor. Raises ConfigError where
-    it is damaged, OSError."""
-    digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-    if file.suffix == ".safetensors":
-        _digest_safetensors(file, digest)
-    else:
-        _digest_samples(file, digest)
 
 
 def _model_folder(model: ModelConfig) -> Path:
@@ -269,35 +255,3 @@ def _model_folder(model: ModelConfig) -> Path:
             f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: leave out "
             "store_dirs."
         ) from error
-
-
-def _digest_safetensors(file: Path, digest: Any) -> None:
-    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length,
-    JSON, data).
-
-    Raises ConfigError where the file is not of that format.
-    """
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        data_bytes = file.stat().st_size - 8 - header_bytes
-        header = stream.read(header_bytes) if data_bytes >= 0 and header_bytes <= _MOST_HEADER_BYTES else b""
-        try:
-            tensors = sorted((name, tensor) for name, tensor in json.loads(header).items() if name != "__metadata__")
-            spans = [tuple(map(index, tensor["data_offsets"])) for _, tensor in tensors]
-            sound = all(0 <= start <= end <= data_bytes for start, end in spans)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            sound = False
-        if not sound:
-            raise ConfigError(f"kvdisk needs sound weight files, and {file} is a damaged one.")
-        digest.update(header)
-        for start, end in spans:
-            stream.seek(8 + header_bytes + start)
-            digest.update(stream.read(min(_SAMPLE_BYTES, end - start)))
-
-
-def _digest_samples(file: Path, digest: Any) -> None:
-    """Add 4 KiB of every MiB of a file whose tensors cannot be told apart without unpickling it."""
-    with file.open("rb") as stream:
-        for offset in range(0, file.stat().st_size, 1 << 20):
-            stream.seek(offset)
-            digest.update(stream.read(_SAMPLE_BYTES))

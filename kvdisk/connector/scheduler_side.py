@@ -17,6 +17,7 @@ from kvdisk.connector.adapter import (
     BlockPoolContext,
     GroupIds,
     block_tables,
+    data_parallel_rank_of,
     event_groups,
     geometry_of,
     keeps_parts_of_states,
@@ -146,7 +147,8 @@ class SchedulerSide:
 
     def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
         assert self._context is not None
-        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace)
+        rank = data_parallel_rank_of(self._vllm_config)
+        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace, rank)
         self._mailbox = self._parts.mailbox
         if self._writer is not None:
             self._journal = self._parts.manager.publish()

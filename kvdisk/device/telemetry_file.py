@@ -36,7 +36,7 @@ class TelemetryRecord(NamedTuple):
     ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number
     and sum of the samples of histograms, likewise; ``gauges``: as they were at ``time_s``.
     ``drives``: in the home's order. ``epoch``: of what is served, since ``reset_s``; None: there
-    was no reset.
+    was no reset. ``data_parallel_rank``: None: the engine is alone.
     """
 
     time_s: float
@@ -51,6 +51,7 @@ class TelemetryRecord(NamedTuple):
     drives: tuple[DriveTelemetry, ...]
     epoch: int = FILE_EPOCH
     reset_s: float | None = None
+    data_parallel_rank: int | None = None
 
 
 def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
@@ -92,6 +93,9 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
             ),
             epoch=_whole(fields.get("epoch", FILE_EPOCH)),  # an older kvdisk has none
             reset_s=None if fields.get("reset_s") is None else _seconds(fields["reset_s"]),
+            data_parallel_rank=None
+            if fields.get("data_parallel_rank") is None
+            else _whole(fields["data_parallel_rank"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} does not have the fields of an engine's figures") from error

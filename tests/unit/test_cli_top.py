@@ -184,6 +184,14 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
     assert second.name[:8] in shown(frame)
 
 
+def test_a_data_parallel_rank_is_shown_by_its_number(engines):
+    write_telemetry(engines.start(), figures(T0))
+    write_telemetry(engines.start(), figures(T0, data_parallel_rank=1))
+    frame = engines.reader().read()
+    assert sorted(str(one.data_parallel_rank) for one in frame.engines) == ["1", "None"]
+    assert shown(frame).count("DP 1") == 1 and shown(frame).count("DP") == 1
+
+
 def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
     good, bad, silent = (engines.start() for _ in range(3))
     totals = {"failed_loads": 3, "io_errors": {"read": 2}, "verification_failures": {"header": 0}}

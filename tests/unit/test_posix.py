@@ -204,7 +204,7 @@ def no_library(_kernel, monkeypatch):
     [
         (no_setup(errno.EAGAIN), "fs.aio-max-nr is used up"),
         (no_setup(errno.EPERM), "refuses it (Operation not permitted)"),
-        (no_library, "drive_queue.c was not compiled"),
+        (no_library, "install gcc and libc6-dev"),
     ],
 )
 def test_without_a_queue_threads_serve_and_that_is_said_once(fd, monkeypatch, caplog, kernel, lose, why):
@@ -215,7 +215,7 @@ def test_without_a_queue_threads_serve_and_that_is_said_once(fd, monkeypatch, ca
         for _ in range(2):
             device = PosixDevice(threads=2)
             device.attach_file(fd)
-            assert device.name == "posix-threads"
+            assert device.name == "posix-threads" and why in device.without_queue
             assert run(device, Op.READ, Transfer(fd, 0, (make_memory(ALIGNMENT),))) == {}
             device.close()
     (record,) = caplog.records
