@@ -217,9 +217,7 @@ def assemble_scheduler(
     admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     model = str(description.get("model", ""))
-    trace = None
-    if config.trace_file is not None:
-        trace = _make_trace(_file_of_rank(config.trace_file, data_parallel_rank), geometry, model)
+    trace = _make_trace(config.trace_file, data_parallel_rank, geometry, model)
     nvme = index = home = neighbours = None
     others = 0
     if config.store_dirs:
@@ -310,12 +308,16 @@ def _file_of_rank(path: Path, data_parallel_rank: int | None) -> Path:
     return path.with_name(f"{path.stem}-dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
 
 
-def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
-    """Begin the trace of requests. Its blocks are what is hashed at once, of all groups. Raises
-    ConfigError."""
+def _make_trace(path: Path | None, rank: int | None, geometry: Geometry, model: str) -> RequestTrace | None:
+    """Begin the trace of requests, where one is wanted. Its blocks are what is hashed at once, of
+    all groups. Raises ConfigError."""
+    if path is None:
+        return None
     tokens = geometry.hash_tokens
     token_bytes = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.part_count
-    return RequestTrace(path, block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model)
+    return RequestTrace(
+        _file_of_rank(path, rank), block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model
+    )
 
 
 class _UsesWriter:
