@@ -118,8 +118,8 @@ def repair(
                 _print(report)
             if reports and len(left_alone) == len(homes):
                 have = "has a healthy index" if len(homes) == 1 else "have healthy indexes"
-                typer.echo(f"{whole} of stopped engines {have}: there is nothing to repair.")
-                typer.echo("Their blocks were not read; kvdisk verify reads them.")
+                typer.echo(f"{whole} of stopped engines {have}.")
+                typer.echo("There is nothing to repair. Blocks were not read; kvdisk verify reads them.")
             if not reports:
                 typer.echo(f"{printable(paths[0])} is empty: there is nothing to repair.")
     codes = {"in use": Exit.IN_USE, "failed": Exit.WRONG}

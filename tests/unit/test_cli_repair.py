@@ -53,8 +53,8 @@ def test_a_healthy_index_is_left_as_it_is_unless_it_is_asked_for(path, monkeypat
         done = run_here("repair", path, *options)
         assert (done.exit_code, index.stat().st_ctime_ns) == (0, before), options
         assert done.stdout.splitlines() == [
-            "2 engine stores of stopped engines have healthy indexes: there is nothing to repair.",
-            "Their blocks were not read; kvdisk verify reads them.",
+            "2 engine stores of stopped engines have healthy indexes.",
+            "There is nothing to repair. Blocks were not read; kvdisk verify reads them.",
         ]
     for answer, code in (("n", False), ("y", True)):
         monkeypatch.setattr(command, "can_ask", lambda: True)
