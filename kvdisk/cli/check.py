@@ -165,10 +165,7 @@ def check(
             check_sizes(config, Deployment(tp, dp), geometry)
             answer = look(config, geometry, dp, problems)
         except KvdiskError as error:
-            sentence = str(error).rstrip(".") + "."
-            if as_json:
-                print_json({"can_start": False, "error": sentence}, json_version=1)
-            raise refusal(sentence) from None
+            raise refusal(str(error).rstrip(".") + ".", can_start=False) from None
         if as_json:
             print_json(answer)
         else:

@@ -343,18 +343,18 @@ def opening(directories: Sequence[Path]) -> Iterator[list[Path]]:
         raise refusal(_why_not(error, paths)) from None
 
 
-def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
-    """Print one sentence on standard error, and with ``--json`` as the object's ``error``; return
-    what ends the command."""
-    print_json_error(sentence)
+def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE, **also: object) -> typer.Exit:
+    """Print one sentence on standard error, and with ``--json`` as the object's ``error``, beside
+    what is ``also`` to be in it; return what ends the command."""
+    print_json_error(sentence, **also)
     typer.echo(f"kvdisk: {printable(sentence)}", err=True)
     return typer.Exit(code)
 
 
-def print_json_error(sentence: str) -> None:
+def print_json_error(sentence: str, **also: object) -> None:
     """Print ``{"error": ...}`` where the command that runs was typed with ``--json``."""
     if JSON_WANTED.get():
-        print_json({"error": printable(sentence)})
+        print_json(also | {"error": printable(sentence)})
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def test_the_default_output_fits_a_terminal_and_says_what_loads_bring(tmp_path, 
     assert "An engine can start with this." in lines
     assert f"a store; user {os.geteuid()}, mode 0700" in done.stdout
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
-    assert "reads 4,096 MB/s = 2,000,000 tokens/s" in done.stdout
-    assert "writes 2,048 MB/s = 1,000,000 tokens/s" in done.stdout
+    assert "reads 4.1 GB/s = 2,000,000 tokens/s" in done.stdout
+    assert "writes 2.0 GB/s = 1,000,000 tokens/s" in done.stdout
     assert "fewer than 2,000,000 prompt tokens a second" in done.stdout
 
 
