@@ -181,7 +181,10 @@ METRICS: Mapping[str, Metric] = {
         Metric("fragmentation_ratio", _G, "share of the free NVMe slots that lie in runs of less than 8, 0 to 1"),
         Metric("write_budget_bytes", _G, "bytes that may be written to NVMe now; only where there is a budget"),
         Metric(
-            "remote_paused", _G, "1 while the remote store is not asked, as it did not answer, else 0; none without"
+            "remote_paused",
+            _G,
+            "1 while the remote store is not asked, or not read on some rank, as it did not answer, else 0; none "
+            "without",
         ),
         Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),
     )
