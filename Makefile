@@ -6,6 +6,9 @@ TORCH_INDEX ?=
 MODEL ?=
 STORE ?= .demo/store
 PROMPT_TOKENS ?= 4000
+# What make mutate changes, and for how long.
+FILES ?=
+MINUTES ?= 30
 # Where the server listens.
 PORT ?= 8000
 
@@ -16,7 +19,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture test-next demo demo-remote serve wheel docs clean
+.PHONY: help install install-dev check test torture test-next mutate demo demo-remote serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +49,11 @@ torture: install-dev ## the long tests; see docs/TESTING.md
 
 test-next: install-dev ## the scheduler's, hooks' and engine's tests on the other supported vLLM; part of torture
 	@$(BIN)/python -m pytest -m torture tests/connector/test_torture_next_vllm.py
+
+mutate: install-dev ## change modules a little and list what no test notices: FILES="kvdisk/manager/pool.py"
+	@test -n "$(FILES)" || { echo 'kvdisk: name modules, as FILES="kvdisk/manager/pool.py"' >&2; exit 1; }
+	@$(INSTALL) --mutate
+	@$(BIN)/python tools/mutate.py --minutes "$(MINUTES)" $(FILES)
 
 demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
 	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")

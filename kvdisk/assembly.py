@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,18 @@ from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import of_other_namespaces, readable_indexes
+from kvdisk.device.mounts import check_mount
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, read_uses, write_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
-from kvdisk.geometry import FILE_EPOCH, Geometry, Namespace
+from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
+from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
@@ -43,6 +45,8 @@ from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import CpuSpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
+from kvdisk.orders import LOOK_S as ORDERS_S
+from kvdisk.orders import Orders
 from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name
 from kvdisk.remote.client import Bucket, BucketObjects, seal_key
@@ -52,7 +56,9 @@ from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
 from kvdisk.request_trace import RequestTrace
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
+from kvdisk.upkeep import Upkeep
 from kvdisk.worker.direct import choose_direct
+from kvdisk.worker.host_memory import Deployment, check_host_memory
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +68,7 @@ if TYPE_CHECKING:
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
+    from kvdisk.worker.populate import Populating
 
 logger = logging.getLogger("kvdisk")
 
@@ -71,6 +78,9 @@ _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _MOST_CHECKSUM_THREADS = 4
 """One verifies 10 to 15 GB/s from memory, and a link has up to 55."""
+_WARNED_OF: set[Path] = set()
+_EASY_BYTES = 64 << 10
+"""Of a block, with which the least store suffices: the index of smaller ones takes more."""
 _CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
@@ -78,9 +88,6 @@ USES_S = 600.0
 USES_LOOK_S = 5.0
 USES_AT_ONCE = 10_000
 """Blocks whose uses may be written at each pause: 160 KB every ``USES_LOOK_S``."""
-ORPHAN_SPARED_S = 900
-"""How long after its last use an orphan may take room that the caps of the live owners no longer
-cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class SchedulerParts:
     telemetry: Telemetry
     trace: RequestTrace | None
     backgrounds: Sequence[Background]
+    mailbox: Mailbox = field(default_factory=Mailbox)
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
@@ -115,8 +123,10 @@ class SchedulerParts:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
             if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
-                # The file system hangs, and writing HOME would. As the commit may end yet, the home
-                # stays ours, and not clean, until this process has ended.
+                # The file system hangs, and writing HOME would, which says already that the end was
+                # not clean. Who takes the home over waits for the end of the commit.
+                if self.home is not None:
+                    self.home.release()
                 return
         try:
             if self.home is not None:
@@ -150,26 +160,64 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     return config
 
 
+def warn_of_file_systems(config: Config) -> None:
+    """Say, once in a process, what a user must know of the file systems of a checked
+    configuration. Raises ConfigError."""
+    for path in list_directories(config.store_dirs) if config.store_dirs else ():
+        said = check_mount(path)
+        if said and path not in _WARNED_OF:
+            _WARNED_OF.add(path)
+            logger.warning("%s", said)
+
+
+def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | None = None) -> None:
+    """Raise ConfigError where a tier holds no block of each kind, or where this host's memory does
+    not hold what all ranks on it take together. For before weights are loaded.
+
+    ``geometry``: of the model, or of one whose blocks are no larger than the model's; None: nothing
+    is known of it.
+    """
+    ranks = deployment.ranks
+    cpu_slots_in(config.cpu_bytes, geometry or Geometry((GroupGeometry(0, 1, 1),), ranks, 1))
+    if config.nvme_bytes is not None:
+        easy = geometry
+        if easy is None or easy.slot_sizes[-1] < _EASY_BYTES:
+            easy = Geometry((GroupGeometry(0, 1, _EASY_BYTES),), ranks, 1, replicated=ranks > 1)
+        nvme_layout_in(config.nvme_bytes, config.segment_bytes, easy, len(config.store_dirs))
+    check_host_memory(_host_bytes_of_rank(config, geometry, ranks), deployment)
+
+
+def _host_bytes_of_rank(config: Config, geometry: Geometry | None, ranks: int) -> int:
+    """Return the bytes of CPU tier and staging of one rank."""
+    if geometry is None:
+        staging_bytes = _DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
+        return config.cpu_bytes // ranks + staging_bytes
+    slots = [geometry.cpu_slots(config.cpu_bytes), _host_staging_slots(config, geometry)]
+    return sum(size * count for each in slots for size, count in zip(geometry.slot_sizes, each, strict=True))
+
+
 def assemble_scheduler(
     config: Config,
     geometry: Geometry,
     context: SchedulerContext,
     fingerprint: bytes | None,
     description: dict[str, Any],
+    data_parallel_rank: int | None = None,
 ) -> SchedulerParts:
     """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its
     index.
 
-    ``fingerprint``: of the namespace, None with neither NVMe tier nor remote store. Waits for the
-    disk: for start only. Where a drive lets us have no home, the CPU tier serves alone. Raises
-    ConfigError, StoreLocked, DeviceError.
+    ``fingerprint``: of the namespace, None with neither NVMe tier nor remote store.
+    ``data_parallel_rank``: of this engine among those with its settings; None: it is alone. Waits
+    for the disk: for start only. Where a drive lets us have no home, the CPU tier serves alone.
+    Raises ConfigError, StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
     cpu_slots = cpu_slots_in(config.cpu_bytes, geometry)
     admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
     cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
     model = str(description.get("model", ""))
-    trace = None if config.trace_file is None else _make_trace(config.trace_file, geometry, model)
+    trace = _make_trace(config.trace_file, data_parallel_rank, geometry, model)
     nvme = index = home = neighbours = None
     others = 0
     if config.store_dirs:
@@ -198,20 +246,22 @@ def assemble_scheduler(
     if others:
         text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
         logger.info(text + "kvdisk inspect.", others)
-    telemetry = _make_telemetry(manager, geometry, home, model)
+    telemetry = _make_telemetry(manager, geometry, home, model, data_parallel_rank)
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     last = [job for _, job in jobs]
     if home is not None and nvme is not None:
-        writer = _UsesWriter(nvme.uses, home.path)
+        writer = _UsesWriter(nvme.uses, home)
         jobs.append((USES_LOOK_S, writer.look))
         last.append(writer.write)
     backgrounds = [Background(jobs, last=last)]
-    if home is not None:  # on a thread of its own, which any of the drives may hold up
-        upkeep = (_UPKEEP_INTERVAL_S, partial(_keep_up, store, home))
-        backgrounds.append(Background([upkeep], first_s=_UPKEEP_INTERVAL_S))
+    mailbox = Mailbox()
+    if home is not None and nvme is not None:  # on a thread of its own, which any of the drives may hold up
+        upkeep = Upkeep(store, home, nvme, mailbox, geometry.part_count)
+        backgrounds.append(Background([(_UPKEEP_INTERVAL_S, upkeep.look)], first_s=_UPKEEP_INTERVAL_S))
+        backgrounds.append(Background([(ORDERS_S, Orders(home, manager, nvme, mailbox).look)]))
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
-    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds)
+    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds, mailbox)
 
 
 def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
@@ -248,17 +298,26 @@ def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, driv
 
 def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:
     """Return an NVMe tier that has read nothing yet. Raises ConfigError."""
-    parts.history.reserve(layout.most_slots(parts.geometry))
+    parts.history.reserve(sum(layout.class_slots(parts.geometry, layout.expected_bytes)))
     admission = make_admission(parts.config.nvme_admission, parts.history, "nvme_admission")
     return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(parts.config, parts.geometry))
 
 
-def _make_trace(path: Path, geometry: Geometry, model: str) -> RequestTrace:
-    """Begin the trace of requests. Its blocks are what is hashed at once, of all groups. Raises
-    ConfigError."""
+def _file_of_rank(path: Path, data_parallel_rank: int | None) -> Path:
+    """Return a file for each of the engines that share a setting: the first one has its name."""
+    return path.with_name(f"{path.stem}-dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
+
+
+def _make_trace(path: Path | None, rank: int | None, geometry: Geometry, model: str) -> RequestTrace | None:
+    """Begin the trace of requests, where one is wanted. Its blocks are what is hashed at once, of
+    all groups. Raises ConfigError."""
+    if path is None:
+        return None
     tokens = geometry.hash_tokens
     token_bytes = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.part_count
-    return RequestTrace(path, block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model)
+    return RequestTrace(
+        _file_of_rank(path, rank), block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model
+    )
 
 
 class _UsesWriter:
@@ -266,9 +325,9 @@ class _UsesWriter:
     has changed from one look to the next, so that it has the last request before a pause. To spare
     the drive a large one waits longer for that."""
 
-    def __init__(self, uses: Uses, home_path: Path) -> None:
+    def __init__(self, uses: Uses, home: Home) -> None:
         self._uses = uses
-        self._home_path = home_path
+        self._home = home
         self._seen = self._written = uses.changes
         self._written_s = time.monotonic()
 
@@ -283,19 +342,22 @@ class _UsesWriter:
         """Write the file if something has changed. Raises OSError."""
         changes = self._uses.changes
         if changes != self._written:
-            write_uses(self._home_path, self._uses.records())
+            self._home.when_there(write_uses, self._uses.records())
             self._written, self._written_s = changes, time.monotonic()
 
 
-def _make_telemetry(manager: TierManager, geometry: Geometry, home: Home | None, model: str) -> Telemetry:
+def _make_telemetry(
+    manager: TierManager, geometry: Geometry, home: Home | None, model: str, data_parallel_rank: int | None
+) -> Telemetry:
     folders = [] if home is None else [folder for folder in home.folders if folder is not None]
     return Telemetry(
         manager.stats,
         manager.gauges,
         model=model,
         ranks=geometry.rank_count,
+        data_parallel_rank=data_parallel_rank,
         drives=[str(folder.path.parent.parent) for folder in folders],
-        write_file=None if home is None else partial(write_telemetry, home.path),
+        write_file=None if home is None else partial(home.when_there, write_telemetry),
     )
 
 
@@ -311,18 +373,6 @@ def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     return WriteBudget(bytes_per_day, largest)
 
 
-def _keep_up(store: Store, home: Home) -> None:
-    """Note that the home is in use, and trim orphans.
-
-    An owner may die, and its cap with it; what it leaves is spared for a while, because it may be
-    starting again.
-    """
-    try:
-        home.mark_used()
-    finally:  # a full drive, which cannot take the note, is what trimming helps against
-        store.trim(home.fingerprint, unused_s=ORPHAN_SPARED_S)
-
-
 def _take_home(
     parts: Parts, store: Store, fingerprint: bytes, description: dict[str, Any]
 ) -> tuple[Home, LmdbIndex, NvmeSpace]:
@@ -336,12 +386,15 @@ def _take_home(
     layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
 
     def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
-        class_bytes = dict(zip(geometry.slot_sizes, layout.class_bytes, strict=True))
         index = open_index(
-            home, index_bytes=layout.index_bytes, class_bytes=class_bytes, commit_s=config.index_commit_s
+            home,
+            index_bytes=layout.index_bytes,
+            slot_sizes=geometry.slot_sizes,
+            segments_bytes=layout.segments_bytes,
+            commit_s=config.index_commit_s,
         )
         try:
-            nvme = make_nvme(parts, layout, index, home.drive_count)
+            nvme = make_nvme(parts, _cut_to_room(layout, store, home, config, geometry), index, home.drive_count)
             nvme.restore(home.id, fingerprint, read_uses(home.path))
             nvme.uses.now_s = int(time.time())
         except BaseException:
@@ -367,6 +420,7 @@ def _take_home(
         left_alone.add(home.id)
         try:
             try:
+                home.await_index()
                 return home, *restore_or_rebuild(home)
             except (CorruptRecord, DeviceError) as error:
                 if home.fresh or error.is_of_process:
@@ -382,6 +436,21 @@ def _take_home(
         except BaseException:
             home.close(clean=False)
             raise
+
+
+def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, geometry: Geometry) -> NvmeLayout:
+    """Return a layout whose segments fit what the drives have room for; say so where that is less
+    than the cap. Raises StoreLocked, DeviceError."""
+    room_bytes = store.room_bytes(home.id)
+    if room_bytes >= home.cap_bytes:
+        return layout
+    logger.warning(
+        "kvdisk: nvme_bytes is %s GiB, and store_dirs has room for %s GiB: the NVMe tier keeps what there is room "
+        "for, and more when room comes.",
+        _short(home.cap_bytes / (1 << 30)),
+        _short(room_bytes / (1 << 30)),
+    )
+    return layout.cut(config.segment_bytes, geometry, home.drive_count, max(0, room_bytes - HOME_OVERHEAD_BYTES))
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:
@@ -433,28 +502,39 @@ class WorkerParts:
 
     mover: Mover
     memory: tuple[Arena | GpuStaging, ...]
+    populating: Populating | None = None
 
     def close(self) -> None:
         """Finish what the device has started, then give the memory back."""
         self.mover.close()
+        if self.populating is not None:
+            self.populating.close()
         for memory in self.memory:
             memory.close()
 
 
 def assemble_worker(
-    config: Config, geometry: Geometry, rank: int, layers: Sequence[Sequence[torch.Tensor]]
+    config: Config,
+    geometry: Geometry,
+    rank: int,
+    layers: Sequence[Sequence[torch.Tensor]],
+    deployment: Deployment | None = None,
 ) -> WorkerParts:
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one
-    device; a stage of a pipeline may have none of a group.
+    device; a stage of a pipeline may have none of a group. ``deployment``: None: one engine, with
+    all its ranks on this host.
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
+    from kvdisk.worker.populate import Populating
     from kvdisk.worker.routes import Resources
 
+    ranks = deployment or Deployment(geometry.rank_count)
+    check_host_memory(_host_bytes_of_rank(config, geometry, geometry.rank_count), ranks)
     device = next(layer.device for group in layers for layer in group)
     on_gpu = device.type == "cuda"
     groups = [LayerBlocks(group) for group in layers]
@@ -468,8 +548,7 @@ def assemble_worker(
         arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
         if arena is not None:
             undo.callback(arena.close)
-        slots = _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry)
-        staging = Arena(geometry.slot_sizes, slots, pin=on_gpu)
+        staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
         directories = list_directories(config.store_dirs) if config.store_dirs else ()
@@ -481,13 +560,18 @@ def assemble_worker(
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
     memory = (arena, staging, None if direct is None else direct.staging)
-    return WorkerParts(mover, tuple(each for each in memory if each is not None))
+    populating = None if on_gpu else Populating([staging, *([] if arena is None else [arena])])
+    return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
 
 
 def _checksum_threads(rank_count: int) -> int:
     """Return how many threads of each rank verify what goes to a GPU: as many as reach the speed of
     its link, and at most half of the processors."""
     return max(1, min(_MOST_CHECKSUM_THREADS, len(os.sched_getaffinity(0)) // (2 * rank_count)))
+
+
+def _host_staging_slots(config: Config, geometry: Geometry) -> list[int]:
+    return _staging_slots(config.staging_bytes, _DEFAULT_STAGING_BYTES, geometry)
 
 
 def _staging_slots(byte_count: int | None, default: int, geometry: Geometry) -> list[int]:
@@ -527,7 +611,7 @@ def _pair_with_gpu(
         )
         why = choice.line
         if choice.direct is not None or not demanded:
-            logger.debug("%s", choice.line)
+            logger.info("%s", choice.line)
             if choice.direct is None:
                 return disk, None
             disk.close()
@@ -535,5 +619,5 @@ def _pair_with_gpu(
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")
-    logger.debug("kvdisk moves nothing straight between drive and GPU: %s", why)
+    logger.info("kvdisk moves nothing straight between drive and GPU: %s", why)
     return disk, None

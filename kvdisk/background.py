@@ -23,8 +23,9 @@ class Background:
     """Calls each of ``jobs`` after ``first_s`` and then at its interval, in seconds, and each of
     ``last`` at the end, on one thread.
 
-    A KvdiskError or an OSError of one is logged at DEBUG, and the function is called again the next
-    time; any other error is a bug of ours, is logged as one, and ends that function's calls alone.
+    A KvdiskError or an OSError of one is a warning, once for each that is not the one before, and
+    the function is called again the next time; any other error is a bug of ours, is logged as one,
+    and ends that function's calls alone.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Background:
         self._jobs = list(jobs)
         self._last = list(last)
         self._first_s = first_s
+        self._warned: dict[Callable[[], None], str] = {}
+        """What each function met the last time, where that was not in order."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdisk-background", daemon=True)
         self._thread.start()
@@ -66,13 +69,15 @@ class Background:
         for job in self._last:
             self._call(job)
 
-    @staticmethod
-    def _call(job: Callable[[], None]) -> bool:
+    def _call(self, job: Callable[[], None]) -> bool:
         """Call one; return whether it is to be called again."""
         try:
             job()
+            self._warned.pop(job, None)
         except (KvdiskError, OSError) as error:
-            logger.debug("kvdisk, in the background: %s", error)
+            if self._warned.get(job) != str(error):
+                self._warned[job] = str(error)
+                logger.warning("kvdisk goes on, and tries again what it does beside the engine's steps: %s", error)
         except Exception:
             logger.exception("kvdisk has a bug in what it does in the background; it goes on without that")
             return False

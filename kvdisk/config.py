@@ -86,6 +86,9 @@ def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], b
 _parse_seconds = _checked(
     "a number of seconds", lambda value: type(value) in {int, float} and 0 <= value < float("inf"), float
 )
+_parse_age = _checked(
+    "a number of seconds, 600 or more", lambda value: type(value) in {int, float} and 600 <= value < 2**32, float
+)
 _parse_share = _checked(
     "a number from 0 to 0.5", lambda value: type(value) in {int, float} and 0 <= value <= 0.5, float
 )
@@ -145,14 +148,16 @@ class Config:
     nvme_bytes: int | None = _setting(None, parse_bytes)
     """The most that this engine may keep on all drives together, over all ranks and with the index.
     Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
-    cap each, and together never more than the sum. An engine that starts with a smaller cap than
-    before first cuts what is there to it.
+    cap each, and together never more than the sum; a data-parallel rank is an engine. An engine
+    that starts with a smaller cap than before first cuts what is there to it. Where the drives have
+    less room than that, what there is is used, and more when room comes.
 
     Default: required with `store_dirs`
     Example: "500GiB"
     """
     cpu_bytes: int = _setting(4 << 30, parse_bytes)
-    """Host memory of the CPU tier over all ranks; with a GPU it is pinned after the start, near
+    """Host memory of the CPU tier over all ranks of an engine, and of each data-parallel rank as
+    much again; with a GPU it is pinned after the start, near
     that GPU where the machine says so. Without one it is taken as it is first used. Blocks are
     stored here first and loaded from here fastest; what is stored on NVMe is written from here. 0:
     no CPU tier, and blocks go straight to the drive.
@@ -308,6 +313,16 @@ class Config:
     Default: none: all who can write the bucket are trusted
     Example: "/etc/kvdisk/key"
     """
+    max_age_s: float | None = _setting(None, _parse_age)
+    """Blocks that were first stored longer ago, in any tier of any engine, are not served, and are
+    dropped from memory and drive, however often they were used since. What is computed again is
+    stored again. Blocks of other engines of the store count as well; with `remote`, which does not
+    say how old a block is, it is refused. [Security](SECURITY.md#an-age-limit) has what it does not
+    reach.
+
+    Default: none
+    Example: 604800
+    """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
     """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
     than the quickest recent load took. 0: every hit is loaded.
@@ -339,7 +354,8 @@ class Config:
     when, how long they and their answers were, and which begin alike. It has no text and no token:
     blocks are short hashes with a random key, of each file its own, which is kept nowhere. A file
     of 64 MiB, or of the run before, is renamed to end in `.1`: never more than two are kept. Its
-    directory must exist; each engine needs a file of its own.
+    directory must exist; each engine needs a file of its own; data-parallel ranks from 1 on add
+    their number (`-dp1`) to the name.
 
     Default: none
     Example: "/var/tmp/kvdisk-trace.jsonl"
@@ -373,6 +389,11 @@ class Config:
             raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
         if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
             raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
+        if self.max_age_s is not None and self.remote is not None:
+            raise ConfigError(
+                "max_age_s cannot be used with remote, which does not say how old a block is; give the bucket a "
+                "lifecycle rule, and leave one of the two away."
+            )
         if self.remote is None:
             for name in ("remote_options", "remote_read_only", "remote_write_bytes_per_s", "remote_key_file"):
                 if getattr(self, name):

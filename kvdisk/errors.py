@@ -46,7 +46,11 @@ class DeviceError(KvdiskError):
     def __init__(self, errno_: int, what: str) -> None:
         super().__init__(f"{what}: errno {errno_}")
         self.errno = errno_
+        self._what = what
         self.is_of_process = errno_ in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+    def __reduce__(self) -> tuple[type[DeviceError], tuple[int, str]]:
+        return type(self), (self.errno, self._what)
 
 
 class QuietLog:

@@ -72,6 +72,11 @@ class Move(NamedTuple):
     slots: Mapping[Tier, Slot] = {}  # never written to
     parent: BlockKey | None = None
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it reads another engine's slot."""
+        return any(slot.segment >= FOREIGN_SEGMENTS for slot in self.slots.values())
+
 
 class HomeSpec(NamedTuple):
     """Names the home that ranks shall open: its id (32 hex digits; empty: there is none) and

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvdisk.device.rebuild import Blocks, Findings, HomeShape, remove_lost, scan
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import segment_charge_bytes
-from kvdisk.index.base import BlockColumns, SegmentRecord
+from kvdisk.index.base import BlockColumns, IndexState, SegmentRecord
 from kvdisk.index.columns import ascending, stored_times
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
 
@@ -32,13 +32,15 @@ PROGRESS_S = 5.0
 _FLUSH_S = 300.0
 
 
-def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], commit_s: float) -> LmdbIndex:
+def open_index(
+    home: Home, *, index_bytes: int, slot_sizes: Collection[int], segments_bytes: int, commit_s: float
+) -> LmdbIndex:
     """Open the index of a home, rebuilt where it cannot be trusted; cut the home to its cap.
 
-    ``index_bytes``: what the index may grow to. ``class_bytes``: by slot size, what segments of
-    such slots may take on all ranks; of others nothing is kept. The caller closes the index. Raises
-    CorruptRecord where it cannot be read though it looked sound (``rebuild_index``, and once more,
-    is the remedy), DeviceError, StoreLocked.
+    ``index_bytes``: what the index may grow to. ``segments_bytes``: what segments with slots of
+    ``slot_sizes`` may take on all ranks; of others nothing is kept. The caller has called
+    ``Home.await_index``, and closes the index. Raises CorruptRecord where it cannot be read though
+    it looked sound (``rebuild_index``, and once more, is the remedy), DeviceError, StoreLocked.
     """
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
@@ -46,7 +48,7 @@ def open_index(home: Home, *, index_bytes: int, class_bytes: Mapping[int, int], 
     with ExitStack() as held:
         held.callback(index.close)
         records = list(index.segments())
-        dropped = excess(records, class_bytes, _ranks(home)) if records else []
+        dropped = excess(records, slot_sizes, segments_bytes, _ranks(home)) if records else []
         too_long = (home.index_path / INDEX_FILE).stat().st_size > index_bytes
         if dropped or too_long:
             _cut(home, index, dropped)
@@ -69,6 +71,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
     """
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of engine store %s from the headers of its slots.", home.id)
+    home.await_index()
     home.remove_index()
     began_s = said_s = time.monotonic()
 
@@ -119,6 +122,7 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     know; what a crash leaves of them goes at the next start. Nothing else has the home's files
     open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
     """
+    home.await_index()
     if not home.index_is_sound():
         raise CorruptRecord(f"the index of engine store {home.id} cannot be trusted")
     map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
@@ -168,15 +172,24 @@ def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockCol
         raise
 
 
-def excess(records: Sequence[SegmentRecord], class_bytes: Mapping[int, int], rank_count: int) -> list[SegmentRecord]:
-    """Return the segments that are beyond the cap of their size, on all ranks; of each size the
-    newest first."""
-    dropped = []
-    for slot_bytes in {record.slot_bytes for record in records}:
-        mine = sorted(record for record in records if record.slot_bytes == slot_bytes)
-        charges = [segment_charge_bytes(slot_bytes, record.slot_count) * rank_count for record in mine]
-        while mine and sum(charges[: len(mine)]) > class_bytes.get(slot_bytes, 0):
-            dropped.append(mine.pop())
+def excess(
+    records: Sequence[SegmentRecord], slot_sizes: Collection[int], segments_bytes: int, rank_count: int
+) -> list[SegmentRecord]:
+    """Return the segments that are of no use, or beyond the cap, on all ranks: of each size its
+    part of what all have, the newest first."""
+    dropped = [record for record in records if record.slot_bytes not in slot_sizes]
+    kept = {size: sorted(record for record in records if record.slot_bytes == size) for size in slot_sizes}
+
+    def charge(size: int) -> int:
+        return sum(segment_charge_bytes(size, record.slot_count) for record in kept[size]) * rank_count
+
+    charges = {size: charge(size) for size in kept}
+    before = dict(charges)
+    while sum(charges.values()) > segments_bytes:
+        # The last one of a size goes after all others: a hit needs blocks of every size.
+        size = max(kept, key=lambda size: (len(kept[size]) > 1, charges[size] / max(1, before[size]), size))
+        dropped.append(kept[size].pop())
+        charges[size] = charge(size)
     return dropped
 
 
@@ -191,7 +204,7 @@ def _cut(
     for segment in gone:
         index.delete_segment(segment)
     committed = index.flush(_FLUSH_S)
-    if index.damaged:
+    if index.poll().state is IndexState.GONE:
         raise CorruptRecord("the index was found to be damaged")
     # On a full drive records may have to wait for the room of the files. Those of a segment without
     # files do no harm.

@@ -65,6 +65,7 @@ class Miss(StrEnum):
     EVICTED_CPU = "evicted_cpu", "evicted from CPU"
     EVICTED_NVME = "evicted_nvme", "evicted from NVMe"
     EVICTED = "evicted", "evicted from CPU or NVMe"
+    EXPIRED = "expired", "older than max_age_s"
     REFUSED = "refused", "refused by admission"
     NOT_STORED = "not_stored", "seen, but not stored"
     WRITING = "writing", "still being written"
@@ -104,7 +105,12 @@ METRICS: Mapping[str, Metric] = {
         Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", SOURCES),
         Metric("hit_blocks", _C, "blocks that requests were given from a tier", "tier", SOURCES),
         Metric("missed_blocks", _C, "blocks that a tier was asked for, and that it did not give", "tier", SOURCES),
-        Metric("hit_ratio", _H, "share of such tokens that one request was given, 0 to 1", buckets=_RATIOS),
+        Metric(
+            "hit_ratio",
+            _H,
+            "share of the tokens that a request asked the tiers for, and was given, 0 to 1",
+            buckets=_RATIOS,
+        ),
         Metric(
             "misses",
             _C,
@@ -127,21 +133,41 @@ METRICS: Mapping[str, Metric] = {
         Metric("demoted_blocks", _C, "blocks written from the CPU tier to NVMe"),
         Metric("sent_blocks", _C, "blocks that were sent from the CPU tier to the remote store, or were there already"),
         Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
-        Metric("loaded_blocks_foreign", _C, "of the loaded blocks, those read from another engine's store"),
+        Metric("loaded_blocks_foreign", _C, "blocks loaded to the GPU that were read from another engine's store"),
         Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
-        Metric("prefetched_blocks", _C, "of these, blocks read ahead for requests that waited in the queue"),
+        Metric(
+            "prefetched_blocks", _C, "blocks read from NVMe into CPU slots ahead, for requests that waited in the queue"
+        ),
         Metric("failed_stores", _C, "block stores or demotions that failed"),
         Metric("overwritten_blocks", _C, "blocks not stored, as the engine reused them before the copy could begin"),
         Metric("fence_seconds", _H, "seconds that a step waited for copies of blocks it writes", buckets=_WAIT_S),
-        Metric("failed_loads", _C, "block loads that failed and were recomputed"),
-        Metric("failed_promotions", _C, "blocks that could not be read ahead"),
+        Metric(
+            "failed_loads",
+            _C,
+            "blocks that failed to load and were recomputed, but for those of other engines that were gone",
+        ),
+        Metric(
+            "failed_promotions",
+            _C,
+            "blocks that could not be read ahead, but for those of other engines that were gone",
+        ),
         Metric("transfer_bytes", _H, "bytes of a part of a job, on one rank, by route", "route", ROUTES, _PART_BYTES),
-        Metric("transfer_seconds", _H, "seconds that such a part took on its route", "route", ROUTES, _TRANSFER_S),
+        Metric(
+            "transfer_seconds",
+            _H,
+            "seconds that a part of a job took on one rank, by route",
+            "route",
+            ROUTES,
+            _TRANSFER_S,
+        ),
         Metric("job_seconds", _H, "seconds from a job's plan until every rank has done it", "job", JOBS, _WAIT_S),
         Metric("drive_read_bytes", _C, "bytes read from a drive, on all ranks", "drive"),
         Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
         # What left, and what was not taken.
         Metric("evicted_blocks", _C, "copies evicted from a tier for room", "tier", TIERS),
+        Metric(
+            "expired_blocks", _C, "copies dropped from a tier because they were older than max_age_s", "tier", TIERS
+        ),
         Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
         Metric(
             "left_blocks", _C, "copies evicted from the CPU tier that NVMe had not taken, by reason", "reason", REFUSALS
@@ -153,20 +179,26 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "verification_failures",
             _C,
-            "blocks refused because their slot held another record (header), or their bytes were wrong (checksum)",
+            "blocks of this engine refused because their slot held another record (header), or because their "
+            "bytes were wrong (checksum)",
             "kind",
             ("header", "checksum"),
         ),
         Metric("io_errors", _C, "transfers that the device failed", "op", ("read", "write")),
         Metric("deadline_misses", _C, "moves given up at their deadline"),
-        Metric("late_moves", _C, "of these, moves that the drive had begun and not ended"),
+        Metric("late_moves", _C, "moves given up at their deadline that the drive had begun and not ended"),
         Metric("write_pauses", _C, "times that writes to a drive stopped for a while after a failure"),
         Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
+        Metric("moved_segments", _C, "segments given up for blocks of another size that were short of room"),
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
         Metric("foreign_questions", _C, "requests for which other engines' stores were asked"),
         Metric("remote_questions", _C, "requests for which the remote store was asked"),
         Metric("remote_rejects", _C, "blocks of the remote store that were not what was sent there"),
-        Metric("foreign_failures", _C, "blocks of another engine's store whose slot did not hold what its index said"),
+        Metric(
+            "foreign_failures",
+            _C,
+            "blocks of another engine's store that were evicted, or their file dropped, before they were read",
+        ),
         Metric(
             "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
         ),
@@ -183,8 +215,8 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "remote_paused",
             _G,
-            "1 while the remote store is not asked, or not read on some rank, as it did not answer, else 0; none "
-            "without",
+            "1 while the remote store is not asked, or not read on some rank, as it did not answer, else 0; only "
+            "where there is one",
         ),
         Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),
     )
@@ -202,14 +234,18 @@ FAILURES = {
     "io_errors.read": "read errors",
     "io_errors.write": "write errors",
     "deadline_misses": "deadline misses",
+    "late_moves": "late moves",
+    "write_pauses": "pauses of writes",
     "dropped_records": "records not committed",
     "segment_failures": "segments not made",
     "drive_quarantines": "drive quarantines",
-    "foreign_failures": "gone from other engines",
     "remote_rejects": "bad in the remote store",
     "switched_off": "switched off",
 }
-"""Series that count what has failed, and what they are in words."""
+"""Series that count what has failed, all 0 on a healthy machine, and what they are in words."""
+
+HARMLESS = {"foreign_failures": "gone from other engines"}
+"""Series that count failures of which a healthy machine has some, too."""
 
 
 SERIES: Mapping[str, Kind] = {

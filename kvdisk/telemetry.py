@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from kvdisk import __version__
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
+from kvdisk.geometry import FILE_EPOCH
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import Outcome
-from kvdisk.stats import FAILURES, ROUTES, Samples, Stats, by_metric
+from kvdisk.stats import FAILURES, HARMLESS, ROUTES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
 
@@ -69,6 +70,7 @@ class Telemetry:
         *,
         model: str,
         ranks: int,
+        data_parallel_rank: int | None = None,
         drives: Sequence[str] = (),
         write_file: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
@@ -84,12 +86,14 @@ class Telemetry:
             "host": socket.gethostname(),
             "model": model,
             "ranks": ranks,
+            "data_parallel_rank": data_parallel_rank,
         }
         self._was_busy = self._ended = False
         self._take_at_s = 0.0
         self._taken_at = 0, gauges.planned_jobs
         self._first = self._latest = self._logged = _Snapshot(time.time(), {}, {}, gauges.read())
-        self._written: _Snapshot | None = None
+        self._written: tuple[_Snapshot, dict[str, Any]] | None = None
+        self._reset: dict[str, Any] = {"epoch": FILE_EPOCH, "reset_s": None}
 
     # -- the scheduler's thread ----------------------------------------------------------------
 
@@ -132,14 +136,20 @@ class Telemetry:
             samples.values, mine.values = mine.values, []
         return fresh
 
+    def note_reset(self, epoch: int, what: str) -> None:
+        """Say that nothing is served any more that was stored before; ``what`` that is."""
+        self._reset = {"epoch": epoch, "reset_s": round(time.time(), 3)}
+        logger.info("kvdisk was reset, and serves nothing any more that was stored before: %s.", what)
+
     # -- another thread ------------------------------------------------------------------------
 
     def write(self) -> None:
         """Write the last snapshot into the engine store, if it is a new one. Raises OSError."""
-        latest = self._latest
-        if self._write_file is not None and latest is not self._written:
-            self._write_file(self._as_json(latest))
-            self._written = latest
+        latest, reset = self._latest, self._reset
+        is_written = self._written is not None and self._written[0] is latest and self._written[1] is reset
+        if self._write_file is not None and not is_written:
+            self._write_file(self._as_json(latest) | reset)
+            self._written = latest, reset
 
     def log(self) -> None:
         """Log what has happened since the last time, if anything has."""
@@ -253,7 +263,7 @@ def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     evicted = {tier.word: rose[f"evicted_blocks.{tier.label}"] for tier in KEPT_TIERS}
     if any(evicted.values()):
         found["evicted blocks"] = " ".join(f"{count:,} {word}" for word, count in evicted.items())
-    for series, name in FAILURES.items():
+    for series, name in (FAILURES | HARMLESS).items():
         if rose[series]:
             found[name] = f"{rose[series]:,}"
     return found

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: how Hypothesis searches, and a server that is slow to start."""
+"""What all tests share: how Hypothesis searches, servers that are slow to start, and what the
+machine may lack."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from support.mooncake_store import MooncakeStore
+from support.needs import need, pytest_terminal_summary, why_no_mooncake, why_no_queue, why_not_compiled
 from support.s3_server import S3Server
+
+__all__ = ["pytest_terminal_summary"]  # pytest looks for it here
 
 # No deadline: two shared cores make no promise. Where every change is tested, the same examples
 # each time, so that a change is judged by what it changed; elsewhere new ones, and a failure prints
@@ -31,7 +35,21 @@ def s3_server(tmp_path_factory) -> Iterator[S3Server]:
 def mooncake_store(tmp_path_factory) -> Iterator[MooncakeStore]:
     """A real Mooncake Store. A test that stops or kills a part of it has it run again when it
     ends."""
+    need(why_no_mooncake())
     store = MooncakeStore(tmp_path_factory.mktemp("mooncake"))
     store.start()
     yield store
     store.kill()
+
+
+@pytest.fixture(scope="session")
+def needs_queue() -> None:
+    """Skips the test where kvdisk has threads move blocks, since there is no queue of the
+    kernel's."""
+    need(why_no_queue())
+
+
+@pytest.fixture(scope="session")
+def needs_compiler() -> None:
+    """Skips the test where kvdisk was installed without a compiler."""
+    need(why_not_compiled())

@@ -26,7 +26,7 @@ def committed() -> list[str]:
     return [name for name in listed if name and (ROOT / name).is_file()]
 
 
-def test_the_wheel_has_the_package_and_serves_every_python(tmp_path):
+def test_the_wheel_has_the_package_and_serves_every_python(tmp_path, needs_compiler):
     """Built of a checkout in which something of an earlier build lies about."""
     checkout = tmp_path / "checkout"
     for name in committed():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the default policies with others on families of traces, at rooms of 1 to 25 %.
+"""Compares the default policies with others on families of traces, at rooms of 1 to 50 %.
 
     python tools/compare_policies.py mooncake_conversation_trace.jsonl ...
 
@@ -30,11 +30,16 @@ from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.config import Config
 
 ROOMS = ("1%", "5%", "10%", "25%")
+FULL_LENGTH_ROOMS = ("5%", "10%", "25%", "50%")
+"""With blocks of 16 tokens, where a prompt has thousands: of what is distinct, a hundredth would be
+less than one prompt."""
 OTHERS = [model + reuse for model, reuse in product(MODELS, ("", REUSE))]
 NEAR = 0.3
 """Points behind the best of the others that count as level."""
-REFERENCES = 75_000
-"""Blocks of a made trace, about: with these the tables took 11 minutes on two slow processors."""
+REFERENCES = {512: 75_000, 16: 1_200_000}
+"""Blocks of a made trace, about, by the tokens of a block."""
+_LONGER = {"coding agents": 5}
+"""How many times as many blocks a family needs, so that more than a few sessions come."""
 _BLOCK_BYTES = 1 << 20
 _NONE = Capacity("0", 0, 0)
 
@@ -90,10 +95,10 @@ def read_traces(paths: Iterable[Path], seed: int) -> Iterator[tuple[str, Trace]]
     for path in paths:
         yield path.stem, read_trace(path)
     for family, block_tokens in product(FAMILIES, (512, 16)):
-        requests = 200
+        requests, references = 200, REFERENCES[block_tokens] * _LONGER.get(family, 1)
         for _ in range(3):  # how long prompts are depends on how many came before
             trace = make_trace(family, seed, block_tokens, requests)
-            requests = requests * REFERENCES // trace.references
+            requests = requests * references // trace.references
         yield family, trace
 
 
@@ -108,7 +113,11 @@ def _score(at: int, room: str, policy: str) -> Score:
 def compare(processes: int) -> Iterator[tuple[str, Row]]:
     """Yield a row for each trace and room, with its family, as soon as it is there."""
     policies = ["", "memory", *OTHERS, "belady"]
-    cells = list(product(range(len(_traces)), ROOMS))
+    cells = [
+        (at, room)
+        for at, (_, trace) in enumerate(_traces)
+        for room in (FULL_LENGTH_ROOMS if trace.block_tokens == 16 else ROOMS)
+    ]
     with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
         scores = pool.map(_score, *zip(*((*cell, policy) for cell in cells for policy in policies), strict=True))
         for at, room in cells:

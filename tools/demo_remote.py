@@ -33,6 +33,7 @@ from engine_child import EngineError
 from rich.console import Console
 from rich.table import Table
 from support.mooncake_store import MooncakeStore
+from support.needs import why_no_mooncake
 from support.s3_server import S3Server
 
 PLACE = WORK / "hosts"
@@ -125,6 +126,11 @@ def main() -> int:
         console.print(f"kvdisk: {what}")
 
     try:
+        if "Mooncake" in options.stores and (why := why_no_mooncake()):
+            options.stores.remove("Mooncake")
+            say(f"without Mooncake: {why}")
+            if not options.stores:
+                return 1
         say("building the model")
         model = build_model()
         passes = RemoteDemo(options, model, cut_prompts(model, options.prompt_tokens), say).run()

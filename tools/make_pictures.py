@@ -137,6 +137,8 @@ def live_store(store: Path) -> Iterator[None]:
             command = [sys.executable, "-m", "support.live_process", "--store", str(store), *options]
             quiet = subprocess.DEVNULL
             engines.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, stderr=quiet))
+        while len(list(store.glob("homes/*/FIGURES"))) < len(engines) and all(one.poll() is None for one in engines):
+            time.sleep(0.1)
         time.sleep(WARM_S)
         if any(engine.poll() is not None for engine in engines):
             raise SystemExit(f"kvdisk: an engine has ended, try {' '.join(command)}")
@@ -264,7 +266,7 @@ def watched(store: Path, shown: Shown) -> list[str]:
         width=shown.columns, file=io.StringIO(), color_system="truecolor", force_terminal=True, markup=False
     )
     with console.capture() as text:
-        console.print(draw(frame, shown.columns))
+        console.print(draw(frame, shown.columns, height=ROWS - 1))  # under the line that was typed
     return text.get().splitlines()
 
 

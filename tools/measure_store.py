@@ -3,11 +3,11 @@
 
 An index of ``--blocks`` blocks with sha256 keys, in chains of 100, is built in a fresh directory
 below ``--dir`` and closed cleanly. Each opening is a process of its own: the time is that of
-reading the file's sum (after a clean end) or of the child that reads the index first (after a
-kill), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM is what the process's resident memory
-has grown by, after freed memory was given back, divided by the blocks. A pause is that of a full
-collection of garbage, beside the same in a process without a store. ``--memory`` measures the same
-without a drive. A rebuild reads headers of slots of 64 KiB, past the system's memory.
+reading the file's sum (after a clean end), of ``LmdbIndex`` and of ``NvmeSpace.restore``. The RAM
+is what the process's resident memory has grown by, after freed memory was given back, divided by
+the blocks. A pause is that of a full collection of garbage, beside the same in a process without a
+store. ``--memory`` measures the same without a drive. A rebuild reads headers of slots of 64 KiB,
+past the system's memory.
 """
 
 from __future__ import annotations
@@ -124,8 +124,6 @@ def measure_opening(path: Path, block_count: int, after_kill: bool) -> dict[str,
             sum_of_file(path / "data.mdb")
         return open_index(path, block_count)
 
-    if after_kill:
-        (path / "open").touch()
     return measure_tier(opened, block_count)
 
 
@@ -136,7 +134,7 @@ def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str,
     index = make_index()
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1)
     parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
-    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), (1 << 62,)), index, AdmissionPolicy())
+    nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), 1 << 62), index, AdmissionPolicy())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s
     assert len(parts.catalog) == block_count

@@ -8,8 +8,10 @@ prompt kvdisk loaded. vLLM's own prefix cache is off for that. ``make serve`` ru
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +43,7 @@ def server_command(options: argparse.Namespace, model: Path) -> list[str]:
         *("--model", str(model), "--served-model-name", NAME, "--port", str(options.port)),
         *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--shutdown-timeout", "30"),  # vLLM kills an engine at once without, before it has ended in order
+        *("--data-parallel-size", str(options.data_parallel_size)),
         *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),
     ]
 
@@ -49,6 +52,22 @@ def write_request() -> None:
     """Write the request of the two lines: a prompt of some hundred tokens and more."""
     prompt = (ROOT / "LICENSE").read_text()[:PROMPT_LETTERS]
     REQUEST.write_text(json.dumps({"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}))
+
+
+def is_taken(port: int) -> bool:
+    """Whether somebody listens on a port of this machine, by any of its names. vLLM would listen
+    beside a server that shares its port, and whoever asks may reach the other one."""
+    for family, any_address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104
+        try:
+            with socket.socket(family) as own:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended is gone
+                if family == socket.AF_INET6:
+                    own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                own.bind((any_address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return True
+    return False
 
 
 def await_health(server: subprocess.Popen[bytes], port: int) -> bool:
@@ -81,6 +100,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--nvme-bytes", default="4GiB", help="cap of the store")
     parser.add_argument("--cpu-bytes", default="1GiB", help="host memory of the CPU tier")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="engines, as vLLM's option of this name")
     parser.add_argument("--settings", default="{}", metavar="JSON", help="more of kvdisk's settings")
     options = parser.parse_args()
     options.store = options.store.absolute()
@@ -90,6 +110,10 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     """Start the server and stay with it; return its exit code, 0 where it was told to stop."""
     options = parse_options()
+    if is_taken(options.port):
+        sentence = "port {0} is in use: name another one, as make serve PORT={1} or with --port {1}."
+        print(f"kvdisk: {sentence.format(options.port, options.port + 1)}", file=sys.stderr)
+        return 1
     WORK.mkdir(exist_ok=True)
     try:
         model = build_model() if options.model is None else options.model.absolute()

@@ -82,6 +82,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Two KV heads, so that TP=2 splits it.
     "tiny-llama": ("LlamaConfig", TINY | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}),
+    # For prompts that are long: one layer, whose KV is 256 bytes a token.
+    "long-llama": (
+        "LlamaConfig",
+        TINY
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 1,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 65536,
+        },
+    ),
     "tiny-qwen3": ("Qwen3Config", TINY | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}),
     # A hybrid model, which vLLM puts into three KV-cache groups.
     "tiny-gemma3": (

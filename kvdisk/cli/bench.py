@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 
 from kvdisk.cli.model_kv import read_model
-from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size
+from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size, speed
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, on_trial, probe
@@ -60,7 +60,7 @@ class Bench:
     read: float
     run_read: float
     write: float
-    token_bytes: float | None
+    token_bytes: int | None
     tokens_per_s: float | None
     prefill_tokens_per_s: float | None
     verdict: str
@@ -135,7 +135,7 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
     token_bytes = tokens_per_s = None
     if geometry is not None:
         in_slots = sum(group.slot_bytes / group.block_tokens for group in geometry.groups)
-        token_bytes = in_slots * geometry.part_count
+        token_bytes = round(in_slots * geometry.part_count)
         tokens_per_s = read / token_bytes
     verdict = _verdict(tokens_per_s, prefill)
     speeds = (block_bytes, read, run_read, write)
@@ -161,13 +161,13 @@ def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, floa
     device = PosixDevice()
     with nameless_file(directory, FILE_BYTES) as (fd, _), on_trial(device, fd, memory):
 
-        def speed(op: Op, each_bytes: int) -> float:
+        def measured(op: Op, each_bytes: int) -> float:
             return statistics.median(
                 move_all(device, op, shuffled(fd, memory, each_bytes, RUN_BYTES)) for _ in range(ROUNDS)
             )
 
-        write = speed(Op.WRITE, block_bytes)
-        return speed(Op.READ, block_bytes), speed(Op.READ, RUN_BYTES), write
+        write = measured(Op.WRITE, block_bytes)
+        return measured(Op.READ, block_bytes), measured(Op.READ, RUN_BYTES), write
 
 
 def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
@@ -205,15 +205,11 @@ def move_all(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> f
 def _print(found: Bench) -> None:
     lines, block = make_lines(), size(found.block_bytes)
     lines.add_row("Drive", f"{printable(found.path)}, device {found.device}: {found.why}")
-    lines.add_row("Reads", f"{_rate(found.read)} in blocks of {block}, {_rate(found.run_read)} where they lie in a row")
-    lines.add_row("Writes", _rate(found.write))
+    lines.add_row("Reads", f"{speed(found.read)} in blocks of {block}, {speed(found.run_read)} where they lie in a row")
+    lines.add_row("Writes", speed(found.write))
     if found.token_bytes is not None and found.tokens_per_s is not None:
-        lines.add_row("Model", f"{size(round(found.token_bytes))} a token: {found.tokens_per_s:,.0f} tokens/s loaded")
+        lines.add_row("Model", f"{size(found.token_bytes)} a token: {found.tokens_per_s:,.0f} tokens/s loaded")
     if found.prefill_tokens_per_s is not None:
         lines.add_row("GPU", f"{found.prefill_tokens_per_s:,.0f} tokens/s computed")
     lines.add_row("Verdict", Text(found.verdict, "bold"))
     report_console().print(lines)
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.1f} GB/s"

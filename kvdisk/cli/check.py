@@ -12,8 +12,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +22,12 @@ from typing import Annotated, Any
 import typer
 
 from kvdisk import __version__
-from kvdisk.assembly import check_settings, open_remote
+from kvdisk.assembly import check_settings, check_sizes, open_remote
 from kvdisk.cli.bench import measure
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import (
+    DENIED_ERRNOS,
+    UNWRITABLE_ERRNOS,
     AsJson,
     Exit,
     make_lines,
@@ -34,6 +37,7 @@ from kvdisk.cli.output import (
     printable,
     refusal,
     report_console,
+    speed,
 )
 from kvdisk.cli.output import size as in_words
 from kvdisk.cli.size import MOST_RANKS, Fit, fit_cpu, fit_nvme, token_bytes
@@ -41,15 +45,19 @@ from kvdisk.config import Config
 from kvdisk.device.control import STORE_FILE
 from kvdisk.device.drives import list_directories
 from kvdisk.device.gds import gds_unavailable
+from kvdisk.device.mounts import check_mount
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
 from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
-from kvdisk.worker.arena import host_memory_bytes
+from kvdisk.worker.host_memory import Deployment, host_memory
 
 CONNECTOR = "KVDiskConnector"
 TRIAL_BYTES = 1 << 20
+_ALLOCATOR, _MOVING_MEMORY = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+_SAID_ELSEWHERE = DENIED_ERRNOS | UNWRITABLE_ERRNOS
+"""Of what is printed, and of paths that nobody may look at: ``standard_output`` says them."""
 _POLL_S = 1.0
 
 
@@ -58,8 +66,8 @@ class Directory:
     """A directory of ``store_dirs``, as an engine would have it.
 
     ``state``: "a store", "empty", or "to be made". ``free_bytes``: with what the store holds
-    already. ``wanted_bytes``: its part of ``nvme_bytes``. Of the drive: ``direct`` (O_DIRECT),
-    ``device`` and bytes per second; None: it could not be measured.
+    already. ``wanted_bytes``: its part of ``nvme_bytes``, of all engines. Of the drive: ``direct``
+    (O_DIRECT), ``device`` and bytes per second; None: it could not be measured.
     """
 
     path: Path
@@ -88,18 +96,23 @@ class Trial:
 
 @dataclass
 class Answer:
-    """All that is shown. ``problems``: sentences; an engine starts all the same. ``token_bytes``:
-    of one token on the drive; None without a model."""
+    """All that is shown, where an engine can start. ``engines``: data-parallel ranks of this host;
+    ``cpu_bytes`` and ``nvme_bytes`` are of each, and so are the fits. ``memory_bytes``: that
+    processes may take here, of ``memory_of``. ``problems``: sentences; an engine starts all the
+    same. ``token_bytes``: of one token on the drive; None without a model."""
 
     cpu_bytes: int
     nvme_bytes: int | None
     memory_bytes: int
+    memory_of: str
     directories: list[Directory]
     problems: list[str]
     token_bytes: int | None = None
     cpu: Fit | None = None
     nvme: Fit | None = None
     remote: Trial | None = None
+    engines: int = 1
+    can_start: bool = field(init=False, default=True)
     ok: bool = field(init=False, default=True)
     json_version: int = 1
     kvdisk_version: str = __version__
@@ -117,52 +130,101 @@ def check(
         ),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=MOST_RANKS, help="Tensor-parallel size.")] = 1,
+    dp: Annotated[
+        int, typer.Option("--dp", metavar="N", min=1, max=MOST_RANKS, help="Data-parallel ranks on this host.")
+    ] = 1,
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Say whether an engine can start with a configuration, and what it would have.
 
-    Looks at every setting, at the directories (owner, mode, room), and at the
-    drives: O_DIRECT, and how fast they are beside what a token of the model
-    takes; and tries the remote store with an object of its own. Run it as the
-    engine's user, in its container. It makes nothing; the file that is measured
-    on goes at once, and so does the object, where the credentials may delete.
+    Looks at every setting, at the memory that this container may take, at the
+    directories (owner, mode, room), and at the drives: O_DIRECT, and how fast
+    they are beside what a token of the model takes; and tries the remote store
+    with an object of its own. Run it as the engine's user, in its container. It
+    makes nothing; the file that is measured on goes at once, and so does the
+    object, where the credentials may delete.
 
     [bold]Exit codes[/bold]
 
     [cyan]0[/cyan]  an engine can start
 
-    [cyan]1[/cyan]  it can, and something is not as it should be; the report says what
+    [cyan]1[/cyan]  it can, and something is worth knowing; the report says what
 
     [cyan]2[/cyan]  it cannot, and one sentence says why; or wrong usage
+
+    [cyan]3[/cyan]  an error of kvdisk's own: nobody knows
     """
+    with _no_verdict_of_errors():
+        try:
+            settings, problems = read_settings(file), _of_environment(file, os.environ)
+            config = check_settings(settings)
+            if config.device == "gds" and (why := gds_unavailable()):
+                raise ConfigError(f"device 'gds' cannot be used: {why}.")
+            geometry = None if model is None else read_model(model, None, kv_dtype).geometry(tp)
+            check_sizes(config, Deployment(tp, dp), geometry)
+            answer = look(config, geometry, dp, problems)
+        except KvdiskError as error:
+            sentence = str(error).rstrip(".") + "."
+            if as_json:
+                print_json({"can_start": False, "error": sentence}, json_version=1)
+            raise refusal(sentence) from None
+        if as_json:
+            print_json(answer)
+        else:
+            _print(answer)
+        raise typer.Exit(Exit.FINE if answer.ok else Exit.WRONG)
+
+
+@contextmanager
+def _no_verdict_of_errors() -> Iterator[None]:
+    """End the command with a code of its own where an error of ours comes out: Python's would be
+    taken for a verdict."""
     try:
-        config = check_settings(read_settings(file))
-        if config.device == "gds" and (why := gds_unavailable()):
-            raise ConfigError(f"device 'gds' cannot be used: {why}.")
-        geometry = None if model is None else read_model(model, None, kv_dtype).geometry(tp)
-        answer = look(config, geometry)
-    except KvdiskError as error:
-        raise refusal(str(error).rstrip(".") + ".") from None
-    if as_json:
-        print_json(answer)
-    else:
-        _print(answer)
-    raise typer.Exit(Exit.FINE if answer.ok else Exit.WRONG)
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _SAID_ELSEWHERE:
+            raise
+        traceback.print_exc()
+        said = f"an error of kvdisk's own, so nothing is known: {type(error).__name__}: {error}"
+        raise refusal(said, Exit.OWN_ERROR) from None
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
     """Return kvdisk's settings from a file. Raises ConfigError."""
+    found = _settings_in(_read_json(file))
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} has no settings of {CONNECTOR}.")
+    return found
+
+
+def _read_json(file: Path) -> Any:
     try:
-        whole = json.loads(file.read_text("utf-8"))
+        return json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON: {error}.") from None
-    found = _settings_in(whole)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} has no settings of {CONNECTOR}.")
-    return found
+
+
+def _of_environment(file: Path, environment: Mapping[str, str]) -> list[str]:
+    """Return what in the environment keeps vLLM from starting with a connector, or may. Raises
+    ConfigError where it does."""
+    problems = []
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and "kvdisk" not in plugins.split(","):
+        sentence = f"VLLM_PLUGINS is {plugins!r}, and vLLM finds kvdisk only where it lists kvdisk"
+        whole = _read_json(file)
+        if "kv_connector" in whole and '"kv_connector_module_path"' not in json.dumps(whole):
+            raise ConfigError(f"{sentence}.")
+        problems.append(sentence)
+    if _MOVING_MEMORY in environment.get(_ALLOCATOR, ""):
+        problems.append(
+            f"{_ALLOCATOR} has {_MOVING_MEMORY}, with which vLLM starts no connector, unless in sleep mode: take it out"
+        )
+    return problems
 
 
 def _settings_in(whole: Any) -> Any:
@@ -182,22 +244,18 @@ def _settings_in(whole: Any) -> Any:
     return inner
 
 
-def look(config: Config, geometry: Geometry | None) -> Answer:
-    """Return what an engine of this configuration would have. Raises ConfigError where nothing fits
-    into a tier, DeviceError where a drive fails."""
-    memory_bytes = host_memory_bytes()
-    answer = Answer(config.cpu_bytes, config.nvme_bytes, memory_bytes, [], [])
+def look(config: Config, geometry: Geometry | None, engines: int, problems: Sequence[str]) -> Answer:
+    """Return what an engine of this configuration would have. ``problems``: that are known. Raises
+    ConfigError where nothing fits into a tier, DeviceError where a drive fails."""
+    answer = Answer(config.cpu_bytes, config.nvme_bytes, *host_memory(), [], list(problems), engines=engines)
     if geometry is not None:
         answer.cpu = fit_cpu(geometry, config.cpu_bytes) if config.cpu_bytes else None
         if config.nvme_bytes is not None:
             answer.nvme = fit_nvme(geometry, config.nvme_bytes, len(config.store_dirs))
         answer.token_bytes = round(token_bytes(geometry, geometry.part_count))
-    if config.cpu_bytes > memory_bytes:
-        answer.problems.append(
-            f"cpu_bytes is {in_words(config.cpu_bytes)}, and this machine has {in_words(memory_bytes)} of memory"
-        )
     for path in list_directories(config.store_dirs) if config.store_dirs else ():
-        answer.directories.append(_look_at(path, config, geometry, answer.problems))
+        answer.directories.append(_look_at(path, config, geometry, answer))
+    answer.problems += _without_room(answer)
     if config.remote is not None:
         answer.remote = Trial(config.remote)
         answer.problems += [f"{config.remote}: {what}" for what in _try_remote(config, answer.remote)]
@@ -205,11 +263,33 @@ def look(config: Config, geometry: Geometry | None) -> Answer:
     return answer
 
 
-def _look_at(path: Path, config: Config, geometry: Geometry | None, problems: list[str]) -> Directory:
+def _without_room(answer: Answer) -> Iterator[str]:
+    """Yield what is wanted of each drive beyond its room. Directories may lie on the same one."""
+    drives: dict[int, list[Directory]] = {}
+    for one in answer.directories:
+        drives.setdefault(_place_of(one.path).stat().st_dev, []).append(one)
+    of_engines = f" of {answer.engines} engines" if answer.engines > 1 else ""
+    for found in drives.values():
+        held = [allocated_bytes(one.path) if one.path.exists() else 0 for one in found]
+        free_bytes = found[0].free_bytes - held[0] + sum(held)
+        wanted_bytes = sum(one.wanted_bytes for one in found)
+        if free_bytes < wanted_bytes:
+            names = " and ".join(str(one.path) for one in found)
+            have, their = ("has", "its") if len(found) == 1 else ("together have", "their")
+            yield (
+                f"{names} {have} room for {in_words(free_bytes)}, and {their} part of nvme_bytes{of_engines} is "
+                f"{in_words(wanted_bytes)}: the tier keeps what there is room for"
+            )
+
+
+def _place_of(path: Path) -> Path:
+    return path if path.exists() else path.parent
+
+
+def _look_at(path: Path, config: Config, geometry: Geometry | None, answer: Answer) -> Directory:
     """Return what there is to say of a directory that an engine could use; add what is not as it
     should be."""
-    there = path.exists()
-    place = path if there else path.parent
+    there, place, problems = path.exists(), _place_of(path), answer.problems
     room, status = os.statvfs(place), place.stat()
     found = Directory(
         path,
@@ -217,13 +297,10 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, problems: li
         status.st_uid if there else os.geteuid(),
         status.st_mode & 0o7777 if there else DIRECTORY_MODE,
         room.f_bavail * room.f_frsize + (allocated_bytes(path) if there else 0),
-        (config.nvme_bytes or 0) // len(config.store_dirs),
+        (config.nvme_bytes or 0) // len(config.store_dirs) * answer.engines,
     )
-    if found.free_bytes < found.wanted_bytes:
-        problems.append(
-            f"{path} has room for {in_words(found.free_bytes)}, and its part of nvme_bytes is "
-            f"{in_words(found.wanted_bytes)}: the tier stops growing when the drive is full"
-        )
+    if said := check_mount(path):
+        problems.append(said.removeprefix("store_dirs: ").rstrip("."))
     try:
         bench = measure(place, geometry, None)
     except (ConfigError, DeviceError) as error:
@@ -313,7 +390,9 @@ def _print(answer: Answer) -> None:
         ("NVMe tier", answer.nvme_bytes, answer.nvme),
     ):
         tokens = f" = {number(fit.tokens)} tokens" if fit is not None else ""
-        lines.add_row(name, f"{in_words(size_bytes)}{tokens}" if size_bytes else "none")
+        each = f", of each of {answer.engines} engines" if answer.engines > 1 else ""
+        lines.add_row(name, f"{in_words(size_bytes)}{tokens}{each}" if size_bytes else "none")
+    lines.add_row("Memory", f"{in_words(answer.memory_bytes)} of {printable(answer.memory_of)}")
     for one in answer.directories:
         lines.add_row("Directory", printable(one.path))
         lines.add_row("", f"{one.state}; user {one.user}, mode {one.mode:04o}")
@@ -331,7 +410,7 @@ def _print(answer: Answer) -> None:
     if answer.token_bytes and read_bytes_per_s:
         tokens = number(int(read_bytes_per_s / answer.token_bytes))
         console.print(f"Loads pay where the GPU computes fewer than {tokens} prompt tokens a second.", soft_wrap=True)
-    print_list("Not as it should be", answer.problems, console, None, "")
+    print_list("Worth knowing", answer.problems, console, None, "")
     later = answer.remote is not None and answer.remote.missing_s is None
     console.print(f"An engine can start with this{', and shares blocks once the remote store works' if later else ''}.")
 
@@ -344,4 +423,4 @@ def _told(trial: Trial) -> str:
 
 def _rate(bytes_per_s: float, answer: Answer) -> str:
     tokens = f" = {number(int(bytes_per_s / answer.token_bytes))} tokens/s" if answer.token_bytes else ""
-    return f"{bytes_per_s / 1e6:,.0f} MB/s{tokens}"
+    return f"{speed(bytes_per_s)}{tokens}"

@@ -3,7 +3,8 @@
 
 What gives space back to the drive is a segment or a whole engine store; a block that goes leaves a
 slot for the next owner. The order: docs/decisions/0024-prune.md. Nothing is deleted of an engine
-store that has an owner: the plan looks for one, and the deletion again, under its lock.
+store that has an owner: the plan looks for one, and the deletion again, under its lock. With
+``--live`` the owner is asked to do it itself (``device.orders``).
 
 ``--json`` prints an object with ``json_version`` (2), ``kvdisk_version``, ``path``, ``dry_run``,
 ``asked`` (what ``make_plan`` takes; ``everything``: none of it is given), ``before`` and ``after``
@@ -17,9 +18,10 @@ from __future__ import annotations
 import errno
 import math
 import time
+import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,13 +68,27 @@ from kvdisk.cli.verify import why_unusable
 from kvdisk.config import parse_bytes
 from kvdisk.device.control import HomeSummary
 from kvdisk.device.listing import list_homes
+from kvdisk.device.orders import (
+    MOST_RANGES,
+    REQUEST_FILE,
+    Answer,
+    Request,
+    read_answer,
+    remove_request,
+    write_request,
+)
 from kvdisk.device.store import Store
-from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import cut_home
 
 JSON_VERSION = 2
+_POLL_S = 0.05
 OnlyStopped = Annotated[
     bool, typer.Option("--stopped", help="Leave engine stores that an engine owns alone, instead of refusing.")
+]
+Live = Annotated[bool, typer.Option("--live", help="Have engines that run delete their part, instead of refusing.")]
+Wait = Annotated[
+    float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Of --live: how long to wait for each engine.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
 
@@ -90,13 +106,16 @@ def prune(
         typer.Option("--namespace", metavar="N", help="Only of this namespace: how its id begins, or its model."),
     ] = None,
     stopped: OnlyStopped = False,
+    live: Live = False,
+    wait: Wait = 60.0,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete a part of a store: the oldest, what is old, or one namespace.
 
-    Only engine stores of stopped engines are changed. The plan is shown, and asked
+    Only engine stores of stopped engines are changed, with --live also those of
+    engines that run: these do it themselves. The plan is shown, and asked
     for, before anything is deleted. Of several conditions all must hold. A
     block was used when it was stored, or when one that comes after it in its
     prompt was. Whole engine stores and segments give space back to the drive;
@@ -115,12 +134,25 @@ def prune(
     """
     if to is None and older_than is None and namespace is None:
         raise refusal("say what to delete: --to, --older-than or --namespace; kvdisk clear deletes everything.")
-    _delete(directories, to, older_than, namespace, stopped=stopped, dry_run=dry_run, yes=yes, as_json=as_json)
+    wait_s = wait if live else None
+    _delete(
+        directories,
+        to,
+        older_than,
+        namespace,
+        stopped=stopped,
+        wait_s=wait_s,
+        dry_run=dry_run,
+        yes=yes,
+        as_json=as_json,
+    )
 
 
 def clear(
     directories: StoreDirectories,
     stopped: OnlyStopped = False,
+    live: Live = False,
+    wait: Wait = 60.0,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -128,7 +160,9 @@ def clear(
     """Delete everything that is in a store; the store itself stays, empty.
 
     Refuses while an engine uses the store, unless --stopped says to leave its
-    part alone. The plan is shown, and asked for, before anything is deleted.
+    part alone, or --live to have it deleted by the engine itself, which then
+    serves nothing that was stored before, also not from memory. The plan is
+    shown, and asked for, before anything is deleted.
 
     [bold]Exit codes[/bold]
 
@@ -141,7 +175,8 @@ def clear(
 
     [cyan]3[/cyan]  nothing was deleted, or one engine store less, because an engine owns it
     """
-    _delete(directories, None, None, None, stopped=stopped, dry_run=dry_run, yes=yes, as_json=as_json)
+    wait_s = wait if live else None
+    _delete(directories, None, None, None, stopped=stopped, wait_s=wait_s, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 def _delete(
@@ -151,11 +186,15 @@ def _delete(
     namespace: str | None,
     *,
     stopped: bool,
+    wait_s: float | None,
     dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Plan, show, ask, delete and report. Ends the command with its exit code."""
+    """Plan, show, ask, delete and report. Ends the command with its exit code. ``wait_s``: None:
+    nothing is asked of running engines."""
+    if stopped and wait_s is not None:
+        raise refusal("--stopped leaves running engines alone, and --live asks them: say one of the two.")
     now_s = int(time.time())
     with opening(directories) as named:
         store = Store.open(named, create=False)
@@ -167,7 +206,7 @@ def _delete(
             "older_than_s": None if older_than is None else parse_age("--older-than", older_than),
             "namespace": None if namespace is None else bytes.fromhex(find_namespace(homes, namespace).id),
         }
-        plan = make_plan(homes, now_s, **asked)
+        plan = make_plan(homes, now_s, ask_live=wait_s is not None, **asked)
         for home in homes:
             if None in home.summary.folders and any(one.id == home.id for one in plan.engine_stores):
                 not_named = f"{engine_store(home.id)} has a part on a drive that was not named"
@@ -187,7 +226,7 @@ def _delete(
         raise refusal("nothing was deleted.")
     if not dry_run:
         with opening(named):
-            carry_out(store, plan)
+            carry_out(store, plan, wait_s or 0.0)
             after = _held(list_homes(named)) if plan.engine_stores else None
     with standard_output(Exit.NOTHING_DONE if after is None else Exit.WRONG):
         if as_json:
@@ -253,7 +292,8 @@ class HomePlan:
 
     ``blocks``: null where it is not known. ``bytes``: what the drive gets back. ``result``:
     "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was
-    deleted), "failed", or null in a dry run; ``why`` says more.
+    deleted), "failed", or null in a dry run; ``why`` says more. ``live``: its engine is asked to;
+    ``blocks`` and ``bytes`` are then what that says, once it has done it.
     """
 
     id: str
@@ -266,6 +306,7 @@ class HomePlan:
     bytes: int
     result: str | None = None
     why: str | None = None
+    live: bool = False
 
 
 @dataclass
@@ -273,13 +314,15 @@ class Plan:
     """What is deleted of a store.
 
     ``engine_stores``: of which something goes. ``keys``: blocks whose segments stay, with epochs,
-    by engine store. ``in_use``: live engine stores that would have to change. ``kept``: sentences
-    about those that stay, and might have gone. ``notes``: other sentences. ``short_bytes``: what is
-    allocated beyond ``to_bytes`` even so.
+    by engine store. ``requests``: what live engines are asked for, likewise. ``in_use``: live
+    engine stores that would have to change. ``kept``: sentences about those that stay, and might
+    have gone. ``notes``: other sentences. ``short_bytes``: what is allocated beyond ``to_bytes``
+    even so.
     """
 
     engine_stores: list[HomePlan] = field(default_factory=list)
     keys: dict[str, list[tuple[int, BlockKey]]] = field(default_factory=dict)
+    requests: dict[str, list[Request]] = field(default_factory=dict)
     in_use: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -303,12 +346,13 @@ def make_plan(
     to_bytes: int | None = None,
     older_than_s: int | None = None,
     namespace: bytes | None = None,
+    ask_live: bool = False,
 ) -> Plan:
     """Choose what all of these that are not None say; of several engine stores that which was used
     longest ago goes first.
 
     ``to_bytes``: only until no more than that is allocated. ``older_than_s``: only blocks not used
-    for so long. ``namespace``: only of this fingerprint.
+    for so long. ``namespace``: only of this fingerprint. ``ask_live``: live engines can be asked.
     """
     plan, excess_bytes = Plan(), math.inf
     before_s = None if older_than_s is None else now_s - older_than_s
@@ -322,7 +366,12 @@ def make_plan(
         if excess_bytes <= 0:
             break
         chosen = _choose(home, before_s, excess_bytes, plan)
-        if chosen is not None and home.summary.alive:
+        if chosen is not None and home.summary.alive and ask_live:
+            everything = before_s is None and excess_bytes == math.inf
+            chosen = _asked_of(home, chosen, plan, everything=everything)
+            plan.engine_stores.append(chosen)
+            excess_bytes -= chosen.bytes
+        elif chosen is not None and home.summary.alive:
             plan.in_use.append(home.id)
         elif chosen is not None:
             plan.engine_stores.append(chosen)
@@ -331,6 +380,38 @@ def make_plan(
         plan.short_bytes = max(0, int(excess_bytes))
         plan.in_use = plan.in_use if plan.short_bytes else []
     return plan
+
+
+def _asked_of(home: HomeState, chosen: HomePlan, plan: Plan, *, everything: bool) -> HomePlan:
+    """Return what a live engine is asked to let go; the engine store itself stays."""
+    columns = home.records.columns
+    known = {record.segment for record in home.index.segments}  # others are just being made
+    segments = tuple(segment for segment in chosen.segments if segment in known)
+    up_to = int(columns.generations.max(initial=0))
+    names = set(plan.keys.get(home.id, ()))
+    each = zip(columns.epochs.tolist(), columns.keys, strict=True) if names else ()
+    rows = [row for row, name in enumerate(each) if name in names]
+    requests = [Request(uuid.uuid4().hex, everything, up_to, segments)] if everything or segments else []
+    ranges = _ranges(sorted(zip(columns.segments[rows].tolist(), columns.indices[rows].tolist(), strict=True)))
+    for start in range(0, len(ranges), MOST_RANGES):
+        slots: dict[int, list[tuple[int, int]]] = {}
+        for segment, first, count in ranges[start : start + MOST_RANGES]:
+            slots.setdefault(segment, []).append((first, count))
+        requests.append(Request(uuid.uuid4().hex, False, up_to, (), slots))
+    plan.requests[home.id] = requests
+    freed_bytes = sum(home.segment_bytes[segment] for segment in segments)
+    return replace(chosen, whole=False, segments=segments, bytes=freed_bytes, live=True)
+
+
+def _ranges(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return ascending slots as ranges: segment, first, and how many."""
+    found: list[tuple[int, int, int]] = []
+    for segment, index in slots:
+        if found and found[-1][0] == segment and sum(found[-1][1:]) == index:
+            found[-1] = (segment, found[-1][1], found[-1][2] + 1)
+        else:
+            found.append((segment, index, 1))
+    return found
 
 
 def _choose(home: HomeState, before_s: int | None, excess_bytes: float, plan: Plan) -> HomePlan | None:
@@ -400,8 +481,9 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 # -- the deletion ------------------------------------------------------------------------------
 
 
-def carry_out(store: Store, plan: Plan) -> None:
+def carry_out(store: Store, plan: Plan, wait_s: float = 0.0) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
+    ``wait_s``: how long each live engine is waited for.
 
     Raises StoreLocked and DeviceError before anything is deleted, unless nothing is planned. What
     is wrong with one engine store is its result.
@@ -412,7 +494,49 @@ def carry_out(store: Store, plan: Plan) -> None:
         if plan.engine_stores:
             raise
     for home in plan.engine_stores:
-        home.result, home.why = _delete_of_home(store, home, plan.keys.get(home.id, []))
+        if home.live:
+            home.result, home.why = _ask_engine(store, home, plan.requests[home.id], wait_s)
+        else:
+            home.result, home.why = _delete_of_home(store, home, plan.keys.get(home.id, []))
+
+
+def _ask_engine(store: Store, plan: HomePlan, requests: Sequence[Request], wait_s: float) -> tuple[str, str | None]:
+    """Have a live engine delete; ``plan`` then says what it has deleted."""
+    path, deadline_s = store.home_path(plan.id), time.monotonic() + wait_s
+    plan.blocks = plan.bytes = 0
+    waits = False
+    try:
+        for request in requests:
+            answer = _answer_to(path, request, deadline_s)
+            if answer is None:
+                return "failed", f"its engine did not answer in {wait_s:g} s: it hangs, or is of an older kvdisk"
+            plan.blocks += answer.blocks
+            plan.bytes += answer.bytes
+            waits |= answer.waits
+            if answer.why is not None:
+                return "failed", answer.why
+    except FileNotFoundError:
+        return "gone", "its engine has ended, or it was deleted, meanwhile"
+    except (OSError, CorruptRecord) as error:
+        return "failed", str(error)
+    return "deleted", "the drive gets the bytes back with the engine's next request" if waits else None
+
+
+def _answer_to(home_path: Path, request: Request, deadline_s: float) -> Answer | None:
+    """Return what an engine answers, None where it does not in time; then the request is withdrawn.
+    Raises OSError, CorruptRecord."""
+    while (home_path / REQUEST_FILE).exists() and time.monotonic() < deadline_s:  # another command's
+        time.sleep(_POLL_S)
+    write_request(home_path, request)
+    while True:
+        answer = read_answer(home_path)
+        if answer is not None and answer.id == request.id:
+            return answer
+        if time.monotonic() >= deadline_s:
+            remove_request(home_path)
+            return None
+        home_path.stat()
+        time.sleep(_POLL_S)
 
 
 def _delete_of_home(store: Store, plan: HomePlan, keys: Sequence[tuple[int, BlockKey]]) -> tuple[str, str | None]:
@@ -487,12 +611,19 @@ def _show_result(
     if after is None:
         console.print("This was a dry run: nothing was deleted." if dry_run else "There is nothing to delete.")
     else:
-        freed = size(before["allocated_bytes"] - after["allocated_bytes"])
+        given = before["allocated_bytes"] - after["allocated_bytes"]
+        asked = sum(home.bytes for home in plan.engine_stores if home.live)  # an engine does it with its next steps
+        freed = size(max(given, asked))
         count = _count([home for home in plan.engine_stores if home.result == "deleted"])
         stays = f"{size(after['allocated_bytes'])} in {plural(after['engine_stores'], 'engine store')} stay"
         said = f"{freed}, {count}; {stays if after['engine_stores'] else 'the store is empty'}."
         console.print(Text.assemble(("\nDeleted ", "green"), said))
         others = [f"{engine_store(home.id)}: {home.why}" for home in plan.engine_stores if home.result != "deleted"]
+        for home in plan.engine_stores:
+            if home.live and home.result == "deleted":
+                waits = f"; {home.why}" if home.why else ""
+                said = f"{plural(home.blocks or 0, 'block')} and {size(home.bytes)}"
+                console.print(Text(f"The engine of {engine_store(home.id)} let go of {said}{waits}."), soft_wrap=True)
         print_list("Left alone", others, console, None, "")
     if plan.short_bytes:
         short = f"{size(plan.short_bytes)} more than asked for stay"

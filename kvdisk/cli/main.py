@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from kvdisk.cli.bench import bench
 from kvdisk.cli.check import check
 from kvdisk.cli.delete import clear, prune
 from kvdisk.cli.inspect import inspect
-from kvdisk.cli.output import standard_output
+from kvdisk.cli.output import JSON_WANTED, print_json_error, standard_output
 from kvdisk.cli.repair import repair
 from kvdisk.cli.replay.command import replay
 from kvdisk.cli.report.command import report
@@ -23,18 +24,33 @@ from kvdisk.cli.verify import verify
 from kvdisk.cli.why import why
 
 
+def unwrapped(text: str) -> str:
+    """Return a text with each paragraph in one line, so that a terminal of any width can wrap
+    it."""
+    return "\n\n".join(" ".join(map(str.strip, paragraph.splitlines())) for paragraph in text.split("\n\n"))
+
+
 class Commands(TyperGroup):
     """The commands; what is printed is written before one ends, or one sentence says why not."""
 
-    def make_context(self, *arguments: Any, **more: Any) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **more: Any) -> Any:
         """Read what was typed before the command: its help, or the version, is printed at once."""
+        JSON_WANTED.set("--json" in args)
         with standard_output():
-            return super().make_context(*arguments, **more)
+            return super().make_context(info_name, args, *arguments, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was typed."""
+        """Run the command that was typed. What ends it has been printed as JSON, too, where that
+        was asked for."""
         with standard_output():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except (typer.Exit, typer.Abort, OSError):
+                raise
+            except Exception as error:
+                of_usage = getattr(error, "format_message", None)
+                print_json_error(of_usage() if of_usage else f"an error of kvdisk: {type(error).__name__}: {error}")
+                raise
 
 
 app = typer.Typer(
@@ -45,7 +61,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 for command in (inspect, why, top, report, verify, repair, prune, clear, check, size, replay, bench):
-    app.command()(command)
+    app.command(help=unwrapped(getdoc(command) or ""))(command)
 
 
 def _print_version(wanted: bool) -> None:

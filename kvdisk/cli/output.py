@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from itertools import pairwise
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
@@ -40,30 +41,37 @@ OnlyHome = Annotated[
     str | None, typer.Option("--engine-store", metavar="ID", help="Only the engine store whose id begins so.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+JSON_WANTED: ContextVar[bool] = ContextVar("kvdisk_json", default=False)
+"""Whether the command that runs was typed with ``--json``."""
 ID_LETTERS = 8
+SCREEN_LINES = 24
+"""Of a terminal, unless it is larger: a report fits there."""
 WIDE = 100
 """Columns from which on a table has room for everything."""
 _UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 _AGES_S = _UNITS_S | {"m": 60, "w": 7 * 86400}
 YEAR_S = 365 * 86400
 _JUST_NOW_S = 5
+_SPEEDS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 _LAST_S = 1 << 35
 """What is later is shown as this: the C library knows no year that is much later."""
-_DENIED = frozenset({errno.EACCES, errno.EPERM})
-_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
+UNWRITABLE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Exit(IntEnum):
     """Exit codes of the commands. WRONG: something is wrong, or less was done than asked.
 
     NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: a
-    live engine owns what would have to change. STOPPED: by Ctrl-C; what was found so far is shown.
+    live engine owns what would have to change. OWN_ERROR: of ``check``, whose codes are a verdict:
+    an error of ours, so there is none. STOPPED: by Ctrl-C; what was found so far is shown.
     """
 
     FINE = 0
     WRONG = 1
     NOTHING_DONE = 2
     IN_USE = 3
+    OWN_ERROR = 3
     STOPPED = 130
 
 
@@ -118,6 +126,25 @@ def miss_counts(totals: Mapping[str, int]) -> dict[Miss, int]:
     FIGURES, by series."""
     counts = {miss: totals.get(f"misses.{miss}", 0) for miss in Miss}
     return {miss: count for miss, count in sorted(counts.items(), key=lambda each: -each[1]) if count}
+
+
+def speed(bytes_per_s: float | None) -> str:
+    """Return bytes a second as drives are sold: ``1.8 GB/s``, ``812 MB/s``; ``-`` for none, ``?``
+    where it is not known."""
+    if bytes_per_s is None:
+        return "?"
+    if bytes_per_s < 1:
+        return "-"
+    unit, name = next((unit, name) for unit, name in _SPEEDS if bytes_per_s >= 0.9995 * unit or unit == 1)
+    count = bytes_per_s / unit
+    return f"{count:,.1f} {name}/s" if unit > 1 and count < 99.95 else f"{count:,.0f} {name}/s"
+
+
+def in_counts(misses: Mapping[Miss, int], most: int | None = None) -> str:
+    """Return how many requests missed, and for which reasons, at most so many, the first ones:
+    ``12 requests: 9 evicted from NVMe, 3 load failed``."""
+    reasons = ", ".join(f"{number(count)} {miss.words}" for miss, count in list(misses.items())[:most])
+    return f"{plural(sum(misses.values()), 'request')}: {reasons}"
 
 
 def in_shares(misses: Mapping[Miss, int], most: int | None = None) -> str:
@@ -247,6 +274,34 @@ def print_list(title: str, lines: Sequence[str], console: Console, most: int | N
         console.print(Text(f"  … and {number(len(lines) - most)} more; {more}", "dim"))
 
 
+def lines_of(part: RenderableType, width: int) -> int:
+    """Return how many lines of a terminal a part takes."""
+    console = Console(width=width, file=io.StringIO(), markup=False, highlight=False, emoji=False)
+    return len(console.render_lines(part, pad=False))
+
+
+def print_fitting(
+    title: str, lines: Sequence[str], style: str, console: Console, room: int | None, more: str
+) -> int | None:
+    """Print lines, in ``room`` lines of the terminal with the title; ``more`` says how to see the
+    rest. Return what is left of the room; None: it is endless."""
+    if not lines:
+        return room
+    bullets = [Text.assemble(("  ✗ " if style == "red" else "  · ", style), printable(line)) for line in lines]
+    shown, taken = 0, 3  # an empty line, the title, and how many more there are
+    for bullet in bullets:
+        taken += -(-bullet.cell_len // console.width)
+        if room is not None and taken > room and shown:
+            break
+        shown += 1
+    console.print(Text(f"\n{title}", f"bold {style}"))
+    for bullet in bullets[:shown]:
+        console.print(bullet, soft_wrap=True)
+    if shown < len(bullets):
+        console.print(Text(f"  … and {number(len(bullets) - shown)} more; {more}", "dim"))
+    return None if room is None else max(0, room - taken)
+
+
 def print_note(note: str, console: Console) -> None:
     """Print a sentence that is worth knowing, and no fault."""
     console.print(Text.assemble(("  · ", "yellow"), printable(note)), soft_wrap=True)
@@ -289,9 +344,17 @@ def opening(directories: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE) -> typer.Exit:
-    """Print one sentence on standard error; return what ends the command."""
+    """Print one sentence on standard error, and with ``--json`` as the object's ``error``; return
+    what ends the command."""
+    print_json_error(sentence)
     typer.echo(f"kvdisk: {printable(sentence)}", err=True)
     return typer.Exit(code)
+
+
+def print_json_error(sentence: str) -> None:
+    """Print ``{"error": ...}`` where the command that runs was typed with ``--json``."""
+    if JSON_WANTED.get():
+        print_json({"error": printable(sentence)})
 
 
 @contextmanager
@@ -302,9 +365,9 @@ def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None and error.errno in _DENIED:
+        if error.filename is not None and error.errno in DENIED_ERRNOS:
             raise refusal(f"no permission to look at {error.filename}.") from None
-        if error.filename is not None or error.errno not in _UNWRITABLE:
+        if error.filename is not None or error.errno not in UNWRITABLE_ERRNOS:
             raise
         # Python writes what is left once more at its end: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -328,7 +391,7 @@ def new_file(target: Path) -> Iterator[Path]:
 def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     """Say in one sentence why a store cannot be opened, and what would help."""
     cause = error.__cause__
-    if isinstance(error, DeviceError) and error.errno in _DENIED and isinstance(cause, OSError):
+    if isinstance(error, DeviceError) and error.errno in DENIED_ERRNOS and isinstance(cause, OSError):
         return _denied(cause.filename or paths[0])
     for path in paths:
         try:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -51,7 +51,8 @@ class DroppedSegment:
 class Repaired:
     """How the repair of an engine store ended.
 
-    ``why``: null where it was rebuilt, or healthy. The rest is null unless it was rebuilt.
+    "healthy": its index is, its blocks were not read. ``why``: null where it was rebuilt, or
+    healthy. The rest is null unless it was rebuilt.
     ``older_copies``: of the same blocks, left out.
     """
 
@@ -64,18 +65,30 @@ class Repaired:
     dropped_segments: tuple[DroppedSegment, ...] | None = None
 
 
-def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = False, as_json: AsJson = False) -> None:
+def repair(
+    directories: StoreDirectories,
+    home: OnlyHome = None,
+    with_healthy: Annotated[
+        bool,
+        typer.Option(
+            "--healthy", help="Rebuild sound indexes too: deleted blocks may come back, and ages are estimated."
+        ),
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
     """Rebuild the index of every damaged engine store that no engine owns, from its slots.
 
     An engine does this by itself when it starts and finds its index lost or
     damaged; this is for looking at once. Headers are read and no block: each
     is checked when it is loaded, and by kvdisk verify. Segments whose files
-    are of no use are removed. A healthy engine store is rebuilt only where you
-    say so, or with --yes.
+    are of no use are removed. An index that is healthy is left as it is,
+    unless you say --healthy, and yes. Whether the blocks are, kvdisk verify
+    says.
 
     [bold]Exit codes[/bold]
 
-    [cyan]0[/cyan]  every engine store asked for is healthy, or was rebuilt
+    [cyan]0[/cyan]  the index of every engine store asked for is healthy, or was rebuilt
 
     [cyan]1[/cyan]  one could not be rebuilt, and the report says why; or it found no room
 
@@ -92,19 +105,21 @@ def repair(directories: StoreDirectories, home: OnlyHome = None, yes: Yes = Fals
         stopped = [one for one in homes if not (one.summary.alive or why_unusable(one, store.boot_id))]
         healthy = {one.id for one in stopped if not survey_home(one).problems}
     whole = plural(len(healthy), "engine store")
-    said = f"{whole} of stopped engines {'is' if len(healthy) == 1 else 'are'} healthy"
-    if healthy and not yes and not as_json and len(healthy) == len(homes):
-        typer.echo(f"{said}: there is nothing to repair.")
-        yes = can_ask() and ask("Rebuild from the slots all the same?")
-    reports = [
-        Repaired(one.id, "healthy") if one.id in healthy and not yes else _repair(store, one.id) for one in homes
-    ]
+    if healthy and with_healthy and not yes:
+        question = f"Rebuild {whole} with a healthy index, too? Deleted blocks may come back, and ages are estimated."
+        with_healthy = can_ask() and ask(question)
+    left_alone = set() if with_healthy else healthy
+    reports = [Repaired(one.id, "healthy") if one.id in left_alone else _repair(store, one.id) for one in homes]
     with standard_output(Exit.WRONG):
         if as_json:
             print_json({"json_version": 3, "engine_stores": reports})
         else:
-            for report in reports if yes or len(healthy) < len(homes) else ():
+            for report in reports if len(left_alone) < len(homes) else ():
                 _print(report)
+            if reports and len(left_alone) == len(homes):
+                have = "has a healthy index" if len(homes) == 1 else "have healthy indexes"
+                typer.echo(f"{whole} of stopped engines {have}: there is nothing to repair.")
+                typer.echo("Their blocks were not read; kvdisk verify reads them.")
             if not reports:
                 typer.echo(f"{printable(paths[0])} is empty: there is nothing to repair.")
     codes = {"in use": Exit.IN_USE, "failed": Exit.WRONG}
@@ -143,8 +158,8 @@ def _repair(store: Store, home_id: str) -> Repaired:
 
 def _print(report: Repaired) -> None:
     if report.result != "rebuilt":
-        why = f", {printable(report.why)}" if report.why else ""
-        typer.echo(f"{engine_store(report.id)}: {report.result}{why}")
+        result = "index healthy" if report.result == "healthy" else report.result
+        typer.echo(f"{engine_store(report.id)}: {result}{f', {printable(report.why)}' if report.why else ''}")
         return
     blocks, segments = plural(report.blocks or 0, "block"), plural(report.segments or 0, "segment")
     typer.echo(f"{engine_store(report.id)}: {blocks} in {segments} recovered")

@@ -43,16 +43,18 @@ DAY_S = 86400
 _CONTEXT_TOKENS = 32768
 MOST_RANKS = 1024
 _MOST_BLOCK_TOKENS = 1 << 16
-_MOST_TOKENS = 1 << 40
 _MODEL_FIELDS = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_tokens")
 _GROUP_FIELDS = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
 
 
 _Prefill = Annotated[
     float | None,
-    typer.Option(
-        metavar="TOKENS", min=1, max=_MOST_TOKENS, help="Computed in a second: what a remote store's link must carry."
-    ),
+    typer.Option(metavar="TOKENS", min=1, help="Computed in a second: what a remote store's link must carry."),
+]
+
+
+_DataParallel = Annotated[
+    int, typer.Option("--dp", metavar="N", min=1, max=MOST_RANKS, help="Data-parallel ranks, engines each.")
 ]
 
 
@@ -110,6 +112,7 @@ class Answer:
     headers and padding. ``pipeline``: layers of each stage. ``groups``: KV-cache groups, sizes of
     blocks on one rank. ``context_tokens``: of a conversation. ``notes``: sentences about what had
     to be assumed.
+    ``data_parallel``: engines; ``cpu`` and ``nvme`` are of each.
     """
 
     model: Mapping[str, object]
@@ -126,6 +129,7 @@ class Answer:
     writes: Writes | None = None
     endurance: Endurance | None = None
     link: Link | None = None
+    data_parallel: int = 1
     notes: list[str] = field(default_factory=list)
     json_version: int = 2
     kvdisk_version: str = __version__
@@ -140,13 +144,12 @@ def size(
         str,
         typer.Option("--pp", metavar="N", help="Pipeline stages, or what VLLM_PP_LAYER_PARTITION says: 2, or 17,15."),
     ] = "1",
+    dp: _DataParallel = 1,
     nvme: Annotated[str | None, typer.Option("--nvme", metavar="BYTES", help="The NVMe tier: 500GiB.")] = None,
     cpu: Annotated[str | None, typer.Option("--cpu", metavar="BYTES", help="The CPU tier, over all ranks.")] = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS", min=1, max=_MOST_TOKENS, help="Of a conversation; at most the model's, or 32,768."
-        ),
+        typer.Option(metavar="TOKENS", min=1, help="Of a conversation; at most the model's, or 32,768."),
     ] = None,
     block_size: Annotated[
         int | None,
@@ -190,7 +193,7 @@ def size(
         answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens, filled) if cpu else None
         answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens, filled) if nvme else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
-        answer.link = _link(answer, prefill) if prefill else None
+        answer.link, answer.data_parallel = _link(answer, prefill) if prefill else None, dp
         if block_size is None:
             answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
@@ -322,6 +325,9 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
             holds = f"{number(fit.tokens)} tokens in {plural(fit.blocks, 'block')}"
             whole = plural(fit.conversations, "conversation")
             lines.add_row(name, f"{in_words(fit.capacity_bytes)}{filled}: {holds}, {whole}")
+            if answer.data_parallel > 1:
+                together = in_words(fit.capacity_bytes * answer.data_parallel)
+                lines.add_row("", f"each of {answer.data_parallel} engines has so much: {together} together")
     if answer.writes is not None:
         _add_wear(lines, answer.writes, answer.endurance)
     if answer.link is not None:

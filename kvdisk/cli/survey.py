@@ -109,7 +109,7 @@ class Home:
     slots: int
     fragmentation: float | None
     read_run_blocks: float | None
-    read_run_bytes: float | None
+    read_run_bytes: int | None
     created_s: int | None
     last_use_s: int | None
     oldest_stored_s: int | None
@@ -449,9 +449,10 @@ def read_run_blocks(segments: Iterable[Segment]) -> float | None:
     return _mean((_reads(each), each.read_run_blocks) for each in segments)
 
 
-def read_run_bytes(segments: Iterable[Segment]) -> float | None:
+def read_run_bytes(segments: Iterable[Segment]) -> int | None:
     """Return how many bytes of a rank are read at a time, in the mean; None without blocks."""
-    return _mean((_reads(each), (each.read_run_blocks or 0) * (each.slot_bytes or 0)) for each in segments)
+    mean = _mean((_reads(each), (each.read_run_blocks or 0) * (each.slot_bytes or 0)) for each in segments)
+    return None if mean is None else round(mean)
 
 
 def _reads(segment: Segment) -> float:

@@ -27,6 +27,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.table import Column
 from rich.text import Text
 
 from kvdisk.blocks import Tier
@@ -40,8 +41,9 @@ from kvdisk.cli.output import (
     duration,
     engine_store,
     folded,
-    in_shares,
+    in_counts,
     left,
+    lines_of,
     make_lines,
     make_table,
     miss_counts,
@@ -54,15 +56,16 @@ from kvdisk.cli.output import (
     share,
     short_model,
     size,
+    speed,
 )
 from kvdisk.device import paths
 from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.stats import FAILURES, JOBS, ROUTES, SOURCES, TIER_WORDS, TIERS, Miss
+from kvdisk.stats import FAILURES, HARMLESS, JOBS, ROUTES, SOURCES, TIER_WORDS, TIERS, Miss
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 STALE_S = 3.0
 """After so long without new figures an engine is idle: it writes them when they change."""
 HISTORY = 12
@@ -74,6 +77,8 @@ STOPPED_SHOWN = 8
 PROBLEMS_SHOWN = 5
 MISSES_SHOWN = 2
 _BAR_LETTERS = 8
+_ROW_LETTERS, _STATE_LETTERS = 49, 16
+"""Of a row without its model and state, and of a state."""
 FETCH, SEND = (f"{Tier.REMOTE.label}_to_{Tier.CPU.label}", f"{Tier.CPU.label}_to_{Tier.REMOTE.label}")
 FLOWS = tuple(route for route in ROUTES if route not in {*READS, *WRITES, FETCH, SEND})
 """Routes by what they do to NVMe: read it, write it, or leave it alone; those of the remote
@@ -90,8 +95,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 class TierFigures:
     """A tier. ``hit_rate``: since the start; ``hit_rate_now``: of the last ``seconds``."""
 
-    used_bytes: float
-    capacity_bytes: float
+    used_bytes: int
+    capacity_bytes: int
     hit_rate: float | None
     hit_rate_now: float | None
     evicted_blocks_per_s: float | None
@@ -113,12 +118,14 @@ class RemoteFigures:
 class Engine:
     """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
 
-    ``problem``: why its figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
+    ``reset_s``: when it last began to serve nothing that was stored before. ``problem``: why its
+    figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
     by name, such as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as
     "gpu_to_cpu". ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md
     ``backlog_blocks``, ``uncommitted_changes``, ``limbo_blocks`` and ``write_budget_bytes`` (null:
-    writes have no such bound). ``failures``: by kind, since its start, without those that are 0.
-    ``reads``, ``writes``: bytes a second from and to NVMe over the last looks, the newest last.
+    writes have no such bound). ``failures``: by kind, since its start, without those that are 0;
+    ``harmless``: those of which a healthy machine has some, too. ``reads``, ``writes``: bytes a
+    second from and to NVMe over the last looks, the newest last.
     """
 
     engine_store: str
@@ -127,7 +134,9 @@ class Engine:
     pid: int | None = None
     host: str | None = None
     ranks: int | None = None
+    data_parallel_rank: int | None = None
     started_s: float | None = None
+    reset_s: float | None = None
     figures_s: float | None = None
     idle: bool = False
     seconds: float | None = None
@@ -136,6 +145,7 @@ class Engine:
     bytes_per_s: Mapping[str, float] | None = None
     waiting: Mapping[str, Any] | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
+    harmless: Mapping[str, int] = field(default_factory=dict)
     reads: tuple[float, ...] = ()
     writes: tuple[float, ...] = ()
 
@@ -168,13 +178,15 @@ class StoppedEngine:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all engines. ``hit_rate``, ``saved_seconds``, ``misses`` (requests, by reason, see
-    docs/METRICS.md): since their starts. Rates: from and to NVMe."""
+    """Sums over all engines. ``lookup_tokens`` (asked of the tiers), ``hit_rate`` (of these),
+    ``saved_seconds``, ``misses`` (requests, by reason, see docs/METRICS.md): since their starts.
+    Rates: from and to NVMe."""
 
     engines: int
     stopped: int
     used_bytes: Mapping[str, int]
     capacity_bytes: Mapping[str, int]
+    lookup_tokens: int
     hit_rate: float | None
     saved_seconds: int
     misses: Mapping[Miss, int]
@@ -244,7 +256,7 @@ def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float)
         Live(console=console, screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live,
     ):
         while True:
-            live.update(draw(frame, console.width, note), refresh=True)
+            live.update(draw(frame, console.width, note, console.height), refresh=True)
             if typed_q(interval_s):
                 return
             try:
@@ -336,8 +348,8 @@ class _Watched:
         if not capacity_bytes:
             return None
         return TierFigures(
-            gauges.get(f"used_bytes.{name}", 0),
-            capacity_bytes,
+            int(gauges.get(f"used_bytes.{name}", 0)),
+            int(capacity_bytes),
             hit_rate=hit_rate(self.last.totals, name),
             hit_rate_now=hit_rate(self.per_s or {}, name),
             evicted_blocks_per_s=self.rate(f"evicted_blocks.{name}"),
@@ -413,17 +425,20 @@ class TopReader:
             pid=figures.pid,
             host=figures.host,
             ranks=figures.ranks,
+            data_parallel_rank=figures.data_parallel_rank,
             started_s=figures.started_s,
+            reset_s=figures.reset_s,
             figures_s=figures.time_s,
             idle=idle,
             seconds=watched.seconds,
             tiers={name: tier for name in TIERS if (tier := watched.tier(name))},
             remote=watched.remote(),
             bytes_per_s=None if watched.per_s is None else {route: watched.per_s.get(route, 0.0) for route in ROUTES},
-            waiting={"jobs": {job: gauges.get(f"queued_jobs.{job}", 0) for job in (*JOBS, "files")}}
-            | {name: gauges.get(name, 0) for name in _WAITING}
-            | {"write_budget_bytes": gauges.get("write_budget_bytes")},
+            waiting={"jobs": {job: int(gauges.get(f"queued_jobs.{job}", 0)) for job in (*JOBS, "files")}}
+            | {name: int(gauges.get(name, 0)) for name in _WAITING}
+            | {"write_budget_bytes": None if (left := gauges.get("write_budget_bytes")) is None else int(left)},
             failures={series: figures.totals[series] for series in FAILURES if figures.totals.get(series)},
+            harmless={series: figures.totals[series] for series in HARMLESS if figures.totals.get(series)},
             reads=tuple(watched.reads),
             writes=tuple(watched.writes),
         )
@@ -437,8 +452,9 @@ class TopReader:
         return Totals(
             engines=len(engines),
             stopped=stopped,
-            used_bytes={name: int(sum(tier.used_bytes for tier in found)) for name, found in tiers.items()},
-            capacity_bytes={name: int(sum(tier.capacity_bytes for tier in found)) for name, found in tiers.items()},
+            used_bytes={name: sum(tier.used_bytes for tier in found) for name, found in tiers.items()},
+            capacity_bytes={name: sum(tier.capacity_bytes for tier in found) for name, found in tiers.items()},
+            lookup_tokens=asked,
             hit_rate=min(1.0, hit / asked) if asked else None,
             saved_seconds=counted["saved_seconds"],
             misses=miss_counts(counted),
@@ -475,31 +491,72 @@ def _model_of(owner: HomeOwner) -> str | None:
 # -- for people --------------------------------------------------------------------------------
 
 
-def draw(frame: Frame, width: int, note: str = "") -> RenderableType:
-    """Return a frame. ``width``: of the terminal. ``note``: about the reading itself."""
-    parts: list[RenderableType] = [_head(frame)]
+def draw(frame: Frame, width: int, note: str = "", height: int | None = None) -> RenderableType:
+    """Return a frame. ``width``, ``height``: of the terminal; None: it scrolls. ``note``: about the
+    reading itself.
+
+    Drives come first, then a box for each engine; where the boxes do not fit, a row each, and where
+    the rows do not, how many more there are. Failures come first then.
+    """
+    above: list[RenderableType] = [_head(frame)]
     if note:
-        parts.append(Text(printable(note), "red"))
-    parts += [_engine(engine, frame.time_s) for engine in frame.engines]
+        above.append(Text(printable(note), "red"))
     if frame.drives:
-        parts.append(_drives(frame, width))
+        above.append(_drives(frame, width))
+    problems = [Text.assemble(("✗ ", "red"), printable(problem)) for problem in frame.problems]
+    below: list[RenderableType] = list(_listed(problems, PROBLEMS_SHOWN))
+    stopped: list[RenderableType] = []
     if frame.stopped:
-        parts += [Text("\nEngine stores of stopped engines", "bold dim"), *_listed(_stopped(frame), STOPPED_SHOWN)]
-    parts += _listed([Text.assemble(("✗ ", "red"), printable(problem)) for problem in frame.problems], PROBLEMS_SHOWN)
-    return Group(*parts)
+        stopped += [Text("\nEngine stores of stopped engines", "bold dim"), *_listed(_stopped(frame), STOPPED_SHOWN)]
+    boxes = [_engine(engine, frame.time_s) for engine in frame.engines]
+    if height is None:
+        return Group(*above, *boxes, *stopped, *below)
+    room = height - lines_of(Group(*above, *below), width)
+    if lines_of(Group(*boxes), width) > room:
+        boxes = [_rows(frame.engines, width, room)]
+    if lines_of(Group(*boxes, *stopped), width) > room:
+        stopped = []  # the head says how many there are
+    return Group(*above, *boxes, *stopped, *below)
+
+
+def _rows(engines: Sequence[Engine], width: int, room: int) -> RenderableType:
+    """Return a table with a row for each engine, in so many lines."""
+    most = max(1, room - 3)  # beside title, header and rule
+    shown = list(engines)
+    if len(engines) > most:
+        shown = sorted(engines, key=lambda engine: not (engine.failures or engine.problem))[: max(1, most - 1)]
+    columns = [("CPU", 5), ("NVMe", 5), ("Full", 5), *([("Read", 9), ("Written", 9)] if width >= _ROW_LETTERS else [])]
+    table = make_table("", width, Column("Engine", width=ID_LETTERS))
+    table.title = "Engines: hits of CPU and NVMe since the start, and how full NVMe is"
+    model_letters = min(40, width - _ROW_LETTERS - _STATE_LETTERS)
+    if has_model := model_letters >= 8:
+        table.add_column("Model", width=model_letters, no_wrap=True, overflow="ellipsis")
+    for header, letters in columns:
+        table.add_column(header, width=letters, justify="right")
+    table.add_column("State", no_wrap=True, overflow="ellipsis")
+    for engine in shown:
+        tiers = [engine.tiers.get(tier) for tier in TIERS]
+        cells = ["-" if tier is None or tier.hit_rate is None else share(tier.hit_rate) for tier in tiers]
+        cells.append("-" if tiers[-1] is None else share(tiers[-1].used_bytes / tiers[-1].capacity_bytes))
+        cells += [speed(engine.flow(routes)) for routes in (READS, WRITES)]
+        name = [short_model(engine.model).rpartition("/")[2]] if has_model else []
+        table.add_row(Text(engine.engine_store[:ID_LETTERS], "cyan"), *name, *cells[: len(columns)], _state(engine))
+    more = [Text(f"+{plural(len(engines) - len(shown), 'engine')}", "dim")] if len(shown) < len(engines) else []
+    return Group(table, *more)
+
+
+def _state(engine: Engine) -> Text:
+    if engine.problem or engine.figures_s is None:
+        return Text("figures unreadable", "red") if engine.problem else Text("no figures yet", "dim")
+    if engine.failures:
+        return Text(_failed(engine.failures), "red")
+    return Text("idle", "dim") if engine.idle else Text("fine", "green")
 
 
 def _listed(lines: Sequence[Text], most: int) -> list[Text]:
     """Return the first lines, and how many more there are."""
     more = [Text(f"  … and {len(lines) - most} more", "dim")] if len(lines) > most else []
     return [*lines[:most], *more]
-
-
-def per_second(rate: float | None) -> str:
-    """Return bytes a second: ``812.4 MiB/s``; ``-`` for none, ``?`` where it is not known yet."""
-    if rate is None:
-        return "?"
-    return f"{size(round(rate))}/s" if rate >= 1 else "-"
 
 
 def spark(values: Sequence[float]) -> str:
@@ -518,10 +575,11 @@ def _head(frame: Frame) -> RenderableType:
         return lines
     lines.add_row("Engines", f"{totals.engines} alive{stopped}")
     saved = f", which saved ~{duration(totals.saved_seconds)}" if totals.saved_seconds else ""
-    hits = (share(totals.hit_rate), "bold"), f" of prompt tokens since their start{saved}"
+    asked = f" of {number(totals.lookup_tokens)} prompt tokens asked for{saved}"
+    hits = (share(totals.hit_rate), "bold"), asked
     lines.add_row("Hits", Text.assemble(*hits))
     if totals.misses:
-        lines.add_row("Misses", in_shares(totals.misses, MISSES_SHOWN))
+        lines.add_row("Misses", in_counts(totals.misses, MISSES_SHOWN))
     sizes = {tier: (totals.used_bytes[tier], most) for tier, most in totals.capacity_bytes.items() if most}
     tiers = (f"{TIER_WORDS[tier]} {size(used)} of {size(most)}" for tier, (used, most) in sizes.items())
     lines.add_row("Hold", "   ".join(tiers))
@@ -530,16 +588,15 @@ def _head(frame: Frame) -> RenderableType:
 
 def _drives(frame: Frame, width: int) -> RenderableType:
     numbers = ("Read now", "Written now", "Read", "Written", "Engines")
-    table = make_table("Drives", width, folded("Drive"), *numbers, left("State"))
-    table.title = "Drives"  # the boxes above leave a line
+    table = make_table("", width, folded("Drive"), *numbers, left("State"))
     for drive in frame.drives:
         state = Text("fine", "green")
         if drive.quarantined:
             state = Text(f"not used by {drive.quarantined} of {drive.engines}", "bold red")
         table.add_row(
             printable(drive.path),
-            per_second(drive.read_bytes_per_s),
-            per_second(drive.written_bytes_per_s),
+            speed(drive.read_bytes_per_s),
+            speed(drive.written_bytes_per_s),
             size(drive.read_bytes),
             size(drive.written_bytes),
             number(drive.engines),
@@ -565,22 +622,25 @@ def _engine(engine: Engine, now_s: float) -> RenderableType:
         (engine.engine_store[:ID_LETTERS], "cyan"),
         "  ",
         (short_model(engine.model), "bold"),
+        "" if engine.data_parallel_rank is None else f"  DP {engine.data_parallel_rank}",
     )
     if engine.figures_s is None or engine.waiting is None:
         why = f"its figures cannot be read: {engine.problem}" if engine.problem else "it has written no figures yet"
         return Panel(Text(printable(why), "red" if engine.problem else "dim"), title=title, title_align="left")
     about = f"pid {engine.pid} on {printable(engine.host)}, {plural(engine.ranks or 0, 'rank')}, "
     about += f"up {duration(max(0.0, now_s - (engine.started_s or 0.0)))}"
+    if engine.reset_s is not None:
+        about += f", reset {duration(max(0.0, now_s - engine.reset_s))} ago"
     if engine.idle:
         about += f", idle for {duration(now_s - engine.figures_s)}"
-    flows = "   ".join(f"{_in_words(route)} {per_second(engine.flow([route]))}" for route in FLOWS)
+    flows = "   ".join(f"{_in_words(route)} {speed(engine.flow([route]))}" for route in FLOWS)
     written, read = (spark(engine.writes), "yellow"), (spark(engine.reads), "magenta")
-    to_nvme, from_nvme = (per_second(engine.flow(routes)) for routes in (WRITES, READS))
+    to_nvme, from_nvme = (speed(engine.flow(routes)) for routes in (WRITES, READS))
     drive = Text.assemble(f"→ NVMe {to_nvme} ", written, f"   NVMe → {from_nvme} ", read)
     lines = [_tier(name, tier) for name, tier in engine.tiers.items()]
     lines += [_remote(engine.remote, engine)] if engine.remote is not None else []
     lines += [Text(flows), drive, _waiting(engine.waiting)]
-    lines += [_failures(engine.failures)] if engine.failures else []
+    lines += _failures(engine)
     return Panel(Group(*lines), title=title, title_align="left", subtitle=Text(about, "dim"), subtitle_align="right")
 
 
@@ -608,8 +668,8 @@ def _remote(remote: RemoteFigures, engine: Engine) -> Text:
     text = Text.assemble(
         ("remote ", "bold"), "hits ", (f"{now:>5}", "bold green"), (f" {f'({ever} in all)':<14}  ", "dim")
     )
-    text.append(f"sent {number(remote.sent_blocks)}, now {per_second(engine.flow([SEND]))}, ")
-    reads = ("does not answer", "bold red") if remote.paused else (f"reads {per_second(engine.flow([FETCH]))}", "")
+    text.append(f"sent {number(remote.sent_blocks)}, now {speed(engine.flow([SEND]))}, ")
+    reads = ("does not answer", "bold red") if remote.paused else (f"reads {speed(engine.flow([FETCH]))}", "")
     return text.append(*reads)
 
 
@@ -622,6 +682,15 @@ def _waiting(waiting: Mapping[str, Any]) -> Text:
     return text
 
 
-def _failures(failures: Mapping[str, int]) -> Text:
-    said = [f"{number(count)} {FAILURES[name]}" for name, count in failures.items()]
-    return Text.assemble(("failures  ", "bold red"), (", ".join(said), "red"))
+def _failures(engine: Engine) -> list[Text]:
+    """Return what has failed, and dim what a healthy machine has of it, too."""
+    lines = []
+    if engine.failures:
+        lines.append(Text.assemble(("failures  ", "bold red"), (_failed(engine.failures), "red")))
+    if engine.harmless:
+        lines.append(Text(f"no fault: {_failed(engine.harmless)}", "dim"))
+    return lines
+
+
+def _failed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number(count)} {(FAILURES | HARMLESS)[name]}" for name, count in counts.items())

@@ -29,23 +29,25 @@ from rich.text import Text
 from kvdisk.blocks import group_of
 from kvdisk.cli.indexes import ReadHome, Records, find_home, not_named, places_of, read_homes, why_no_record
 from kvdisk.cli.output import (
+    SCREEN_LINES,
     AsJson,
     Exit,
     OnlyHome,
     StoreDirectoriesOrNone,
     byte_progress,
     engine_store,
+    lines_of,
     make_lines,
     opening,
     plural,
+    print_fitting,
     print_json,
-    print_list,
-    print_note,
     printable,
     refusal,
     report_console,
     share,
     size,
+    speed,
 )
 from kvdisk.cli.remote import (
     JSON_VERSION as REMOTE_JSON_VERSION,
@@ -200,7 +202,7 @@ def verify(
         judged = {"ok": verdict.ok, "totals": verdict.totals}
         print_json(judged | vars(replace(verdict, seconds=round(verdict.seconds, 3))), JSON_VERSION)
     else:
-        _print(verdict, report_console(), None if everything else SHOWN)
+        _print(verdict, report_console(), everything=everything)
     raise _ending(verdict)
 
 
@@ -504,7 +506,7 @@ def read_part(part: Part) -> PartRead:
 # -- for people --------------------------------------------------------------------------------
 
 
-def _print(verdict: Verdict, console: Console, most: int | None) -> None:
+def _print(verdict: Verdict, console: Console, *, everything: bool) -> None:
     homes, totals = verdict.engine_stores, verdict.totals
     slots, read_bytes = plural(totals["slots"], "slot"), totals["read_bytes"]
     lines = make_lines()
@@ -512,23 +514,28 @@ def _print(verdict: Verdict, console: Console, most: int | None) -> None:
     alive = sum(home.owner == "alive" for home in homes)
     in_use = f" ({alive} in use)" if alive else ""
     lines.add_row("Holds", f"{plural(totals['blocks'], 'block')} in {plural(len(homes), 'engine store')}{in_use}")
-    rate = f" ({size(round(read_bytes / verdict.seconds))}/s)" if verdict.seconds > 0 and read_bytes else ""
+    rate = f" ({speed(read_bytes / verdict.seconds)})" if verdict.seconds > 0 and read_bytes else ""
     lines.add_row("Read", f"{slots}, {size(read_bytes)} in {verdict.seconds:.1f} s{rate}")
     if verdict.sample_percent is not None:
         lines.add_row("Sample", f"{verdict.sample_percent:g} % of the blocks, seed {verdict.seed}")
     if changed := totals["changed_slots"]:
         lines.add_row("Changed", f"{plural(changed, 'slot')} whose block was evicted meanwhile")
-    lines.add_row("Result", _result(verdict))
     if not verdict.ok:
         lines.add_row("To do", _remedy(verdict))
-    console.print(lines)
-    for home in homes:
-        gone = ["it was taken over or deleted meanwhile, what it held was read in part"] if home.gone else []
-        for note in [*home.notes, *gone]:
-            print_note(f"{engine_store(home.id)}: {note}", console)
+    lines.add_row("Result", _result(verdict))
+    gone = "it was taken over or deleted meanwhile, what it held was read in part"
+    notes = [
+        f"{engine_store(home.id)}: {note}" for home in homes for note in [*home.notes, *([gone] if home.gone else [])]
+    ]
     wrong = [f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems]
     wrong += [_wrong_line(finding) for finding in verdict.wrong]
-    print_list("Wrong", wrong, console, most, "--all or --json lists them")
+    room = None if everything else SCREEN_LINES - lines_of(lines, console.width) - 1
+    more = "--all or --json lists them"
+    room = print_fitting("Wrong", wrong, "red", console, room, more)
+    print_fitting("Worth knowing", notes, "yellow", console, room, more)
+    if wrong or notes:
+        console.print()
+    console.print(lines)
 
 
 def _result(verdict: Verdict) -> Text:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import pickle
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from kvdisk.cli.output import (
     AsJson,
     Exit,
     StoreDirectories,
+    duration,
+    engine_store,
     folded,
     left,
     make_lines,
@@ -53,7 +56,8 @@ from kvdisk.cli.output import (
 from kvdisk.cli.remote import FromRemote, remote_blocks, remote_config
 from kvdisk.cli.size import MOST_RANKS
 from kvdisk.config import Config
-from kvdisk.errors import ConfigError
+from kvdisk.device.telemetry_file import read_telemetry
+from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.lookup import Lookups
@@ -81,6 +85,16 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Reset:
+    """An engine that runs and serves nothing that was stored before ``reset_s``. ``hit_tokens``:
+    what it would load of the prompt."""
+
+    engine_store: str
+    reset_s: float | None
+    hit_tokens: int
+
+
+@dataclass(frozen=True)
 class FoundFar:
     """``hit_tokens``: with what a remote store has, of all ranks; null: it did not answer."""
 
@@ -93,7 +107,9 @@ class Answer:
     """``found``: in the namespace that was asked about. ``ends``: why the hit ends there.
     ``remote``: null where none was named.
 
-    ``elsewhere``: namespaces that have more of the prompt. ``problems``: sentences.
+    ``elsewhere``: namespaces that have more of the prompt. ``problems``: sentences. ``resets``:
+    engines of the namespace that were reset; where all that run were, ``found`` is what the best of
+    them has.
     """
 
     prompt_tokens: int
@@ -102,6 +118,7 @@ class Answer:
     elsewhere: tuple[Found, ...]
     problems: tuple[str, ...]
     remote: FoundFar | None = None
+    resets: tuple[Reset, ...] = ()
 
 
 def why(
@@ -233,8 +250,8 @@ ENCODINGS: dict[str, Callable[[Any], bytes]] = {"sha256": partial(pickle.dumps, 
 
 
 class _Searched:
-    """A prompt in one namespace. ``keys``: by KV-cache group. ``epochs``: of what is on the drive;
-    where a block has several, the shared one."""
+    """A prompt in one namespace. ``keys``: by KV-cache group. ``epochs``: of its blocks on the
+    drive. ``resets``: the engines that serve an epoch of their own."""
 
     def __init__(self, namespace: ReadNamespace, tokens: Sequence[int], salt: str | None) -> None:
         assert namespace.record is not None
@@ -245,19 +262,42 @@ class _Searched:
         hashes = chain_hashes(tokens, hash_tokens, algorithm, seed, salt)
         scales = [(group.group, group.block_tokens // hash_tokens) for group in self.geometry.groups]
         self.keys = [make_block_keys(hashes[scale - 1 :: scale], group) for group, scale in scales]
-        columns = namespace.blocks.columns
-        self.epochs: dict[bytes, int] = {}
+        columns, prompt = namespace.blocks.columns, {key for keys in self.keys for key in keys}
+        self.epochs: dict[bytes, set[int]] = {}
         for key, epoch in zip(columns.keys, columns.epochs.tolist(), strict=True):
-            self.epochs[key] = min(epoch, self.epochs.get(key, epoch))
-        self.hit_tokens = Lookups().find(self._presences, self.geometry, self.keys, 0, len(tokens) - 1).ready
+            if key in prompt:
+                self.epochs.setdefault(key, set()).add(epoch)
+        self._epoch = FILE_EPOCH
+        self._last = len(tokens) - 1
+        live = [home for home in namespace.engine_stores if home.summary.alive]
+        served = [(home.summary.id, *_served(home.summary.path)) for home in live]
+        resets = [(epoch, Reset(name, at_s, self._hit(epoch))) for name, epoch, at_s in served if epoch != FILE_EPOCH]
+        self.resets = tuple(reset for _, reset in resets)
+        if resets and len(resets) == len(live):  # nobody serves what the files' weights have computed
+            self._epoch, _ = max(resets, key=lambda one: one[1].hit_tokens)
+        self.hit_tokens = self._hit(self._epoch)
 
-    def _presences(self, keys: Sequence[BlockKey]) -> bytes:
-        return bytes(READY if self.epochs.get(key) == FILE_EPOCH else ABSENT for key in keys)
+    def _hit(self, epoch: int) -> int:
+        """Return the tokens that would hit of what was stored in an epoch."""
+
+        def presences(keys: Sequence[BlockKey]) -> bytes:
+            return bytes(READY if epoch in self.epochs.get(key, ()) else ABSENT for key in keys)
+
+        return Lookups().find(presences, self.geometry, self.keys, 0, self._last).ready
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a block is served."""
+        return self._epoch in self.epochs.get(key, ())
+
+    @property
+    def serves_nothing_old(self) -> bool:
+        """Whether all engines that run were reset."""
+        return self._epoch != FILE_EPOCH
 
     @property
     def missing(self) -> list[BlockKey]:
         """The prompt's blocks that the store lacks."""
-        return [key for keys in self.keys for key in keys if self.epochs.get(key) != FILE_EPOCH]
+        return [key for keys in self.keys for key in keys if not self.has(key)]
 
     @property
     def part_count(self) -> int:
@@ -271,7 +311,7 @@ class _Searched:
         """Return the tokens that would hit if these blocks were here too."""
 
         def presences(keys: Sequence[BlockKey]) -> bytes:
-            return bytes(READY if key in others else has for key, has in zip(keys, self._presences(keys), strict=True))
+            return bytes(READY if key in others or self.has(key) else ABSENT for key in keys)
 
         return Lookups().find(presences, self.geometry, self.keys, 0, tokens - 1).ready
 
@@ -285,7 +325,7 @@ class _Searched:
         ``position``."""
         parent = self.keys[self.main.group][position - 1] if position else b""
         columns, groups = self.namespace.blocks.columns, self.namespace.blocks.groups
-        is_shared = (groups == self.main.group) & (columns.epochs == FILE_EPOCH)
+        is_shared = (groups == self.main.group) & (columns.epochs == self._epoch)
         rows = zip(columns.keys, columns.each_parent(), is_shared.tolist(), strict=True)
         return len({key for key, above, shared in rows if shared and above == parent})
 
@@ -362,7 +402,16 @@ def explain(
         there = remote_blocks(remote, mine.id, asked.missing, asked.part_count)
         far = FoundFar(remote.remote, None if there is None else asked.hit_with(there, len(tokens)))
         problems += ("the remote store did not answer: see kvdisk check",) if there is None else ()
-    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, problems, far)
+    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, problems, far, asked.resets)
+
+
+def _served(home_path: Path) -> tuple[int, float | None]:
+    """Return the epoch that a running engine serves, and since when; the files' where it does not
+    say."""
+    with suppress(CorruptRecord, OSError):
+        if (figures := read_telemetry(home_path)) is not None:
+            return figures.epoch, figures.reset_s
+    return FILE_EPOCH, None
 
 
 def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
@@ -378,16 +427,26 @@ def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:
     if hit >= (len(tokens) - 1) // step * step:
         return "nothing is missing: what is not a whole block, and the last token, is always computed"
     size, keys = asked.main.block_tokens, asked.keys[asked.main.group]
-    here = [asked.epochs.get(key) for key in keys]
-    position = next((at for at in range(hit // size, len(keys)) if here[at] != FILE_EPOCH), len(keys))
+    here = [asked.has(key) for key in keys]
+    position = next((at for at in range(hit // size, len(keys)) if not here[at]), len(keys))
     if position * size >= hit + step:
         return f"another KV-cache group lacks blocks for tokens {number(hit)} on: evicted, or not yet written"
     where = f"tokens {number(position * size)} to {number((position + 1) * size)}"
-    if here[position] is not None:
-        return f"{where} were stored with weights that an engine had changed: those are private to that engine"
-    if later := here[position:].count(FILE_EPOCH):
+    if why := _of_another_epoch(asked, keys[position], where):
+        return why
+    if later := here[position:].count(True):
         return f"{where} are missing, and {plural(later, 'block')} behind them are here: they were lost or evicted"
     return _what_follows(asked, position, where)
+
+
+def _of_another_epoch(asked: _Searched, key: BlockKey, where: str) -> str | None:
+    """Say of a block that is here, and not served, why; None: it is not here."""
+    if asked.serves_nothing_old and FILE_EPOCH in asked.epochs.get(key, ()):
+        ago = duration(max(0.0, time.time() - max(reset.reset_s or 0.0 for reset in asked.resets)))
+        return f"{where} were stored before the engine was reset, {ago} ago: only the next start serves them again"
+    if asked.epochs.get(key):
+        return f"{where} were stored with weights that an engine had changed: those are private to that engine"
+    return None
 
 
 def _what_follows(asked: _Searched, position: int, where: str) -> str:
@@ -412,6 +471,10 @@ def _print(answer: Answer, console: Console) -> None:
     in_use = "in use" if found.in_use else "of stopped engines"
     lines.add_row("Namespace", f"{whose}  ({in_use})")
     lines.add_row("Ends", answer.ends)
+    for reset in answer.resets:
+        ago = "" if reset.reset_s is None else f" {duration(max(0.0, time.time() - reset.reset_s))} ago"
+        said = f"{engine_store(reset.engine_store)} was reset{ago}: of what it has stored since, "
+        lines.add_row("Reset", f"{said}{number(reset.hit_tokens)} tokens would hit")
     if answer.remote is not None:
         has = "no answer"
         if answer.remote.hit_tokens is not None:

@@ -21,12 +21,12 @@ __all__ = ["KVDiskConnector", "counters", "drain"]
 def __getattr__(name: str) -> Any:
     """Load the connector on first use, and judge the settings of an engine that looks it up."""
     if name == "KVDiskConnector":
-        from kvdisk.connector.adapter import settings_looked_up
-        from kvdisk.connector.connector import KVDiskConnector
+        from kvdisk.connector.adapter import config_being_built, transfer_looked_up
+        from kvdisk.connector.connector import KVDiskConnector, refuse_early
 
-        settings = settings_looked_up()
-        if settings is not None:
-            KVDiskConnector.requires_piecewise_for_cudagraph(settings)
+        transfer = transfer_looked_up()
+        if transfer is not None:
+            refuse_early(transfer, config_being_built())
         return KVDiskConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

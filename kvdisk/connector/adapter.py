@@ -14,16 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import MISSING, fields
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
@@ -53,13 +55,14 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
 from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry, share_slots
+from kvdisk.worker.host_memory import Deployment
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
@@ -127,6 +130,12 @@ _UNQUANTISED = ("auto", "float16", "bfloat16")
 _OTHER_LAYERS = ("sliding_window", "global_head_dim", "attention_chunk_size")
 """Fields of a model's configuration that mean layers of another kind, or may."""
 
+_LAYERS_WITHOUT = ("block_configs", "num_kv_shared_layers", "index_topk", "hybrid_layer_pattern")
+"""Fields that mean layers without KV of their own, or with another."""
+
+_LEAST_BLOCK_TOKENS = 16
+"""Of a block, where the user has not said it, and vLLM has not chosen yet."""
+
 STATE_MODE = "align"
 """The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
 
@@ -147,8 +156,8 @@ def refuse_version() -> None:
         raise ConfigError(f"kvdisk does not support vLLM {vllm.__version__} (it supports {listed}).")
 
 
-def settings_looked_up() -> dict[str, Any] | None:
-    """Return kvdisk's settings where vLLM's factory is looking the connector up, else None.
+def transfer_looked_up() -> KVTransferConfig | None:
+    """Return what names kvdisk where vLLM's factory is looking the connector up, else None.
 
     It does so whenever a configuration is built. The hook that is given the settings then is called
     only where full CUDA graphs are planned: not on CPUs, nor with ``enforce_eager``.
@@ -158,7 +167,61 @@ def settings_looked_up() -> dict[str, Any] | None:
         frame = frame.f_back
     found = None if frame is None else frame.f_locals.get("kv_transfer_config")
     is_ours = getattr(found, "kv_connector", None) == "KVDiskConnector"  # and not a class that builds on it
-    return getattr(found, "kv_connector_extra_config", None) if is_ours else None
+    return found if is_ours else None
+
+
+def config_being_built() -> VllmConfig | None:
+    """Return the configuration of vLLM's in whose making this is called, if any."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, VllmConfig):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def deployment_of(vllm_config: VllmConfig) -> Deployment:
+    """Return how the workers lie that this configuration is for: in the server's process those of
+    all data-parallel ranks of the host, in an engine's perhaps its own alone.
+
+    vLLM: Ray places workers as it likes, perhaps not here: then one rank is all that is known.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
+    if parallel.distributed_executor_backend == "ray" or parallel.data_parallel_backend == "ray":
+        return Deployment(ranks, 1, ranks)
+    return Deployment(ranks, max(1, parallel.data_parallel_size_local), parallel.nnodes_within_dp)
+
+
+def data_parallel_rank_of(vllm_config: VllmConfig) -> int | None:
+    """Return an engine's number among its data-parallel ranks, None where it is alone.
+
+    vLLM: ranks of a model without experts know nothing of each other, but for this.
+    """
+    parallel = vllm_config.parallel_config
+    return None if parallel.data_parallel_rank_local is None else int(parallel.data_parallel_index)
+
+
+def least_geometry(vllm_config: VllmConfig) -> Geometry | None:
+    """Return sizes of blocks that the model's are not below, before it is built; None where its
+    configuration does not say them: layers that differ, or keep another state."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    config = None if model is None else model.hf_text_config
+    if config is None or model.is_hybrid or model.is_attention_free or model.is_encoder_decoder:
+        return None
+    if _layers_differ(config) or any(getattr(config, name, None) for name in _LAYERS_WITHOUT):
+        return None
+    if cache.cache_dtype not in _UNQUANTISED or (getattr(config, "v_head_dim", None) and not model.use_mla):
+        return None
+    tokens = cache.block_size if getattr(cache, "user_specified_block_size", False) else _LEAST_BLOCK_TOKENS
+    element_bytes = (model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)).itemsize
+    heads = 1 if model.use_mla else 2 * model.get_num_kv_heads(parallel)
+    layers = model.get_num_layers(parallel)
+    ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
+    payload_bytes = tokens * layers * heads * model.get_head_size() * element_bytes
+    alike = model.use_mla and ranks > 1 and parallel.pipeline_parallel_size == 1
+    return Geometry((GroupGeometry(0, tokens, payload_bytes),), ranks, tokens, replicated=alike)
 
 
 def sleeps(vllm_config: VllmConfig) -> bool:
@@ -169,15 +232,22 @@ def sleeps(vllm_config: VllmConfig) -> bool:
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
     support."""
-    refuse_version()
-    refused = next(_unsupported(vllm_config, kv_cache_config), None)
+    refuse_deployment(vllm_config, vllm_config.kv_transfer_config.kv_role)
+    refused = next(_unsupported_groups(vllm_config, kv_cache_config), None)
     if refused is not None:
         raise ConfigError(f"kvdisk does not support {refused}.")
 
 
-def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    if not kv_cache_config.kv_cache_groups:
-        yield "models without KV cache, such as encoders"
+def refuse_deployment(vllm_config: VllmConfig, role: str | None) -> None:
+    """The same of what is known before the model is built. ``role``: that kvdisk was given, perhaps
+    among others."""
+    refuse_version()
+    refused = next(_unsupported(vllm_config, role), None)
+    if refused is not None:
+        raise ConfigError(f"kvdisk does not support {refused}.")
+
+
+def _unsupported(vllm_config: VllmConfig, role: str | None) -> Iterator[str]:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
@@ -191,12 +261,13 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ite
     if speculative is not None and parallel.pipeline_parallel_size > 1 and speculative.method not in LAYERLESS_DRAFTERS:
         # Their layers are on the last stage, and vLLM's scheduler has the groups of the first.
         yield "drafters with layers of their own under pipeline parallelism"
-    if vllm_config.kv_transfer_config.kv_role != "kv_both":
-        yield f"the role {vllm_config.kv_transfer_config.kv_role}; set kv_role to kv_both"
-    yield from _unsupported_groups(vllm_config, kv_cache_config)
+    if role != "kv_both":
+        yield f"the role {role}; set kv_role to kv_both"
 
 
 def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    if not kv_cache_config.kv_cache_groups:
+        yield "models without KV cache, such as encoders"
     if getattr(vllm_config.model_config, "use_mla", False) and not vllm_config.scheduler_config.enable_chunked_prefill:
         # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a
         # prompt's step.
@@ -259,18 +330,18 @@ def keeps_parts_of_states(kv_cache_config: KVCacheConfig, geometry: Geometry) ->
     )
 
 
-def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry) -> None:
+def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry | None = None) -> None:
     """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
-    nothing that hits."""
-    why = ""
+    nothing that hits. ``geometry``: None: before the model is built."""
+    why, groups = "", () if geometry is None else geometry.groups
     if store_policy == "spillover":
         why = "stores what leaves vLLM's prefix cache"
-    elif store_policy == "on_preemption" and any(group.state_tokens is not None for group in geometry.groups):
+    elif store_policy == "on_preemption" and any(group.state_tokens is not None for group in groups):
         raise ConfigError(
             "store_policy 'on_preemption' stores nothing that hits for a model with recurrent state, which a victim "
             "has at another token: set it to 'on_compute' or 'spillover'."
         )
-    elif store_policy == "on_preemption" and not all(group.reads_all for group in geometry.groups):
+    elif store_policy == "on_preemption" and not all(group.reads_all for group in groups):
         # Only the prefix cache shows whether a block at the window's edge is still the victim's.
         why = "needs vLLM's prefix cache for a model with sliding windows"
     if why and not vllm_config.cache_config.enable_prefix_caching:
@@ -630,6 +701,48 @@ def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
         [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
         for group in blocks.blocks
     ]
+
+
+class BlockTable(Sequence[int]):
+    """A request's GPU blocks of one group: as vLLM's own list has them, which is not copied.
+
+    vLLM: it appends to that list, and puts the null block, 0, in the place of one that it frees
+    behind a window; of a request that goes it drops the list as it is.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if isinstance(at, slice):
+            return [block.block_id for block in self._blocks[at]]
+        return self._blocks[at].block_id  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([block.block_id for block in self._blocks])
+
+
+def block_tables(state: KVConnectorBlockState, request_id: str) -> Sequence[Sequence[int]] | None:
+    """Return the block tables of a request of the step, by vLLM's group; None: it has none.
+
+    vLLM makes a list of a whole table, which takes milliseconds where it is long. Where its
+    resolver is the KV-cache manager's own, that one's lists are looked at instead.
+    """
+    manager = getattr(state.resolve_block_ids, "__self__", None)
+    if request_id not in state.req_ids or not isinstance(manager, KVCacheManager):
+        return state.get_block_ids(request_id)  # type: ignore[no-any-return]
+    return [BlockTable(blocks) for blocks in manager.get_blocks(request_id).blocks]
 
 
 class GroupIds:

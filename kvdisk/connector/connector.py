@@ -24,14 +24,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvdisk.assembly import check_settings
+from kvdisk.assembly import check_settings, check_sizes, warn_of_file_systems
 from kvdisk.config import Config
-from kvdisk.connector.adapter import handshakes_beside, refuse_unsupported, refuse_version, sleeps, wanted_layout
+from kvdisk.connector.adapter import (
+    deployment_of,
+    handshakes_beside,
+    least_geometry,
+    refuse_deployment,
+    refuse_store_policy,
+    refuse_unsupported,
+    refuse_version,
+    sleeps,
+    wanted_layout,
+)
+from kvdisk.connector.identity import refuse_nameless
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
+from kvdisk.device.gds import gds_unavailable
 from kvdisk.errors import ConfigError
 from kvdisk.messages import Plan, Report
 
@@ -90,6 +102,34 @@ class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vL
     stages: list[list[KVCacheGroupSpec]]
 
 
+def refuse_early(transfer: KVTransferConfig, vllm_config: VllmConfig | None) -> None:
+    """Raise ConfigError for all that can be known to keep the engine from starting before it has
+    processes, and so before weights are loaded. ``transfer``: names kvdisk. ``vllm_config``: that
+    is being built, if any."""
+    refuse_version()
+    config = check_settings(transfer.kv_connector_extra_config)
+    if vllm_config is None:
+        return
+    refuse_deployment(vllm_config, transfer.kv_role)
+    if vllm_config.cache_config.enable_prefix_caching is False:
+        refuse_store_policy(config.store_policy, vllm_config)
+    if config.store_dirs or config.remote is not None:
+        refuse_nameless(vllm_config)
+    _refuse_gds_that_sleeps(config, vllm_config)
+    if config.device == "gds" and (why := _why_no_gds()):
+        raise ConfigError(f"device 'gds' cannot be used: {why}.")
+    check_sizes(config, deployment_of(vllm_config), least_geometry(vllm_config))
+
+
+def _refuse_gds_that_sleeps(config: Config, vllm_config: VllmConfig) -> None:
+    if config.device == "gds" and sleeps(vllm_config):
+        raise ConfigError("kvdisk does not support device 'gds' with sleep mode: leave device out.")
+
+
+_why_no_gds = functools.cache(gds_unavailable)
+"""vLLM looks a connector up several times, and this takes a second or two."""
+
+
 def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Concatenate[KVDiskConnector, _P], _R]:
     """Let no error of a hook reach the engine: the first one puts this object's half off, and that
     answers the hook."""
@@ -122,16 +162,17 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             raise ConfigError(
                 "kvdisk needs a CPU tier (cpu_bytes) where the engine zeroes KV blocks, as for this model."
             )
-        if config.device == "gds" and sleeps(vllm_config):
-            raise ConfigError("kvdisk does not support device 'gds' with sleep mode: leave device out.")
+        _refuse_gds_that_sleeps(config, vllm_config)
         self._own_policies = {getattr(config, name) for name in OWN_POLICIES if ":" in getattr(config, name)}
         make = SchedulerSide if role == KVConnectorRole.SCHEDULER else WorkerSide
         self._half: SchedulerSide | WorkerSide | SchedulerOff | WorkerOff = make(config, vllm_config, kv_cache_config)
 
     @property
     def scheduler(self) -> SchedulerSide | SchedulerOff:
-        """The scheduler's half."""
+        """The scheduler's half, which is awake."""
         assert isinstance(self._half, SchedulerSide | SchedulerOff)
+        if isinstance(self._half, SchedulerSide):
+            self._half.wake()
         return self._half
 
     @property
@@ -163,7 +204,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so
         what is wrong in ours is refused before any weights are loaded. Raises ConfigError."""
         refuse_version()
-        check_settings(extra_config)
+        warn_of_file_systems(check_settings(extra_config))
         return False
 
     @classmethod
@@ -340,7 +381,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted and measured since the last call; a worker's travels in its
         report."""
-        stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self._half.take_stats()
+        stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self.scheduler.take_stats()
         return KVDiskStats.of(stats) if stats is not None else None
 
     @classmethod

@@ -2,10 +2,11 @@
 """The manager's journal as vLLM's KV-cache events, for routers that know what each engine holds.
 Scheduler thread only.
 
-An event of a stored block has its tokens and its parent's hash while those are remembered: of the
-latest requests. Other blocks (found on the drive at start, or promoted long after) have their hash
-alone, in the form of vLLM's own offloading connector: no tokens, block size 0. A reader that has
-seen the hash knows the rest.
+An event of a stored block says what vLLM's own event of the block on the GPU says (its tokens, its
+parent's hash, and what else its hash covers) while that is remembered: of the latest requests.
+Other blocks (found on the drive at start, or promoted long after) have their hash alone, in the
+form of vLLM's own offloading connector: no tokens, block size 0. A reader that has seen the hash
+knows the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -21,7 +22,12 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
 from kvdisk.connector.adapter import VLLM_TIERS
@@ -39,45 +45,93 @@ first."""
 _LOCALITY = "LOCAL"
 
 
+ExtraKeys = tuple[Any, ...] | None
+"""What a block's hash covers besides its tokens, as vLLM hashes it: its adapter, images, salt and
+embeddings."""
+
+
+class _Hashed(NamedTuple):
+    """The tokens of one hash. ``adapter``: its request's, as vLLM's events name it.
+    ``extra_keys``: by size, those of each block that ends with this hash; without an entry, none.
+    """
+
+    parent: bytes | None
+    tokens: array[int]
+    adapter: tuple[int, str] | None
+    extra_keys: Mapping[int, ExtraKeys]
+
+
+class BlockDescription(NamedTuple):
+    """What an event says of a block. ``parent``: the hash before it; None: it begins a prompt."""
+
+    parent: bytes | None
+    tokens: list[int]
+    adapter: tuple[int, str] | None
+    extra_keys: ExtraKeys
+
+
 class BlockDescriptions:
-    """Tokens and parents of the blocks of the latest requests, by hash."""
+    """What the hashes of the latest requests' blocks cover, by hash."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._hash_tokens = geometry.hash_tokens
+        self._sizes = sorted({group.block_tokens for group in geometry.groups})
         self._most = MOST_REMEMBERED
-        self._known: dict[bytes, tuple[bytes | None, array[int]]] = {}
+        self._known: dict[bytes, _Hashed] = {}
 
     def remember(self, request: Request, known: int) -> int:
-        """Remember a request's hashes from number ``known`` on; return how many it has.
-
-        Not of requests whose hashes cover more than tokens: a reader that hashed these tokens would
-        take the blocks for those of another prompt.
-        """
+        """Remember a request's hashes from number ``known`` on; return how many it has."""
         count = len(request.block_hashes)
-        more = request.cache_salt or request.lora_request or request.mm_features or request.prompt_embeds is not None
-        if count <= known or more:
-            return count
+        adapter = request.lora_request and (request.lora_request.adapter_id, request.lora_request.name)
+        extra_keys = _ExtraKeys(request, self._sizes)
         for at in range(known, count):
             block_hash, parent = request.block_hashes[at], request.block_hashes[at - 1] if at else None
-            tokens = request.all_token_ids[at * self._hash_tokens : (at + 1) * self._hash_tokens]
+            end = (at + 1) * self._hash_tokens
+            tokens = request.all_token_ids[end - self._hash_tokens : end]
             self._known.pop(block_hash, None)
-            self._known[block_hash] = parent, array("q", tokens)
+            self._known[block_hash] = _Hashed(parent, array("q", tokens), adapter, extra_keys.before(end))
         while len(self._known) > self._most:
             del self._known[next(iter(self._known))]
         return count
 
-    def find(self, block_hash: bytes, block_tokens: int) -> tuple[bytes | None, list[int]] | None:
-        """Return the parent's hash (None: it begins a prompt) and the tokens of a block of
-        ``block_tokens``: a large block has several hashes, and is named by the last."""
+    def find(self, block_hash: bytes, block_tokens: int) -> BlockDescription | None:
+        """Return the description of a block of ``block_tokens``: a large block has several hashes,
+        and is named by the last."""
+        last = self._known.get(block_hash)
         parent: bytes | None = block_hash
         tokens: list[int] = []
         while len(tokens) < block_tokens:
             known = self._known.get(parent) if parent is not None else None
             if known is None:
                 return None
-            parent = known[0]
-            tokens[:0] = known[1]
-        return parent, tokens
+            parent = known.parent
+            tokens[:0] = known.tokens
+        assert last is not None
+        return BlockDescription(parent, tokens, last.adapter, last.extra_keys.get(block_tokens))
+
+
+_NO_EXTRA_KEYS: Mapping[int, ExtraKeys] = {}
+
+
+class _ExtraKeys:
+    """Makes the extra keys of a request's blocks, from one end to the next."""
+
+    def __init__(self, request: Request, sizes: Sequence[int]) -> None:
+        self._request = request
+        plain = not (request.cache_salt or request.lora_request or request.mm_features)
+        self._image_at = {} if plain and request.prompt_embeds is None else dict.fromkeys(sizes, 0)
+        """By size of blocks, where vLLM's search for a block's images begins; empty: there is
+        nothing to search."""
+
+    def before(self, end: int) -> Mapping[int, ExtraKeys]:
+        """Return the extra keys of each size of block that ends before token ``end``. The ends
+        ascend from call to call."""
+        found: dict[int, ExtraKeys] = {}
+        for size, image_at in self._image_at.items():
+            if end % size == 0:
+                keys, self._image_at[size] = generate_block_hash_extra_keys(self._request, end - size, end, image_at)
+                found[size] = keys
+        return found or _NO_EXTRA_KEYS
 
 
 class EventWriter:
@@ -103,16 +157,18 @@ class EventWriter:
             for key in keys
         }
         for key in _parents_first(described):
-            group, (parent, tokens) = group_of(key), described[key] or (None, [])
+            group, known = group_of(key), described[key]
             group_id, kind, window = self._groups[group]
+            lora_id, lora_name = (known and known.adapter) or (None, None)
             yield BlockStored(
                 block_hashes=[_external(_hash_of(key))],
-                parent_block_hash=None if parent is None else _external(parent),
-                token_ids=tokens,
-                block_size=self._geometry.groups[group].block_tokens if described[key] else 0,
-                lora_id=None,
+                parent_block_hash=None if known is None or known.parent is None else _external(known.parent),
+                token_ids=known.tokens if known else [],
+                block_size=self._geometry.groups[group].block_tokens if known else 0,
+                lora_id=lora_id,
                 medium=VLLM_TIERS[tier].medium,
-                lora_name=None,
+                lora_name=lora_name,
+                extra_keys=to_event_extra_keys([known.extra_keys]) if known else None,
                 group_idx=group_id,
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window,
@@ -130,7 +186,7 @@ class EventWriter:
             )
 
 
-def _parents_first(described: Mapping[BlockKey, tuple[bytes | None, list[int]] | None]) -> Iterator[BlockKey]:
+def _parents_first(described: Mapping[BlockKey, BlockDescription | None]) -> Iterator[BlockKey]:
     """Yield the keys, each behind its parent where that is among them: the tail of a chain is ready
     first, and readers skip a block whose parent they do not know."""
     yielded: set[BlockKey] = set()
@@ -140,7 +196,8 @@ def _parents_first(described: Mapping[BlockKey, tuple[bytes | None, list[int]] |
         while key is not None and key in described and key not in yielded:
             yielded.add(key)
             chain.append(key)
-            parent = (described[key] or (None,))[0]
+            known = described[key]
+            parent = known.parent if known else None
             key = None if parent is None else make_block_key(parent, group_of(key))
         yield from reversed(chain)
 

@@ -13,11 +13,11 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm import envs
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
@@ -29,6 +29,7 @@ from kvdisk.connector.adapter import (
     ranks_are_alike,
     vllm_minor_version,
 )
+from kvdisk.connector.weights import known_digest
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-_SAMPLE_BYTES = 4096
-_MOST_HEADER_BYTES = 100_000_000
-"""The safetensors format's own limit."""
 _LONGEST_FACT = 80
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
 _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
@@ -71,7 +69,7 @@ def fingerprint_of(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
-    _refuse_hashes(vllm_config, algorithm)
+    refuse_nameless(vllm_config)
     final_config = model.hf_config.to_dict()
     final_config.pop("_name_or_path", None)
     stages = stages or [kv_cache_config.prefix_cacheable_groups]
@@ -85,7 +83,7 @@ def fingerprint_of(
         "vllm": vllm_minor_version() if code is None else None,
         "code": code,
         "model_config": final_config,
-        "weights": weights_digest(vllm_config, model),
+        "weights": weights_digest(model),
         "drafter": _drafter_facts(vllm_config),
         "quantization": model.quantization,
         "dtype": str(model.dtype),
@@ -125,9 +123,10 @@ def fingerprint_of(
     return hashlib.sha256(text.encode()).digest(), description
 
 
-def _refuse_hashes(vllm_config: VllmConfig, algorithm: str) -> None:
-    """Raise ConfigError where hashes of blocks are not the same in the next process, or mean
-    something else there, or where not all workers see the files."""
+def refuse_nameless(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError where weights have no identity, or where hashes of blocks are not the same
+    in the next process, or mean something else there, or where not all workers see the files."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith(_UNSTABLE_HASHES):
         raise ConfigError(
             f"The NVMe tier needs block hashes that are the same in every process, and {algorithm} is not: set "
@@ -142,6 +141,12 @@ def _refuse_hashes(vllm_config: VllmConfig, algorithm: str) -> None:
         )
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in _NO_IDENTITY:
+        raise ConfigError(
+            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
+            "store_dirs."
+        )
 
 
 def code_digest(root: Path, module: str) -> str | None:
@@ -206,32 +211,24 @@ def _drafter_facts(vllm_config: VllmConfig) -> list[str] | None:
     if speculative is None or speculative.draft_model_config is None:
         return None
     drafter = speculative.draft_model_config
-    return [speculative.method, str(drafter.quantization), weights_digest(vllm_config, drafter)]
+    return [speculative.method, str(drafter.quantization), weights_digest(drafter)]
 
 
-def weights_digest(vllm_config: VllmConfig, model: ModelConfig) -> str:
+def weights_digest(model: ModelConfig) -> str:
     """Return a digest of a model's weight files: names, sizes, headers, and 4 KiB of every tensor.
 
     Weights replaced under the same path are another model; reading them all would cost minutes.
-    Raises ConfigError where there are no files to read.
+    The digest is remembered in vLLM's cache directory. Raises ConfigError where there are no files
+    to read.
     """
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format in _NO_IDENTITY:
-        raise ConfigError(
-            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
-            "store_dirs."
-        )
     folder = _model_folder(model)
-    digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
     if not files:
         raise ConfigError(
             f"The NVMe tier needs the model's weight files, and there are none in {folder}: leave out store_dirs."
         )
-    for file in files:
-        digest_file(file, digest)
-    return digest.hexdigest()
+    return known_digest(files, Path(envs.VLLM_CACHE_ROOT) / "kvdisk")
 
 
 def _processor_digest(folder: Path) -> str:
@@ -240,16 +237,6 @@ def _processor_digest(folder: Path) -> str:
     for file in sorted(folder.glob("*processor_config.json")):
         digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def digest_file(file: Path, digest: Any) -> None:
-    """Add a weight file's name, size, header, and 4 KiB of every tensor. Raises ConfigError where
-    it is damaged, OSError."""
-    digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-    if file.suffix == ".safetensors":
-        _digest_safetensors(file, digest)
-    else:
-        _digest_samples(file, digest)
 
 
 def _model_folder(model: ModelConfig) -> Path:
@@ -268,35 +255,3 @@ def _model_folder(model: ModelConfig) -> Path:
             f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: leave out "
             "store_dirs."
         ) from error
-
-
-def _digest_safetensors(file: Path, digest: Any) -> None:
-    """Add the header, and the start of each tensor: layout per the safetensors format (u64 length,
-    JSON, data).
-
-    Raises ConfigError where the file is not of that format.
-    """
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        data_bytes = file.stat().st_size - 8 - header_bytes
-        header = stream.read(header_bytes) if data_bytes >= 0 and header_bytes <= _MOST_HEADER_BYTES else b""
-        try:
-            tensors = sorted((name, tensor) for name, tensor in json.loads(header).items() if name != "__metadata__")
-            spans = [tuple(map(index, tensor["data_offsets"])) for _, tensor in tensors]
-            sound = all(0 <= start <= end <= data_bytes for start, end in spans)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            sound = False
-        if not sound:
-            raise ConfigError(f"kvdisk needs sound weight files, and {file} is a damaged one.")
-        digest.update(header)
-        for start, end in spans:
-            stream.seek(8 + header_bytes + start)
-            digest.update(stream.read(min(_SAMPLE_BYTES, end - start)))
-
-
-def _digest_samples(file: Path, digest: Any) -> None:
-    """Add 4 KiB of every MiB of a file whose tensors cannot be told apart without unpickling it."""
-    with file.open("rb") as stream:
-        for offset in range(0, file.stat().st_size, 1 << 20):
-            stream.seek(offset)
-            digest.update(stream.read(_SAMPLE_BYTES))

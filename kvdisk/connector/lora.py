@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
-from kvdisk.connector.identity import digest_file
+from kvdisk.connector.weights import digest_file
 from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 

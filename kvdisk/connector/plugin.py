@@ -4,16 +4,47 @@ log."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from typing import Any
+
+from kvdisk.errors import ConfigError
+
+_RESOLVE = "_post_init_kv_transfer_config"
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory. May be called many times; vLLM calls it at
-    start."""
+    """Register the connector with vLLM's factory, and see to it that no flag of vLLM's puts another
+    in its place. May be called many times; vLLM calls it at start, before it builds a
+    configuration."""
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVDiskConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVDiskConnector", "kvdisk.connector", "KVDiskConnector")
+    resolve = getattr(VllmConfig, _RESOLVE, None)
+    if resolve is not None and not hasattr(resolve, "__wrapped__"):
+        setattr(VllmConfig, _RESOLVE, _refuse_replacement(resolve))
+
+
+def _refuse_replacement(resolve: Any) -> Any:
+    """Return vLLM's method that applies ``--kv-offloading-size``, with a refusal in front.
+
+    vLLM: it writes the name of its own connector over the one that was asked for, and says nothing.
+    """
+
+    @functools.wraps(resolve)
+    def resolve_or_refuse(vllm_config: Any) -> None:
+        asked = vllm_config.kv_transfer_config
+        size = getattr(vllm_config.cache_config, "kv_offloading_size", None)
+        if size is not None and asked is not None and asked.has_connector("KVDiskConnector"):
+            raise ConfigError(
+                "vLLM's --kv-offloading-size puts a connector of vLLM's in the place of kvdisk: leave it out, and give "
+                f"kvdisk the memory with cpu_bytes ('{size:g}GiB')."
+            )
+        resolve(vllm_config)
+
+    return resolve_or_refuse
 
 
 def join_log() -> None:

@@ -16,6 +16,8 @@ from kvdisk.connector.adapter import (
     VLLM_TIERS,
     BlockPoolContext,
     GroupIds,
+    block_tables,
+    data_parallel_rank_of,
     event_groups,
     geometry_of,
     keeps_parts_of_states,
@@ -33,6 +35,7 @@ from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.lora import Adapters
 from kvdisk.connector.off import SchedulerOff
 from kvdisk.errors import ConfigError
+from kvdisk.mailbox import Mailbox
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
 
@@ -75,6 +78,7 @@ class SchedulerSide:
         self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerParts | None = None
+        self._mailbox = Mailbox()
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
         self._unsent: dict[str, list[Sequence[int]]] = {}
@@ -86,7 +90,7 @@ class SchedulerSide:
         self._journal: Journal | None = None
         self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
-            logger.debug("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
+            logger.info("kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed.")
 
     @property
     def _manager(self) -> TierManager:
@@ -143,7 +147,9 @@ class SchedulerSide:
 
     def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
         assert self._context is not None
-        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace)
+        rank = data_parallel_rank_of(self._vllm_config)
+        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace, rank)
+        self._mailbox = self._parts.mailbox
         if self._writer is not None:
             self._journal = self._parts.manager.publish()
 
@@ -202,6 +208,7 @@ class SchedulerSide:
             return 0, False
         self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens = int(local_tokens)
+        self._manager.note_time(int(time.time()))
         tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
         return tokens, bool(tokens)
 
@@ -246,6 +253,7 @@ class SchedulerSide:
         """Offer what this step computes, and return its plan."""
         now = time.monotonic()
         manager = self._manager
+        self._mailbox.work()
         manager.note_time(int(time.time()))
         self._check_adapters(now)
         overwritten = self._groups.overwritten_blocks(output)
@@ -262,7 +270,7 @@ class SchedulerSide:
             self._follow_session(request)
             if manager.may_offer(request_id, computed_tokens):
                 self._describe(request)
-                block_ids = state.get_block_ids(request_id)
+                block_ids = block_tables(state, request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, self._groups.tables(block_ids), now)
         for request_id, states in self._groups.handed_states(output).items():
@@ -291,8 +299,13 @@ class SchedulerSide:
         vLLM: a sleep begins with it, and unmaps the KV cache.
         """
         if self._config.on_reset == "epoch":
-            self._manager.reset(1 + secrets.randbits(62))
-        elif sleeps(self._vllm_config):
+            assert self._parts is not None
+            epoch, dropped = 1 + secrets.randbits(62), self._manager.held()
+            self._parts.manager.reset(epoch)
+            self._parts.telemetry.note_reset(epoch, dropped)
+            return True
+        logger.info("kvdisk keeps what it has at a reset: on_reset is %r.", self._config.on_reset)
+        if sleeps(self._vllm_config):
             self._manager.lose_gpu()
         return True
 
@@ -302,7 +315,13 @@ class SchedulerSide:
         manager.commit()
         if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
             return True
-        return self._parts is not None and self._parts.telemetry.is_due
+        if self._parts is not None and self._parts.telemetry.is_due:
+            return True
+        return self._mailbox.rest()
+
+    def wake(self) -> None:
+        """The engine goes on after a rest. Before anything else is called."""
+        self._mailbox.wake()
 
     # -- events --------------------------------------------------------------------------------
 
@@ -334,6 +353,7 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Commit, and release the engine store. Idempotent."""
+        self._mailbox.wake()
         self._adapters.close()
         if self._parts is not None:
             self._parts.close()

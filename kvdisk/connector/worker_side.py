@@ -10,6 +10,7 @@ from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.connector.adapter import (
+    deployment_of,
     geometry_of,
     groups_by_stage,
     handshake_of,
@@ -60,7 +61,8 @@ class WorkerSide:
         layers = layer_blocks(self._kv_cache_config, kv_caches)
         # Sleep may unmap what the GPU's own way between drive and GPU uses.
         config = replace(self._config, gpu_staging_bytes=0) if sleeps(self._vllm_config) else self._config
-        self._parts = assemble_worker(config, geometry, rank_of(self._vllm_config), layers)
+        deployment = deployment_of(self._vllm_config)
+        self._parts = assemble_worker(config, geometry, rank_of(self._vllm_config), layers, deployment)
 
     def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
         """Return what the scheduler cannot know of the KV cache, None where it knows all, or hears

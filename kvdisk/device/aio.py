@@ -50,6 +50,11 @@ _REPORT = struct.Struct("=qqq")
 _MOST_REPORTS = 512
 _LAYOUT = 1
 """Of all three: a library that was compiled of another state of the sources has another number."""
+NOT_COMPILED = (
+    "drive_queue.c was not compiled when kvdisk was installed, for want of a C compiler or its headers: install gcc "
+    "and libc6-dev, then kvdisk anew with pip's --force-reinstall --no-deps --no-cache-dir"
+)
+NOT_ASYNCHRONOUS = "the kernel's queue is for files with O_DIRECT on ext4, XFS, btrfs or F2FS"
 _VECTOR = struct.Struct("=QQ")
 """``struct iovec``: address and length."""
 
@@ -60,7 +65,7 @@ def library() -> tuple[Any, Any]:
     ones, which would wait to get it back) and without it. Raises OSError where it is missing."""
     path = Path(__file__).with_name("drive_queue.abi3.so")
     if not path.exists():
-        raise OSError(errno.ENOENT, "drive_queue.c was not compiled: at installation there was no compiler")
+        raise OSError(errno.ENOENT, NOT_COMPILED)
     try:
         holding, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         if holding.queue_layout() != _LAYOUT:

@@ -14,12 +14,32 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdisk.device.control import HomeRecord
+from kvdisk.device.home_lock import HomeLock
 from kvdisk.geometry import uses_bytes_for
 
 HOME_OVERHEAD_BYTES = 128 << 10
 """Of a home, beside index and segments: directories, HOME, LMDB's lock file, and so much of
 USES:"""
 USES_OVERHEAD_BYTES = 32 << 10
+
+
+ORPHAN_SPARED_S = 900
+"""How long after its last use an orphan may take room that the caps of the live owners no longer
+cover, or that another owner could use."""
+_INDEX_GROWTH = 3
+"""How many times the part of its full size that the index may have for what is stored so far: while
+records are replaced there are old ones beside them."""
+
+
+def reserve_bytes(record: HomeRecord, segments_bytes: int, index_bytes: int) -> int:
+    """Return what a home with so many bytes of segments and of index needs beside segments of the
+    drive that has its index: the rest of the index, and the other files.
+
+    The index of a cap that is larger than the drive never gets its full size.
+    """
+    part = min(1.0, _INDEX_GROWTH * segments_bytes / max(1, record.cap_bytes))
+    whole = int(part * record.index_bytes)
+    return max(0, whole - index_bytes) + whole // 8 + HOME_OVERHEAD_BYTES
 
 
 def uses_charge_bytes(slot_count: int) -> int:
@@ -31,8 +51,8 @@ class Holding(NamedTuple):
     """A home while the store is locked.
 
     ``record``: None where HOME or the lock is missing, or HOME does not decode. ``live``: it has an
-    owner; else ``lock_fd`` holds its lock exclusively (-1: without a lock file nobody can own it).
-    ``charged_bytes``: allocated, with a live owner's index at its full size.
+    owner, or may have one; else ``lock`` holds it exclusively. ``charged_bytes``: allocated, with a
+    live owner's index at its full size.
     """
 
     id: str
@@ -40,7 +60,7 @@ class Holding(NamedTuple):
     live: bool
     allocated_bytes: int
     charged_bytes: int
-    lock_fd: int
+    lock: HomeLock
 
 
 @dataclass(slots=True)

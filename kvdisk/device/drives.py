@@ -31,6 +31,7 @@ from kvdisk.device.control import (
     store_directory,
     why_no_store,
 )
+from kvdisk.device.mounts import check_mount
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import FORMAT_VERSION
@@ -61,9 +62,14 @@ def make_store(path: Path, now_s: int, part_of: str | None) -> str:
     lock."""
     paths.make_directory(path / HOMES, exist_ok=True)
     store_id = uuid.uuid4().hex
+    write_store(path, store_id, now_s, part_of)
+    return store_id
+
+
+def write_store(path: Path, store_id: str, now_s: int, part_of: str | None) -> None:
+    """Write STORE of a directory. Raises OSError. The caller holds the store lock."""
     fields = {"format_version": FORMAT_VERSION, "store_id": store_id, "created_s": now_s}
     paths.write_control(path / STORE_FILE, fields | ({"part_of": part_of} if part_of else {}))
-    return store_id
 
 
 def prepare_directory(path: Path, *, create: bool = True) -> None:
@@ -108,6 +114,7 @@ def check_directories(directories: Directories) -> None:
     listed = list_directories(directories)
     for path in listed:
         with paths.device_errors(f"opening {path}"):
+            check_mount(path)
             if not os.path.lexists(path):
                 _check_can_be_made(path)
                 continue

@@ -4,22 +4,27 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from kvdisk.device import paths
-from kvdisk.device.control import INDEX, HomePaths, HomeRecord, write_record
+from kvdisk.device.control import INDEX, LOCK_FILE, HomePaths, HomeRecord, write_record
+from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder
-from kvdisk.errors import DeviceError
+from kvdisk.errors import DeviceError, StoreLocked
 
 INDEX_FILE = "data.mdb"
 INDEX_DAMAGED = "damaged"
-"""A file beside it: a commit has met damage. ``index.lmdb_tables`` leaves it."""
+"""A file beside it: a commit has met damage. ``index.lmdb_index`` leaves it."""
 NEW_INDEX = "index.new"
+INDEX_WAIT_S = 15.0
 
 
 def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
@@ -35,19 +40,48 @@ def index_is_sound(index_path: Path, record: HomeRecord, boot_id: str) -> bool:
     return record.boot_id == boot_id and file.is_file() and not file.is_symlink()
 
 
-class _HeldHome(HomePaths):
-    """A home whose lock this process holds, shared, through a descriptor of its own."""
+_Value = TypeVar("_Value")
 
-    def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock_fd: int) -> None:
+
+class Place(Enum):
+    """Where the directory of a held home is: at its path, at another, or nowhere."""
+
+    THERE = "there"
+    MOVED = "moved"
+    REMOVED = "removed"
+
+
+class _HeldHome(HomePaths):
+    """A home whose lock this process holds, shared, through descriptors of its own."""
+
+    def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock: HomeLock) -> None:
         self.id = path.name
         self.path = path
         self.fingerprint = record.fingerprint
         self.folders = folders
-        self._lock_fd = lock_fd
+        self._lock = lock
+
+    def place(self) -> Place:
+        """Say where the directory is by now. Raises OSError."""
+        fd = self._lock.directory_fd
+        if fd >= 0 and paths.same_file(fd, self.path):
+            return Place.THERE
+        return Place.MOVED if fd >= 0 and os.fstat(fd).st_nlink else Place.REMOVED
+
+    @property
+    def open_path(self) -> Path:
+        """The directory that is held, wherever it is."""
+        return Path(f"/proc/self/fd/{self._lock.directory_fd}")
+
+    def when_there(self, write: Callable[[Path, _Value], None], value: _Value) -> None:
+        """Write a file that the next owner can do without, unless the directory is not at its path:
+        what is there then is another's. Raises OSError."""
+        if self.place() is Place.THERE:
+            write(self.path, value)
 
     def release(self) -> None:
         """Release the home as it is: HOME stays what it says. Its files are closed. Idempotent."""
-        self._lock_fd = paths.unlock(self._lock_fd)
+        self._lock.release()
 
 
 class JoinedHome(_HeldHome):
@@ -84,8 +118,8 @@ class Home(_HeldHome):
 
     ``fresh``: made new, so that it is empty. ``cap_bytes``: a home taken over can be above it, and
     its owner cuts it first. ``now_s``: gives whole seconds since the Unix epoch. Before the owner
-    opens the index to write, it asks ``index_is_sound``, has it rebuilt where that is False
-    (``remove_index``, ``place_index``), and calls ``adopt_index``.
+    opens the index to write, it calls ``await_index``, asks ``index_is_sound``, has it rebuilt
+    where that is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
     """
 
     def __init__(
@@ -94,12 +128,12 @@ class Home(_HeldHome):
         record: HomeRecord,
         folders: tuple[DriveFolder | None, ...],
         *,
-        lock_fd: int,
+        lock: HomeLock,
         fresh: bool,
         boot_id: str,
         now_s: Callable[[], int],
     ) -> None:
-        super().__init__(path, record, folders, lock_fd)
+        super().__init__(path, record, folders, lock)
         self.cap_bytes = record.cap_bytes
         self.fresh = fresh
         self.record = record
@@ -120,10 +154,33 @@ class Home(_HeldHome):
         """Note in HOME that the home is used now; nothing once it is closed. Any thread. Raises
         DeviceError."""
         with self._ending:
-            if self._lock_fd >= 0:
+            if self._lock.is_held:
                 self._write(replace(self.record, last_use_s=self._now_s()))
 
+    def holds_its_file(self) -> bool:
+        """Whether the lock file at its path is the one that is held. Raises OSError."""
+        with self._ending:
+            return not self._lock.is_held or paths.same_file(self._lock.file_fd, self.path / LOCK_FILE)
+
+    def hold_again(self) -> bool:
+        """Hold the lock file that is at its path, which is made where it was removed; return
+        whether it was another one. Under the store lock only. Any thread. Raises DeviceError."""
+        with self._ending, paths.device_errors(f"locking engine store {self.id}"):
+            return self._lock.is_held and self._lock.hold_again(self.path)
+
     # -- the index -----------------------------------------------------------------------------
+
+    def await_index(self) -> None:
+        """Wait until the process by which the owner before had the index open has ended: that of a
+        killed engine ends its commit first. It holds no lock on the home, but an exclusive one on
+        the directory of the index. Raises DeviceError (EBUSY) where it does not end."""
+        what = f"the index of engine store {self.id}"
+        for place in (self.index_path, self.new_index_path):
+            with suppress(OSError):  # it is not there, or the file system locks no directories
+                try:
+                    paths.unlock(paths.take_lock(place, fcntl.LOCK_EX, INDEX_WAIT_S, what, readonly=True))
+                except StoreLocked as error:
+                    raise DeviceError(errno.EBUSY, str(error)) from error
 
     def index_is_sound(self) -> bool:
         """Whether the index is what its last owner committed: by its sum after a clean end, by the
@@ -170,7 +227,7 @@ class Home(_HeldHome):
         its last use. Raises DeviceError; the home is released all the same.
         """
         with self._ending:
-            if self._lock_fd >= 0:
+            if self._lock.is_held:
                 self._close(clean, used)
 
     def _close(self, clean: bool, used: bool) -> None:
@@ -189,9 +246,11 @@ class Home(_HeldHome):
                     record = replace(record, clean=bool(record.index_sum))
             self._write(record)
         finally:
-            self._lock_fd = paths.unlock(self._lock_fd)
+            self._lock.release()
 
     def _write(self, record: HomeRecord) -> None:
         with paths.device_errors(f"writing HOME of {self.id}"):
+            if self.place() is not Place.THERE:
+                raise FileNotFoundError(errno.ENOENT, "it is not at its path any more")
             write_record(self.path, record)
         self.record = record

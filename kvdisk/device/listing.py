@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 from kvdisk.device import paths
 from kvdisk.device.control import (
     INDEX,
-    LOCK_FILE,
     HomeRecord,
     HomeSummary,
     home_ids,
     read_record,
 )
 from kvdisk.device.drives import Directories
+from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder, scan_folders
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord
@@ -74,16 +73,14 @@ def list_homes(directories: Directories) -> list[HomeSummary]:
 
 
 def _is_owned(store: Store, home_id: str) -> bool:
+    path, record = store.home_path(home_id), None
+    lock = HomeLock.look(path, readonly=True)
     try:
-        fd = paths.open_regular(store.home_path(home_id) / LOCK_FILE, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    if fd < 0:
-        return False
-    try:
-        return not paths.try_lock(fd, fcntl.LOCK_EX)
+        with suppress(OSError, CorruptRecord):
+            record = read_record(path)
+        return not lock.try_exclusive() or store.is_used(record, lock)
     finally:
-        os.close(fd)
+        lock.close()
 
 
 def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:

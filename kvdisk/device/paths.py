@@ -229,7 +229,7 @@ def same_file(fd: int, path: Path) -> bool:
     """Return whether ``path`` names the file that ``fd`` is open on."""
     try:
         now = path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return os.path.samestat(os.fstat(fd), now)
 

@@ -97,6 +97,9 @@ class PosixDevice:
         assert longest_bytes > 0
         assert longest_bytes % ALIGNMENT == 0
         self.kernel_queue = kernel_queue
+        self.without_queue = ""
+        """Why the kernel's queue does not serve, of the last drive where it was to; empty: it
+        does."""
         self._threads = threads
         self._longest_bytes = longest_bytes
         self._files: dict[int, dict[Op, DriveQueue]] = {}
@@ -124,6 +127,8 @@ class PosixDevice:
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
         place = os.fstat(fd).st_dev, self.kernel_queue and aio.serves(fd)
+        if self.kernel_queue and not place[1]:
+            self.without_queue = aio.NOT_ASYNCHRONOUS
         if place not in self._queues:
             self._queues[place] = self._make_queues(in_kernel=place[1])
         self._files[fd] = self._queues[place]
@@ -210,7 +215,9 @@ class PosixDevice:
                 return {Op.WRITE: writes, Op.READ: reads}  # writes look at the reads' queue: they close first
             except OSError as error:
                 said = {errno.EAGAIN: "fs.aio-max-nr is used up", errno.ENOENT: str(error.strerror)}
-                _say_lost(said.get(error.errno or 0, f"the kernel or a container refuses it ({error.strerror})"))
+                refused = f"the kernel or a container refuses it ({error.strerror})"
+                self.without_queue = said.get(error.errno or 0, refused)
+                _say_lost(self.without_queue)
         return self._make_thread_queues(name, self._threads, _run)
 
     def _make_thread_queues(self, name: str, count: int, run: Run) -> dict[Op, DriveQueue]:

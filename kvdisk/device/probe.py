@@ -96,9 +96,11 @@ def probe(
         if of_store:
             prepare_directory(directory)
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
-            name, wrong = _try(make(True), fd)
+            device = make(True)
+            name, wrong = _try(device, fd)
             if not wrong:
-                return ProbeReport(directory, name, True, direct, "what it wrote and read there was right")
+                why = getattr(device, "without_queue", "") or "what it wrote and read there was right"
+                return ProbeReport(directory, name, True, direct, why)
             threads, still = _try(make(False), fd)
             return ProbeReport(directory, threads, False, direct, still or f"not {name}: {wrong}")
     except Silence:

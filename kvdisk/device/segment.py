@@ -188,6 +188,13 @@ def drop_segment(folder: DriveFolder, segment: int, rank: int) -> None:
         _remove_files(folder, segment, (_temporary(path).name, path.name))
 
 
+def free_bytes(fd: int, length: int) -> None:
+    """Free the bytes of an open file that has no name, and keep its length: zeros are read. Raises
+    OSError."""
+    os.ftruncate(fd, 0)
+    os.ftruncate(fd, length)
+
+
 def remove_unknown_segments(folder: DriveFolder, rank: int, known: Collection[int]) -> None:
     """Remove what a crash left of this rank: files of segments not in ``known``, and files never
     completed. Raises DeviceError."""

@@ -3,10 +3,10 @@
 
 Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
-owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
-itself: one that came by a fork would be the parent's. A home whose lock can be taken exclusively is
-unowned. That is tried only under the store's ``lock``, so two who try never take each other for an
-owner.
+owner holds a shared flock on its home's ``lock``, and on the home's directory, for its life,
+through descriptors that it opened itself: those that came by a fork would be the parent's. A home
+whose locks can be taken exclusively is unowned, unless another machine has used it a moment ago.
+That is tried only under the store's ``lock``, so two who try never take each other for an owner.
 
 A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
 into one that another engine owns.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import time
@@ -28,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.device import paths
-from kvdisk.device.cap import Holding, Stock
+from kvdisk.device.cap import ORPHAN_SPARED_S, Holding, Stock, reserve_bytes
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
     INDEX,
     LOCK_FILE,
+    STORE_FILE,
     HomeRecord,
     StoreRecord,
     home_ids,
@@ -57,17 +59,24 @@ from kvdisk.device.drives import (
     remove_folder,
     serves,
     with_all,
+    write_store,
 )
 from kvdisk.device.home import Home, JoinedHome
+from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, QuietLog, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
 from kvdisk.messages import ForeignSegment, SegmentSpec
+
+logger = logging.getLogger("kvdisk")
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 STORE_LOCK_TIMEOUT_S = 120.0
 LOCK_WAIT_S = 2.0
 """How long a worker, or a thread beside an engine, waits for the store lock."""
+IN_USE_S = 300
+"""How long after its last use a home that was not closed in order counts as in use, where no lock
+can say so. An owner notes its use every half minute."""
 
 
 class Store:
@@ -80,7 +89,10 @@ class Store:
     def __init__(self, path: Path, *, boot_id: str | None, clock: Callable[[], float]) -> None:
         self.path = path
         self.drives: tuple[Drive, ...] = ()
-        self.boot_id = boot_id if boot_id is not None else _boot_id()
+        self.boot_id, self._boot_s = _boot(clock()) if boot_id is None else (boot_id, clock())
+        self._log = QuietLog(time.monotonic, logger)
+        self._noted: list[tuple[int, int] | None] = []
+        """What tells the directories of ``drives`` from any others, as they were opened."""
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
@@ -119,6 +131,7 @@ class Store:
                     store.drives = open_further(
                         store.drives[0], further, create=create, need_all=need_all, now_s=store.now_s()
                     )
+            store._noted = [_named(drive.path) for drive in store.drives]
         return store
 
     def acquire_home(
@@ -144,6 +157,7 @@ class Store:
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
         with self._stock() as stock:
             stock.homes = [home for home in stock.homes if home.id not in except_ids]
+            self._tell_of_other_machines(stock, fingerprint, description)
             for home in stock.unowned:
                 if home.record is None:
                     self._delete(stock, home)
@@ -155,7 +169,7 @@ class Store:
                 format_version=FORMAT_VERSION,
                 fingerprint=fingerprint,
                 description=description,
-                boot_id=old.boot_id if old else self.boot_id,
+                boot_id=self._boot_of(old) if old else self.boot_id,
                 clean=False,
                 cap_bytes=cap_bytes,
                 last_use_s=now_s,
@@ -171,12 +185,19 @@ class Store:
             others = iter(stock.unowned_to_delete(fingerprint))
             while True:
                 try:
-                    make = self._make_home if mine is None else partial(self._take_over, mine.lock_fd)
-                    return self._held(home_id, record, lock_fd=make(home_id, record), fresh=mine is None)
+                    make = self._make_home if mine is None else partial(self._take_over, mine.lock)
+                    return self._held(home_id, record, make(home_id, record), fresh=mine is None)
                 except OSError as error:
                     if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
                         raise
                     self._delete(stock, spare)
+
+    def _tell_of_other_machines(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> None:
+        for home in stock.homes:
+            record = home.record if home.live else None
+            if record and record.suits(fingerprint, description) and self.is_of_another_machine(record):
+                ago_s = max(0, self.now_s() - record.last_use_s)
+                logger.warning("kvdisk leaves engine store %s alone: another machine used it %d s ago", home.id, ago_s)
 
     def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
         fit = [
@@ -194,7 +215,7 @@ class Store:
             stock.homes.remove(mine)
             index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
             charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
-        stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), -1))
+        stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1)))
         self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
@@ -202,10 +223,10 @@ class Store:
         CorruptRecord where HOME does not decode, StoreLocked where it has an owner, DeviceError
         (ENOENT where there is no such home)."""
         with self._unowned(home_id) as found:
-            if found.lock_fd < 0:
+            if not found.lock.is_held:
                 raise DeviceError(errno.ENOENT, f"engine store {home_id} has no lock file")
             record = found.record or read_record(self.home_path(home_id))
-            return self._held(home_id, record, lock_fd=_keep(found.lock_fd), fresh=False)
+            return self._held(home_id, record, found.lock.keep(), fresh=False)
 
     def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
         """Enter the home that this engine's scheduler acquired. Raises CorruptRecord where
@@ -215,15 +236,15 @@ class Store:
             raise CorruptRecord(f"the id of an engine store has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
         with paths.device_errors(f"joining engine store {home_id}"):
-            lock_fd = paths.take_lock(path / LOCK_FILE, fcntl.LOCK_SH, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
+            lock = HomeLock.join(path, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
             try:
                 record = read_record(path)
                 if record.fingerprint != fingerprint:
                     raise GeometryMismatch(f"engine store {home_id} is of another namespace")
             except BaseException:
-                os.close(lock_fd)
+                lock.release()
                 raise
-        return JoinedHome(path, record, self.folders(home_id, record), lock_fd)
+        return JoinedHome(path, record, self.folders(home_id, record), lock)
 
     def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
         """Return another home's part on one of *its* drives. Takes no lock: it may vanish. Raises
@@ -250,15 +271,18 @@ class Store:
 
     @contextmanager
     def locked(self, *, readonly: bool = False, timeout_s: float | None = None) -> Iterator[None]:
-        """Hold the store lock. ``readonly``: of a store that cannot be written. Raises StoreLocked,
+        """Hold the store lock: of its file, which may be removed and made anew, and of its
+        directory. ``readonly``: of a store that cannot be written. Raises StoreLocked,
         DeviceError."""
         wait_s = STORE_LOCK_TIMEOUT_S if timeout_s is None else timeout_s
         lock, what = self.path / LOCK_FILE, f"the store {self.path}"
         with paths.device_errors(f"store {self.path}"):
-            fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly)
+            fd, directory_fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly), -1
             try:
+                directory_fd = lock_directory(self.path, fcntl.LOCK_EX, wait_s, what)
                 yield
             finally:
+                unlock_directory(directory_fd)
                 paths.unlock(fd)
 
     def delete_home(self, home_id: str, record: HomeRecord | None) -> bool:
@@ -323,6 +347,41 @@ class Store:
         with self._stock() as stock:
             self._remove_loose(stock)
 
+    def mend(self, home: Home) -> list[str]:
+        """Make anew what others removed around a home that this process owns; return the names of
+        that. Any thread. Raises StoreLocked, DeviceError."""
+        with paths.device_errors(f"mending the store {self.path}"):
+            lock, mended = self.path / LOCK_FILE, []
+            lacking = [drive for drive in self._in_place() if not os.path.lexists(drive.path / STORE_FILE)]
+            without = [folder for folder in home.folders if folder and self._lacks_folder(folder)]
+            if not os.path.lexists(lock):
+                with suppress(FileExistsError):
+                    os.close(paths.create_file(lock))
+                mended.append(LOCK_FILE)
+            elif not (lacking or without) and home.holds_its_file():
+                return []
+            with self.locked(timeout_s=LOCK_WAIT_S):
+                for drive in lacking:
+                    part_of = None if drive is self.drives[0] else self.drives[0].store_id
+                    write_store(drive.path, drive.store_id, self.now_s(), part_of)
+                if home.hold_again():
+                    mended.append(f"{HOMES}/{home.id}/{LOCK_FILE}")
+                for folder in without:
+                    paths.make_directory(folder.path.parent, exist_ok=True)
+                make_folders(without)
+        mended += [STORE_FILE] * bool(lacking)
+        return mended + [str(folder.segments_path) for folder in without]
+
+    def _in_place(self) -> list[Drive]:
+        """Return the drives whose directories are those that were opened."""
+        return [drive for drive, noted in zip(self.drives, self._noted, strict=True) if _named(drive.path) == noted]
+
+    def _lacks_folder(self, folder: DriveFolder) -> bool:
+        directory = folder.path.parent.parent
+        return any(drive.path == directory for drive in self._in_place()) and not paths.is_directory(
+            folder.segments_path
+        )
+
     def make_segment(self, home: JoinedHome, spec: SegmentSpec, rank: int, rank_count: int) -> SegmentFile:
         """Make a rank's file of a segment, if the cap allows it; the store stays locked meanwhile.
 
@@ -341,6 +400,8 @@ class Store:
                     raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
                 if not self._trim(stock, mine.record.fingerprint, needed_bytes):
                     raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
+                if not self._has_room(stock, mine, folder, needed_bytes):
+                    raise DeviceError(errno.ENOSPC, f"{what}: the drive has no room")
                 file = create_segment(folder, spec, rank, rank_count, mine.record.fingerprint)
                 if os.fstat(file.fd).st_blocks * paths.STAT_BLOCK_BYTES > needed_bytes:
                     file.close()
@@ -349,6 +410,39 @@ class Store:
                 return file
         except StoreLocked as error:
             raise DeviceError(errno.EAGAIN, f"{what}: {error}") from None
+
+    def room_bytes(self, home_id: str) -> int:
+        """Return what a home has on the drives, with what they have free and what may make room for
+        it. Raises StoreLocked, DeviceError."""
+        with self._stock() as stock:
+            held = sum(home.allocated_bytes for home in stock.homes if home.id == home_id or not home.live)
+            free = {os.stat(drive.path).st_dev: _free_bytes(drive.path) for drive in self.drives}
+        return held + sum(free.values())
+
+    def _has_room(self, stock: Stock, mine: Holding, folder: DriveFolder, needed_bytes: int) -> bool:
+        """Whether a drive has room for so many bytes of segments, beside what the index needs
+        there. Unowned homes that have something there go for it, but for those that an engine may
+        be about to take over."""
+        assert mine.record is not None
+        drive = os.stat(folder.path).st_dev
+        if drive == os.stat(self.path).st_dev:
+            index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
+            segments_bytes = mine.allocated_bytes - index_bytes + needed_bytes
+            needed_bytes += reserve_bytes(mine.record, segments_bytes, index_bytes)
+        for home in stock.unowned_to_delete(mine.record.fingerprint):
+            if _free_bytes(folder.path) >= needed_bytes:
+                break
+            last_use_s = home.record.last_use_s if home.record else -1
+            if last_use_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
+                self._delete(stock, home)
+        return _free_bytes(folder.path) >= needed_bytes
+
+    def _is_on(self, home: Holding, drive: int) -> bool:
+        """Whether a home has a folder on a file system."""
+        folders = self.folders(home.id, home.record) if home.record else (DriveFolder(self.home_path(home.id)),)
+        with suppress(OSError):
+            return any(os.stat(folder.path).st_dev == drive for folder in folders if folder is not None)
+        return False
 
     @contextmanager
     def _stock(self, timeout_s: float | None = None) -> Iterator[Stock]:
@@ -361,20 +455,43 @@ class Store:
             yield Stock(homes, loose, sum(map(self._measure, loose)))
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
-        path = self.home_path(home_id)
-        lock_fd, record = -1, None
-        with suppress(FileNotFoundError):  # without a lock file it was never finished: nobody can own it
-            lock_fd = paths.open_regular(path / LOCK_FILE, os.O_RDWR)
-            if lock_fd >= 0:
-                stack.callback(os.close, lock_fd)
-        live = lock_fd >= 0 and not paths.try_lock(lock_fd, fcntl.LOCK_EX)
-        if lock_fd >= 0:
-            with suppress(FileNotFoundError, CorruptRecord):
-                record = read_record(path)
+        path, record = self.home_path(home_id), None
+        lock = HomeLock.look(path)
+        stack.callback(lock.close)
+        with suppress(FileNotFoundError, CorruptRecord):
+            record = read_record(path)
+        live = not lock.try_exclusive() or self.is_used(record, lock)
+        if not live and not lock.is_held:
+            # HOME is made last and removed first: with it the lock file was there, and was removed
+            # by who removes old files. Without it, nobody can own what was never finished.
+            with suppress(FileExistsError, FileNotFoundError):
+                if record is not None:
+                    lock.make_file(path)
+            record = record if lock.is_held else None
         allocated = charged = self.measure(home_id, record)
         if live and record is not None:
             charged += max(0, record.index_bytes - paths.allocated_bytes(path / INDEX))
-        return Holding(home_id, record, live, allocated, charged, lock_fd)
+        return Holding(home_id, record, live, allocated, charged, lock)
+
+    def is_used(self, record: HomeRecord | None, lock: HomeLock) -> bool:
+        """Whether a home that no process here holds may be in use all the same.
+
+        It was used a moment ago, and was not closed in order: in another boot that is no earlier
+        one of this machine, so by another machine; or it has lost its lock file, and its owner may
+        be one that locks that alone.
+        """
+        if record is None or record.clean or abs(self.now_s() - record.last_use_s) > IN_USE_S:
+            return False
+        return not lock.is_held or self.is_of_another_machine(record)
+
+    def is_of_another_machine(self, record: HomeRecord) -> bool:
+        """Whether a home was used in another boot, after this machine had begun its own."""
+        return record.boot_id not in {"", self.boot_id} and record.last_use_s > self._boot_s
+
+    def _boot_of(self, old: HomeRecord) -> str:
+        """Return what HOME says of boots while this machine looks at a home's index: not another
+        boot, or the home would seem to be another machine's if this engine died over it."""
+        return self.boot_id if old.index_sum or old.boot_id == self.boot_id else ""
 
     def _measure(self, folder: Path) -> int:
         # A drive that fails shall not stop the others: its part counts as it was when it last could
@@ -398,6 +515,7 @@ class Store:
         """Delete an unowned home. What cannot be deleted still counts, and is not taken over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
+            self._log.warn("delete", f"engine store {home.id} has to go for others, and cannot be deleted")
             stock.homes.append(home._replace(record=None))
 
     def _remove_loose(self, stock: Stock) -> None:
@@ -409,39 +527,38 @@ class Store:
 
     # -- making --------------------------------------------------------------------------------
 
-    def _held(self, home_id: str, record: HomeRecord, *, lock_fd: int, fresh: bool) -> Home:
+    def _held(self, home_id: str, record: HomeRecord, lock: HomeLock, *, fresh: bool) -> Home:
         return Home(
             self.home_path(home_id),
             record,
             self.folders(home_id, record),
-            lock_fd=lock_fd,
+            lock=lock,
             fresh=fresh,
             boot_id=self.boot_id,
             now_s=self.now_s,
         )
 
-    def _take_over(self, held_fd: int, home_id: str, record: HomeRecord) -> int:
-        """Own the home that now has this id; return its lock's descriptor. Raises OSError."""
+    def _take_over(self, held: HomeLock, home_id: str, record: HomeRecord) -> HomeLock:
+        """Own the home that now has this id; return its lock. Raises OSError."""
         write_record(self.home_path(home_id), record)
         make_folders(self.folders(home_id, record))
-        return _keep(held_fd)
+        return held.keep()
 
-    def _make_home(self, home_id: str, record: HomeRecord) -> int:
-        """Make a home and own it; return its lock's descriptor. Raises OSError, leaving nothing."""
+    def _make_home(self, home_id: str, record: HomeRecord) -> HomeLock:
+        """Make a home and own it; return its lock. Raises OSError, leaving nothing."""
         path = self.home_path(home_id)
-        lock_fd = -1
+        lock = HomeLock(-1, -1)
         try:
             paths.make_directory(path)
-            lock_fd = paths.create_file(path / LOCK_FILE)
-            fcntl.flock(lock_fd, fcntl.LOCK_SH)
+            lock = HomeLock.make(path)
             paths.make_directory(path / INDEX)
             make_folders(self.folders(home_id, record))
             write_record(path, record)
         except BaseException:
             self.delete_home(home_id, record)
-            paths.unlock(lock_fd)
+            lock.release()
             raise
-        return lock_fd
+        return lock
 
     def _make(self) -> StoreRecord:
         self.path.chmod(paths.DIRECTORY_MODE)
@@ -451,17 +568,27 @@ class Store:
             return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
 
 
-def _keep(lock_fd: int) -> int:
-    """Own the home whose lock is held exclusively until the store lock is released; return a
-    descriptor of its own."""
-    kept = os.dup(lock_fd)  # the same lock
-    # A conversion lets go for an instant, in which only holders of the store lock would try.
-    fcntl.flock(kept, fcntl.LOCK_SH)
-    return kept
+def _free_bytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
-def _boot_id() -> str:
+def _named(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from any other; None where it does not say."""
+    with suppress(OSError):
+        status = path.lstat()
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _boot(now_s: float) -> tuple[str, float]:
+    """Return the boot's id, and when it began in seconds since the Unix epoch."""
     try:
-        return BOOT_ID_PATH.read_text("ascii").strip()
+        return BOOT_ID_PATH.read_text("ascii").strip(), now_s - seconds_since_boot()
     except OSError:
-        return uuid.uuid4().hex  # where boots cannot be told apart, each start counts as one
+        return uuid.uuid4().hex, math.inf  # where boots cannot be told apart, each start counts as one
+
+
+def seconds_since_boot() -> float:
+    """Return how long this machine has been up."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

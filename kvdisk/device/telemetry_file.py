@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from kvdisk.device import paths
 from kvdisk.errors import CorruptRecord
+from kvdisk.geometry import FILE_EPOCH
 
 FIGURES_FILE = "FIGURES"
 JSON_VERSION = 1
-_NUMBER_LIMIT = 1 << 62
+_NUMBER_LIMIT = 1 << 63
 
 
 class DriveTelemetry(NamedTuple):
@@ -34,7 +35,8 @@ class TelemetryRecord(NamedTuple):
 
     ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number
     and sum of the samples of histograms, likewise; ``gauges``: as they were at ``time_s``.
-    ``drives``: in the home's order.
+    ``drives``: in the home's order. ``epoch``: of what is served, since ``reset_s``; None: there
+    was no reset. ``data_parallel_rank``: None: the engine is alone.
     """
 
     time_s: float
@@ -47,6 +49,9 @@ class TelemetryRecord(NamedTuple):
     sums: Mapping[str, tuple[int, float]]
     gauges: Mapping[str, float]
     drives: tuple[DriveTelemetry, ...]
+    epoch: int = FILE_EPOCH
+    reset_s: float | None = None
+    data_parallel_rank: int | None = None
 
 
 def write_telemetry(home_path: Path, figures: dict[str, Any]) -> None:
@@ -86,6 +91,11 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
                 )
                 for drive in fields["drives"]
             ),
+            epoch=_whole(fields.get("epoch", FILE_EPOCH)),  # an older kvdisk has none
+            reset_s=None if fields.get("reset_s") is None else _seconds(fields["reset_s"]),
+            data_parallel_rank=None
+            if fields.get("data_parallel_rank") is None
+            else _whole(fields["data_parallel_rank"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptRecord(f"{home_path / FIGURES_FILE} does not have the fields of an engine's figures") from error

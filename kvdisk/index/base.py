@@ -17,7 +17,8 @@ from kvdisk.blocks import BlockKey, Slot
 class BlockRecord(NamedTuple):
     """A committed block: where it is, and what its slot headers say on every rank.
 
-    ``parent``: the block before it in its chain. ``stored_s``: whole seconds since the Unix epoch.
+    ``parent``: the block before it in its chain. ``stored_s``: when it was first stored, in any
+    tier of any engine: whole seconds since the Unix epoch.
     """
 
     epoch: int
@@ -73,12 +74,14 @@ class SegmentRecord(NamedTuple):
 
 
 class ForeignCopy(NamedTuple):
-    """A committed block of another home. ``generation``: what its slot headers say."""
+    """A committed block of another home. ``generation``: what its slot headers say. ``stored_s``:
+    as in ``BlockRecord``."""
 
     home_id: str
     segment: SegmentRecord
     slot_index: int
     generation: int
+    stored_s: int
 
 
 class Answer(NamedTuple):
@@ -110,11 +113,12 @@ class Neighbours(Protocol):
 
 class IndexState(IntEnum):
     """WRITABLE: puts are committed. REFUSING: the last batch failed (map or disk full, write
-    error); its puts were dropped, deletions are retried with back-off, and the state returns by
-    itself."""
+    error), and its puts were dropped; or one takes long. Deletions are retried with back-off, and
+    the state returns by itself. GONE: nothing more is committed until the next start."""
 
     WRITABLE = 1
     REFUSING = 2
+    GONE = 3
 
 
 class Progress(NamedTuple):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -13,6 +15,8 @@ from kvdisk.index.base import BlockColumns
 from kvdisk.index.records import decode_blocks
 
 _RUN_GENERATIONS = 4096
+_SPREAD_S = 3600
+"""Before an engine's start: in so many seconds lie the times of all that it stored."""
 
 
 def ascending(epochs: NDArray[np.uint64], keys: Sequence[bytes]) -> NDArray[np.int64]:
@@ -31,22 +35,30 @@ def stored_times(
     """Return times for blocks of which only the headers are known. They keep the blocks' order.
 
     A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and
-    counts up. Blocks of one chain that were stored one after another get one time, so that the
-    chain's tail leaves first; the next run gets a later one. None lies in the future.
+    counts up. No block is older than that start, and none gets a later time: with ``max_age_s`` a
+    block may end too early, and never too late. Blocks of one chain that were stored one after
+    another get one time, so that the chain's tail leaves first; the run before it gets an earlier
+    one, by less than a second where there are many.
     """
     named_epochs = epochs.tolist()
     rows = dict(zip(zip(named_epochs, keys, strict=True), range(len(keys)), strict=True))
     parent_rows = [rows.get(name, -1) for name in zip(named_epochs, parents, strict=True)]
     counted: list[int] = generations.tolist()
-    times = [0] * len(counted)
-    last_s = 0
+    run_of = [-1] * len(counted)
+    starts: list[int] = []
+    """Of each run, the second in which its engine started."""
     for row in np.argsort(generations, kind="stable").tolist():
         parent, generation = parent_rows[row], counted[row]
-        stored_s = times[parent] if parent >= 0 else 0
-        if not stored_s or generation - counted[parent] > _RUN_GENERATIONS:
-            stored_s = last_s = min(now_s, max(last_s + 1, generation // 10**9))
-        times[row] = stored_s
-    return np.array(times, np.uint32)
+        run = run_of[parent] if parent >= 0 else -1
+        if run < 0 or generation - counted[parent] > _RUN_GENERATIONS:
+            run = len(starts)
+            starts.append(min(now_s, generation // 10**9))
+        run_of[row] = run
+    runs_of, times, last_s = Counter(starts), [0] * len(starts), math.inf
+    for run in reversed(range(len(starts))):
+        last_s = min(last_s - min(1.0, _SPREAD_S / runs_of[starts[run]]), starts[run])
+        times[run] = max(1, int(last_s))
+    return np.array(times, np.uint32)[np.array(run_of, np.int64)]
 
 
 def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:

@@ -4,31 +4,38 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvdisk.errors import KvdiskError, QuietLog
+from kvdisk.errors import CorruptRecord, KvdiskError, QuietLog
 from kvdisk.index.base import IndexState, Progress
+from kvdisk.index.map_size import MAX_TRANSACTION
 from kvdisk.index.records import Operation
 
 logger = logging.getLogger(__name__)
 
-MAX_TRANSACTION = 1000
-"""Operations of one transaction; larger ones leave a larger LMDB file for ever."""
 SMALL_TRANSACTION = 16
 """Operations of one transaction after a failure, so that a small reserve of space is enough."""
 FIRST_BACK_OFF_S = 0.1
 LAST_BACK_OFF_S = 5.0
+LATE_S = 30.0
+"""A transaction that takes longer stops new puts until it ends."""
+
+
+class IndexGone(CorruptRecord):
+    """Nothing more is committed until the next start."""
 
 
 class Tables(Protocol):
     """Where transactions go. The writer's thread calls both methods."""
 
     def commit(self, operations: Sequence[Operation]) -> None:
-        """Apply all in order in one transaction, or nothing and raise a KvdiskError."""
+        """Apply all in order in one transaction, or nothing and raise a KvdiskError. Raises
+        IndexGone: it may have been applied, and nothing else will be."""
 
     def recover(self) -> None:
         """After a failed commit, do what makes a retry promising. Raises KvdiskError."""
@@ -42,7 +49,8 @@ class CommitWriter:
     deletions of their keys (a put may have been meant to replace a record whose slot is then
     reused), and all is tried again in small transactions. What fails again is held and retried with
     back-off, before anything else. The state is REFUSING until the back-off is over and nothing is
-    held; the next back-off is longer unless puts have been committed meanwhile.
+    held; the next back-off is longer unless puts have been committed meanwhile. After IndexGone
+    nothing is tried any more, and what is queued stays so.
 
     One lock guards the queue and the conditions of waiting; it is never held during a transaction.
     ``progress`` is replaced as a whole and read without the lock.
@@ -63,7 +71,8 @@ class CommitWriter:
         self._held: list[Operation] = []
         self._back_off_s = 0.0
         self._retry_at_s = 0.0
-        self._log = QuietLog(clock, logger)
+        self._began_s = math.inf  # when the transaction that is under way began
+        self._log, self._log_late = QuietLog(clock, logger), QuietLog(clock, logger)  # one for each thread
         self._thread = threading.Thread(target=self._run, name="kvdisk-index", daemon=True)
         self._thread.start()
 
@@ -76,8 +85,16 @@ class CommitWriter:
 
     @property
     def takes_puts(self) -> bool:
-        """Whether a put has a chance."""
+        """Whether a put has a chance, as far as transactions have ended."""
         return self.progress.state is IndexState.WRITABLE
+
+    def look(self) -> Progress:
+        """Return the progress; REFUSING also while a transaction takes long."""
+        progress = self.progress
+        if self.takes_puts and self._clock() > self._began_s + LATE_S:
+            self._log_late.warn("late", f"index takes no new blocks: a commit has not ended after {LATE_S:.0f} s")
+            return progress._replace(state=IndexState.REFUSING)
+        return progress
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue operations."""
@@ -104,18 +121,23 @@ class CommitWriter:
             return not self.waiting
 
     def stop(self, timeout_s: float) -> bool:
-        """Flush, and end the thread. False: it hangs in a commit; do not close the tables."""
+        """Flush, and end the thread. False: it hangs in a commit."""
         if not self.flush(timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        return self.join(timeout_s)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; False: it hangs in a commit."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # The writer's thread.
 
     def _run(self) -> None:
+        operations: list[Operation] = []
         try:
             while not self._stopping:
                 operations = self._held or self._take()
@@ -123,13 +145,20 @@ class CommitWriter:
                     self._deal(operations)
                 if self._held:
                     self._back_off()
+        except IndexGone as error:
+            with self._changed:
+                lost = sum(operation.droppable for operation in (*(self._held or operations), *self._queue))
+            self._publish(self.progress._replace(state=IndexState.GONE, dropped_puts=self.progress.dropped_puts + lost))
+            if not self._stopping:
+                text = "kvdisk takes no new blocks on NVMe until the next start, and goes on serving those it has: %s"
+                logger.warning(text, error)
         except Exception:
             logger.exception("kvdisk stores nothing more on NVMe, because of this error; please report it.")
         finally:
             # Also when a bug has ended the loop: nothing more will be committed, so nothing more
             # may be stored, and no caller is to wait for it.
             self._stopping = True
-            self._publish(self.progress._replace(state=IndexState.REFUSING))
+            self._publish(self.progress._replace(state=IndexState.GONE))
 
     def _take(self) -> list[Operation]:
         """Wait for a batch; an empty one at the end of a back-off, or of the thread."""
@@ -154,7 +183,9 @@ class CommitWriter:
 
     def _deal(self, operations: list[Operation]) -> None:
         try:
-            self._tables.commit(operations)
+            self._commit(operations)
+        except IndexGone:
+            raise
         except KvdiskError as error:
             self._deal_without_puts(operations, error)
         else:
@@ -172,15 +203,24 @@ class CommitWriter:
             self._tables.recover()
             while self._held:
                 part = self._held[:SMALL_TRANSACTION]
-                self._tables.commit(part)
+                self._commit(part)
                 del self._held[:SMALL_TRANSACTION]
                 self._advance(part)
+        except IndexGone:
+            raise
         except KvdiskError as again:
             if not dropped_count:
                 self._refuse(again, 0)
             with self._changed:
                 self._failures += 1
                 self._changed.notify_all()
+
+    def _commit(self, operations: Sequence[Operation]) -> None:
+        self._began_s = self._clock()
+        try:
+            self._tables.commit(operations)
+        finally:
+            self._began_s = math.inf
 
     def _refuse(self, error: KvdiskError, dropped_count: int) -> None:
         now = self._clock()

@@ -1,33 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in LMDB, with batched commits on a writer thread."""
+"""The ``Index`` in LMDB: batched commits on a writer thread, through a process that maps the
+files."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from kvdisk.errors import CorruptRecord, DeviceError
-from kvdisk.index.base import BlockColumns, Progress, SegmentRecord
-from kvdisk.index.commit_writer import CommitWriter
-from kvdisk.index.lmdb_tables import MIN_MAP_BYTES, LmdbTables, map_bytes_for, was_left_open
-from kvdisk.index.reader_process import try_out
-from kvdisk.index.record_index import Index, Scan
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
+from kvdisk.index.base import BlockColumns, IndexState, Progress, SegmentRecord
+from kvdisk.index.child import MAIN, REAP_S, Child, ChildEnded
+from kvdisk.index.commit_writer import CommitWriter, IndexGone
+from kvdisk.index.map_size import MIN_MAP_BYTES, map_bytes_for
+from kvdisk.index.record_index import Index, Part
 from kvdisk.index.records import Operation, Table, encode_block, encode_segment
 
-__all__ = ["MIN_MAP_BYTES", "LmdbIndex", "map_bytes_for", "write_index"]
+__all__ = ["MIN_MAP_BYTES", "LmdbIndex", "TablesProcess", "map_bytes_for", "write_index"]
+
+logger = logging.getLogger("kvdisk")
 
 CLOSE_TIMEOUT_S = 10.0
+SYNC_TIMEOUT_S = 60.0
+OPEN_TIMEOUT_S = 300.0
+"""For an index to be opened and read while an engine serves."""
+LEAST_LIFE_S = 3600.0
+"""A process that ends sooner after it took another's place has no successor."""
+DAMAGED_MARK = "damaged"
+"""A file beside LMDB's: no owner trusts it any more (see ``device.home``)."""
+_PART_RECORDS = 16384
+_KILL_INTERVAL_S = 0.1
 
 
 def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: BlockColumns, *, map_bytes: int) -> None:
     """Make a synced index of these records in the empty directory ``path``. Raises DeviceError."""
-    tables = LmdbTables(Path(path), map_bytes)
     try:
-        tables.append(Table.BLOCKS, map(encode_block, columns.records()))
-        tables.append(Table.SEGMENTS, map(encode_segment, sorted(segments)))
-    finally:
-        tables.close()
+        tables = TablesProcess(Path(path), map_bytes)
+        try:
+            tables.append(Table.BLOCKS, map(encode_block, columns.records()))
+            tables.append(Table.SEGMENTS, map(encode_segment, sorted(segments)))
+            tables.close()
+        finally:
+            tables.stop()
+    except CorruptRecord as error:  # nothing was there that could be damaged
+        raise DeviceError(errno.EIO, str(error)) from error
+
+
+class TablesProcess:
+    """``LmdbTables`` of an owner, in a process of its own: see there for what the methods do.
+
+    The process may end at any time. What was asked for then is asked of a new one, once, where the
+    index is found to be what was committed: a transaction that was there already changes nothing
+    when it comes again. Otherwise the index is gone: IndexGone. Where damage was the reason, a mark
+    has the next owner make it anew.
+
+    ``main``: see ``Child``. One thread at a time waits for an answer. Raises StoreLocked,
+    CorruptRecord, DeviceError.
+    """
+
+    def __init__(self, path: Path, map_bytes: int, *, main: str = MAIN) -> None:
+        self._path = path
+        self._map_bytes = map_bytes
+        self._child = Child(main)
+        self._asking = threading.Lock()
+        self._gone: IndexGone | None = None
+        self._killed = False
+        self._successor_s = -math.inf
+        self._transaction = 0
+        try:
+            self._transaction = self._open(math.inf)
+        except ChildEnded as error:
+            raise CorruptRecord(f"index {path}: {error}") from error
+        except BaseException:
+            self._child.stop()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process, if there is one."""
+        return self._child.pid
+
+    def read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
+        """See ``Index._read``. Raises IndexGone, also for what does not decode."""
+        with self._asking, closing(self._child.parts(math.inf, "scan", table)) as parts:
+            if self._gone is not None:
+                raise self._gone
+            try:
+                return [decode(keys, values) for keys, values in parts]
+            except (ChildEnded, CorruptRecord) as error:
+                raise self._given_up(error) from error
+
+    def commit(self, operations: Sequence[Operation]) -> None:
+        """See ``Tables.commit``."""
+        plain = [(int(table), key, value) for table, key, value in operations]
+        self._transaction = self._ask(math.inf, "commit", plain)
+
+    def recover(self) -> None:
+        """See ``Tables.recover``."""
+        self._ask(math.inf, "recover")
+
+    def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """See ``LmdbTables.append``."""
+        left = iter(items)
+        while part := list(islice(left, _PART_RECORDS)):
+            self._ask(math.inf, "append", table, part, again=False)
+
+    def close(self) -> None:
+        """Sync, close, and end the process. Raises IndexGone, DeviceError; ETIMEDOUT: the drive
+        hangs."""
+        try:
+            self._ask(SYNC_TIMEOUT_S, "close")
+        finally:
+            self.stop()
+
+    def kill(self) -> None:
+        """End the process for good, whatever it is at: who waits for its answer hears that the
+        index is gone. Any thread."""
+        self._killed = True
+        self._child.kill()
+
+    def stop(self) -> None:
+        """End the process for good, with nothing under way. Idempotent."""
+        self._killed = True
+        self._child.stop()
+
+    def _open(self, timeout_s: float) -> int:
+        return int(self._child.ask(timeout_s, "open", str(self._path), self._map_bytes))
+
+    def _ask(self, timeout_s: float, *question: Any, again: bool = True) -> Any:
+        """Return the answer; ``again``: of a new process where the first one ended over it."""
+        with self._asking:
+            if self._gone is not None:
+                raise self._gone
+            try:
+                return self._child.ask(timeout_s, *question)
+            except CorruptRecord as error:
+                raise self._given_up(error) from error
+            except ChildEnded as error:
+                if error.late:
+                    raise DeviceError(errno.ETIMEDOUT, f"index {self._path}: {error}") from error
+                if self._killed or not again:
+                    raise self._given_up(error) from error
+                ended = error
+            self._start_anew(ended)
+            try:
+                return self._child.ask(timeout_s, *question)
+            except (ChildEnded, CorruptRecord) as error:
+                raise self._given_up(error) from error
+
+    def _start_anew(self, ended: ChildEnded) -> None:
+        """Have another process take the place of one that ended. Raises IndexGone."""
+        try:
+            if time.monotonic() < self._successor_s + LEAST_LIFE_S:
+                raise ended
+            self._successor_s = time.monotonic()
+            transaction = self._open(OPEN_TIMEOUT_S)
+            self._child.ask(OPEN_TIMEOUT_S, "check")
+            # The last one may have come to the end of what it was at.
+            if not self._transaction <= transaction <= self._transaction + 1:
+                raise CorruptRecord("the file is not what was committed last")
+        except KvdiskError as error:
+            raise self._given_up(error) from error
+        logger.warning("kvdisk: index %s: %s; another process goes on with it.", self._path, ended)
+
+    def _given_up(self, why: KvdiskError) -> IndexGone:
+        """Note that the index is gone; return what is raised for it."""
+        self.stop()
+        if isinstance(why, CorruptRecord) or (isinstance(why, ChildEnded) and why.damaged):
+            with suppress(OSError):  # as it is, the next owner finds out by reading it
+                os.close(os.open(self._path / DAMAGED_MARK, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+        about = f"index {self._path}: "
+        self._gone = IndexGone(about + str(why).removeprefix(about))
+        return self._gone
 
 
 class LmdbIndex(Index):
@@ -39,12 +191,11 @@ class LmdbIndex(Index):
     wait.
 
     A put that is dropped takes the record that it was to replace with it: that one may name a slot
-    of another block. Operations on segments are tried until they are committed. An iterator of
-    ``segments`` or ``blocks`` is one read transaction: open, it makes the file grow. Not to be
-    carried over a fork.
+    of another block. Operations on segments are tried until they are committed. Not to be carried
+    over a fork.
 
-    Raises StoreLocked where this process has the environment open already, CorruptRecord where the
-    files are no index, DeviceError where the system refuses.
+    Raises StoreLocked where another process has it open, CorruptRecord where the files are no
+    index, DeviceError where the system refuses.
     """
 
     def __init__(self, path: Path | str, *, map_bytes: int, commit_s: float = 0.05, max_queued: int = 65536) -> None:
@@ -53,20 +204,17 @@ class LmdbIndex(Index):
         super().__init__()
         self._max_queued = max_queued
         self._closed = False
-        path = Path(path)
-        if was_left_open(path):
-            try_out(path)
-        self._tables = LmdbTables(path, map_bytes)
+        self._tables = TablesProcess(Path(path), map_bytes)
         self._writer = CommitWriter(self._tables, commit_s)
 
     @property
-    def damaged(self) -> bool:
-        """Whether a commit has met damage: then no owner opens the file any more."""
-        return self._tables.damaged
+    def pid(self) -> int | None:
+        """The number of the process that has the files open."""
+        return self._tables.pid
 
     def poll(self) -> Progress:
         """See ``Index.poll``."""
-        return self._writer.progress
+        return self._writer.look()
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``. Wakes the writer at once, out of a back-off too (once)."""
@@ -75,24 +223,25 @@ class LmdbIndex(Index):
     def close(self) -> None:
         """See ``Index.close``; at the end the files are synced.
 
-        Raises DeviceError when the sync failed or a commit hangs, CorruptRecord where a commit met
-        damage: the end is not clean then.
+        The end is not clean where this raises: CorruptRecord where the index is gone, DeviceError
+        when the sync failed; ETIMEDOUT: the drive hangs in it, or in a commit.
         """
         if self._closed:
             return
         self._closed = True
         if not self._writer.stop(CLOSE_TIMEOUT_S):
-            raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended, the environment stays open")
-        self._tables.close(in_order=not self._writer.waiting)
-        if self.damaged:
-            raise CorruptRecord("index: a commit found it damaged")
+            end_s = time.monotonic() + REAP_S
+            while time.monotonic() < end_s and not self._writer.join(_KILL_INTERVAL_S):
+                self._tables.kill()  # what it is at is done whole, or not at all
+            raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended")
+        self._tables.close()
 
-    def _scan(self, table: Table) -> Scan:
+    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
         assert not self._closed
-        return self._tables.scan(table)
+        return self._tables.read(table, decode)
 
     def _takes_puts(self) -> bool:
-        return self._writer.takes_puts and self._writer.waiting < self._max_queued
+        return self.poll().state is IndexState.WRITABLE and self._writer.waiting < self._max_queued
 
     def _queue(self, operations: Sequence[Operation]) -> None:
         assert not self._closed

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LMDB environment under an index: transactions, errors, damaged files.
+"""The LMDB environment under an index: transactions, errors, one writer.
 
 The environment runs with ``sync=False``: a commit is in the operating system's cache when it
 returns. A crash of the process does not lose it; a crash of the machine may, and then the home
 rebuilds the index from the slot headers.
 
 LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own,
-SIGBUS). So that this happens once and not at every start, an owner leaves a mark while it has the
-index open; one that finds the mark of an owner which did not close lets a child process read the
-index first (``try_tables``). Damage that a commit meets makes another mark of that one: by a
-rename, which takes no room and asks nothing of LMDB.
+SIGBUS). So all this runs in a process of its own: see ``child``.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
+import fcntl
 import os
 import stat
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -27,28 +24,17 @@ from pathlib import Path
 import lmdb
 
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
-from kvdisk.index.commit_writer import MAX_TRANSACTION
+from kvdisk.index.map_size import MAX_TRANSACTION, RESERVE_UNITS, STEP_BYTES, planned_bytes
 from kvdisk.index.records import Operation, Table
 
-logger = logging.getLogger(__name__)
-
-MIN_MAP_BYTES = 1 << 20
-
-_MARK = "open"
-"""A file beside LMDB's, there while an owner has the index open, and after one that was killed."""
-_NO_MARK = "closed"
-"""What it becomes when an owner closes: a rename takes no room, and a new file may."""
-_DAMAGED_MARK = "damaged"
-"""What it becomes when a commit meets damage: no owner opens it any more (see ``device.home``)."""
+LOCK_WAIT_S = 15.0
+"""How long an owner waits for the one before: the process of a killed engine ends its commit
+first."""
+_LOCK_POLL_S = 0.02
 _PART_RECORDS = 16384
-_UNIT_BYTES = 4096
-"""What LMDB allocates in, on machines with memory in units of 4 KiB."""
-_RESERVE_UNITS = 128
-_LOCK_BYTES = 8192
+_TRIED_PUTS = 100
+_LOCK_FILE_BYTES = 8192
 """Of LMDB's lock file: as it would make it, for 126 readers."""
-_BLOCK_RECORD_BYTES = 256
-"""For a record with sha256 keys: 118-162 bytes at first, 221 after many replacements (measured)."""
-_STEP_BYTES = 256 << 10
 _DAMAGED = (
     lmdb.InvalidError,
     lmdb.CorruptedError,
@@ -60,49 +46,51 @@ _DAMAGED = (
 _TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
 
 
-def map_bytes_for(block_count: int) -> int:
-    """Return a map size in bytes for so many blocks, and what is kept for deletions."""
-    kept_units = 2 * (MAX_TRANSACTION + _RESERVE_UNITS)
-    return MIN_MAP_BYTES + _UNIT_BYTES * kept_units + _BLOCK_RECORD_BYTES * block_count
-
-
-def planned_bytes(record_count: int) -> int:
-    """Return how long LMDB's file can become by replacing so many records; in whole steps.
-
-    Beside the records as loosely as they come to be packed, there are the units that the last two
-    transactions have freed: only the next but one can take them.
-    """
-    packed_units = -(-_BLOCK_RECORD_BYTES * record_count // _UNIT_BYTES)
-    units = packed_units + 2 * min(MAX_TRANSACTION, packed_units) + _RESERVE_UNITS // 4
-    return -(-_UNIT_BYTES * units // _STEP_BYTES) * _STEP_BYTES
-
-
 class LmdbTables:
     """The environment and its two named databases. LMDB's errors end here.
 
-    ``readonly``: for another process than the owner's. It makes no file; where there is no lock
-    file, or it cannot be opened (a copy in a read-only directory), it reads without a lock, which
-    is safe only while nobody writes. ``map_bytes``: of the owner.
+    ``readonly``: for others than the owner. It makes no file; where there is no lock file, or it
+    cannot be opened (a copy in a read-only directory), it reads without a lock, which is safe only
+    while nobody writes. ``map_bytes``: of the owner.
 
-    The thread that opens it scans and closes; ``commit`` and ``recover`` are for the writer's
-    thread.
+    An owner holds an exclusive flock on the directory until it closes. ``is_wanted`` is asked once
+    it has that, before it touches a file: whoever the owner works for still lives.
+
+    Raises StoreLocked where another owner does not let go, CorruptRecord where the files are no
+    index, DeviceError where the system refuses.
     """
 
-    def __init__(self, path: Path, map_bytes: int = 0, *, readonly: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        map_bytes: int = 0,
+        *,
+        readonly: bool = False,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._path = path
         self._map_bytes = map_bytes
         self._readonly = readonly
         self._last_error: lmdb.Error | None = None
         self._planned_bytes = 0
-        self.damaged = False
-        """Whether a commit has met damage, which is noted for the next owner."""
+        self._lock_fd = -1
         with _translating(path):
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
-            _check_files(path, readonly)
-            if not readonly:
-                _leave_mark(path)
-            self._open()
+                self._lock_fd = _take_lock(path)
+            try:
+                if not is_wanted():
+                    raise StoreLocked(f"index {path}: nobody wants it any more")
+                _check_files(path, readonly)
+                self._open()
+            except BaseException:
+                self._unlock()
+                raise
+
+    @property
+    def transaction(self) -> int:
+        """The number of the last transaction. It rises with each that changes something."""
+        return int(self._environment.info()["last_txnid"])
 
     @property
     def complete(self) -> bool:
@@ -155,7 +143,6 @@ class LmdbTables:
         except lmdb.Error as error:
             if not isinstance(self._last_error, lmdb.PanicError):
                 self._last_error = error
-            self._note_damage(error)
             raise _translated(error, self._path) from error
         self._allocate(record_count)
 
@@ -184,31 +171,23 @@ class LmdbTables:
                 self._environment.close()
                 self._open()
         except (lmdb.Error, OSError) as again:
-            self._note_damage(again)
             raise _translated(again, self._path) from again
         self._last_error = None
 
-    def _note_damage(self, error: lmdb.Error | OSError) -> None:
-        if self.damaged or not isinstance(error, _DAMAGED):
-            return
-        self.damaged = True
-        logger.warning("index %s is damaged: the next start makes it anew; %s", self._path, error)
-        with suppress(OSError):  # as it is, the mark has a child read the index
-            (self._path / _MARK).rename(self._path / _DAMAGED_MARK)
-
-    def close(self, *, in_order: bool = True) -> None:
-        """Sync and close, even where the sync raises. Not ``in_order``: the next owner tries it."""
+    def close(self) -> None:
+        """Sync and close, even where the sync raises."""
         try:
-            if not self._readonly:
-                self._environment.sync(True)
-        except lmdb.Error as error:
-            in_order = False
-            raise _translated(error, self._path) from error
+            with _translating(self._path):
+                if not self._readonly:
+                    self._environment.sync(True)
         finally:
             self._environment.close()
-            if not self._readonly and in_order and not self.damaged:
-                with suppress(OSError):
-                    (self._path / _MARK).rename(self._path / _NO_MARK)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def _open(self) -> None:
         self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
@@ -217,27 +196,27 @@ class LmdbTables:
             self._map_units = self._environment.info()["map_size"] // self._unit_bytes
             if not self._readonly:
                 self._environment.reader_check()
-                self._extend_file()
             self._databases = {
                 table: self._environment.open_db(name, create=not self._readonly)
                 for table, name in _TABLE_NAMES.items()
             }
+            if not self._readonly:
+                self._try_to_write()
         except lmdb.NotFoundError:
             self._databases = {}  # read-only, and the owner has just begun: there is nothing yet
         except BaseException:
             self._environment.close()
             raise
 
-    def _extend_file(self) -> None:
-        """Make the file as long as its meta block says it is.
-
-        Reading a map beyond the end of a file that was cut short kills the process (SIGBUS); zeros
-        are only an error. A sound file may be some units short, too: its length proves nothing.
-        """
-        length = (self._environment.info()["last_pgno"] + 1) * self._unit_bytes
-        data_file = self._path / "data.mdb"
-        if data_file.stat().st_size < length:
-            os.truncate(data_file, length)
+    def _try_to_write(self) -> None:
+        """Go through the motions of a write, which needs the list of free units."""
+        txn = self._environment.begin(write=True)
+        try:
+            with suppress(lmdb.MapFullError):  # an index may be full
+                for number in range(_TRIED_PUTS):
+                    txn.put(number.to_bytes(16, "big"), bytes(100), db=self._databases[Table.BLOCKS])
+        finally:
+            txn.abort()
 
     def _allocate(self, record_count: int) -> None:
         """Make the file as long as so many records can need, so that it never grows by
@@ -254,7 +233,7 @@ class LmdbTables:
             try:
                 length = os.fstat(fd).st_size
                 while length < wanted_bytes:  # written, because a file system needs room for an allocation in pieces
-                    length += os.pwrite(fd, bytes(min(_STEP_BYTES, wanted_bytes - length)), length)
+                    length += os.pwrite(fd, bytes(min(STEP_BYTES, wanted_bytes - length)), length)
             finally:
                 os.close(fd)
 
@@ -272,7 +251,7 @@ class LmdbTables:
         branches = sum(each["branch_pages"] for each in stats)
         freed = min(MAX_TRANSACTION, leaves) + branches
         listed = self._map_units // 256
-        return bool(leaves + branches + freed + listed + _RESERVE_UNITS <= self._map_units)
+        return bool(leaves + branches + freed + listed + RESERVE_UNITS <= self._map_units)
 
 
 def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Environment:
@@ -294,17 +273,43 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
 
 
 def _make_lock_file(path: Path) -> None:
-    """Make LMDB's lock file: LMDB would map a hole, and be killed (SIGBUS) on a full drive."""
-    if not path.exists():
-        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.write(fd, bytes(_LOCK_BYTES)) != _LOCK_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
+    """Make LMDB's lock file whole: LMDB would map a hole, and be killed (SIGBUS) on a full
+    drive."""
+    made = not path.exists()
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    try:
+        missing = _LOCK_FILE_BYTES - os.fstat(fd).st_size
+        if missing > 0 and os.pwrite(fd, bytes(missing), _LOCK_FILE_BYTES - missing) != missing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        if made:
             path.unlink()
-            raise
-        finally:
-            os.close(fd)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _take_lock(path: Path) -> int:
+    """Hold an exclusive flock on a directory; return its descriptor. Where the file system has no
+    such locks it is as if it were held. Raises StoreLocked, OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    end_s = time.monotonic() + LOCK_WAIT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return fd
+            else:
+                return fd
+            if time.monotonic() >= end_s:
+                raise StoreLocked(f"index {path}: another process has had it open for {LOCK_WAIT_S:g} s")
+            time.sleep(_LOCK_POLL_S)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _is_file(path: Path) -> bool:
@@ -315,45 +320,13 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_files(path: Path, readonly: bool) -> None:
-    """Raise CorruptRecord where LMDB would follow a symlink, or wait for ever at a pipe."""
+    """Raise CorruptRecord where LMDB would follow a symlink, wait for ever at a pipe, or begin anew
+    in a file that was emptied."""
     for name in ("data.mdb",) if readonly else ("data.mdb", "lock.mdb"):
         if os.path.lexists(path / name) and not _is_file(path / name):
             raise CorruptRecord(f"index {path}: {name} is not a file")
-
-
-def was_left_open(path: Path) -> bool:
-    """Whether there is an index whose last owner did not close it."""
-    with _translating(path):
-        return (path / _MARK).exists() and (path / "data.mdb").exists()
-
-
-def _leave_mark(path: Path) -> None:
-    """Leave the mark of an owner. Raises CorruptRecord where one has found the index damaged."""
-    mark = path / _MARK
-    if (path / _DAMAGED_MARK).exists():
-        raise CorruptRecord(f"index {path}: it was found to be damaged")
-    with suppress(FileNotFoundError):
-        (path / _NO_MARK).rename(mark)
-        return
-    os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
-
-
-def try_tables(path: Path) -> None:
-    """Read all, and go through the motions of a write, in a process that may end over it. Whatever
-    is raised says that the index is damaged."""
-    _check_files(path, readonly=False)
-    with _translating(path):
-        environment = _open_environment(path, 0, readonly=False)
-        databases = [environment.open_db(name, create=False) for name in _TABLE_NAMES.values()]
-        with environment.begin() as txn:
-            for database in databases:
-                deque(txn.cursor(database), maxlen=0)  # as fast as it can be gone through
-        txn = environment.begin(write=True)
-        with suppress(lmdb.MapFullError):  # an index may be full
-            for number in range(100):
-                txn.put(number.to_bytes(16, "big"), bytes(100), db=databases[0])
-        txn.abort()
-        environment.close()
+    if _is_file(path / "data.mdb") and not (path / "data.mdb").stat().st_size:
+        raise CorruptRecord(f"index {path}: data.mdb is empty")
 
 
 @contextmanager
@@ -369,8 +342,6 @@ def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
     what = f"index {path}: {error}"
     if isinstance(error, OSError):
         return DeviceError(error.errno or errno.EIO, what)
-    if "already open in this process" in str(error):
-        return StoreLocked(what)
     if isinstance(error, _DAMAGED):
         return CorruptRecord(what)
     if isinstance(error, lmdb.MapFullError):

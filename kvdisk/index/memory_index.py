@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.record_index import Index, Scan
+from kvdisk.index.record_index import Index, Part
 from kvdisk.index.records import Operation, Table
 
 
@@ -17,12 +17,14 @@ class MemoryIndex(Index):
 
     ``max_queued``: ``put`` is refused while that many operations or more wait. ``refuse_puts``:
     while True, the state is REFUSING and ``put`` answers None; a test may set it at any time.
+    ``is_gone``: once True, the state is GONE and nothing is committed; a test may set it.
     """
 
     def __init__(self, *, max_queued: int = 65536) -> None:
         assert max_queued > 0
         super().__init__()
         self.refuse_puts = False
+        self.is_gone = False
         self._max_queued = max_queued
         self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
         self._calls: deque[Sequence[Operation]] = deque()
@@ -38,13 +40,15 @@ class MemoryIndex(Index):
     def poll(self) -> Progress:
         """See ``Index.poll``."""
         state = IndexState.REFUSING if self.refuse_puts else IndexState.WRITABLE
+        if self.is_gone:
+            state = IndexState.GONE
         return Progress(self._last_ticket - self._queued_count, state, self._dropped_puts)
 
     def flush(self, timeout_s: float) -> bool:
         """See ``Index.flush``; takes no time."""
         assert timeout_s >= 0
         self.commit()
-        return True
+        return not self._calls
 
     def close(self) -> None:
         """See ``Index.close``."""
@@ -57,6 +61,8 @@ class MemoryIndex(Index):
         ``fail``: as if the drive were full: puts are dropped (with the records that they were to
         replace), the other operations are committed, and ``refuse_puts`` is set.
         """
+        if self.is_gone:
+            return
         for _ in range(len(self._calls) if call_count is None else min(call_count, len(self._calls))):
             operations = self._calls.popleft()
             self._queued_count -= len(operations)
@@ -76,13 +82,13 @@ class MemoryIndex(Index):
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor
 
-    def _scan(self, table: Table) -> Scan:
+    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
         assert not self._closed
         items = sorted(self._tables[table].items())
-        return [([key for key, _ in items], [value for _, value in items])]
+        return [decode([key for key, _ in items], [value for _, value in items])]
 
     def _takes_puts(self) -> bool:
-        return not self.refuse_puts and self._queued_count < self._max_queued
+        return not (self.refuse_puts or self.is_gone) and self._queued_count < self._max_queued
 
     def _queue(self, operations: Sequence[Operation]) -> None:
         assert not self._closed

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import KvdiskError
+from kvdisk.errors import KvdiskError, QuietLog
 from kvdisk.index.base import Answer, ForeignCopy
 from kvdisk.index.reader_process import ReaderProcess
 
@@ -41,6 +41,7 @@ class NeighbourReader:
     def __init__(self, find_homes: Callable[[], Mapping[str, Path]]) -> None:
         self._find_homes = find_homes
         self._reader = ReaderProcess()
+        self._log = QuietLog(time.monotonic, logger)
         self._left_alone: dict[str, float] = {}
         self._look_at_s = 0.0
         self._homes: Mapping[str, Path] = {}
@@ -101,7 +102,7 @@ class NeighbourReader:
         try:
             homes = self._find_homes()
         except (KvdiskError, OSError) as error:
-            logger.debug("looking for other engine stores: %s", error)
+            self._log.warn("look", f"other engine stores cannot be looked for, and are not read meanwhile: {error}")
             homes = {}
         self._left_alone = {home_id: until_s for home_id, until_s in self._left_alone.items() if until_s > now}
         self._homes = {home_id: path for home_id, path in homes.items() if home_id not in self._left_alone}

@@ -8,7 +8,9 @@ but ``flush`` and ``close`` waits for a disk, a commit, or a lock that either ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TypeVar
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns, BlockRecord, Progress, SegmentRecord
@@ -17,26 +19,14 @@ from kvdisk.index.records import (
     Operation,
     Table,
     decode_blocks,
-    decode_segment,
+    decode_segments,
     encode_block,
     encode_block_key,
     encode_segment,
     encode_segment_key,
 )
 
-Scan = Iterable[tuple[list[bytes], list[bytes]]]
-"""Keys and values of a table, ascending, part by part."""
-
-
-def read_segments(parts: Scan) -> Iterator[SegmentRecord]:
-    """Yield the records of the segments' table."""
-    for part in parts:
-        yield from map(decode_segment, *part)
-
-
-def read_columns(parts: Scan) -> BlockColumns:
-    """Return the records of the blocks' table."""
-    return join_columns([decode_blocks(*part) for part in parts])
+Part = TypeVar("Part")
 
 
 class Index(ABC):
@@ -51,8 +41,9 @@ class Index(ABC):
         self._last_ticket = 0
 
     @abstractmethod
-    def _scan(self, table: Table) -> Scan:
-        """Return what is committed."""
+    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
+        """Return what is committed, ascending: what ``decode`` makes of the keys and values of each
+        part."""
 
     @abstractmethod
     def _takes_puts(self) -> bool:
@@ -76,16 +67,15 @@ class Index(ABC):
 
     def segments(self) -> Iterator[SegmentRecord]:
         """Yield every committed segment, ascending."""
-        return read_segments(self._scan(Table.SEGMENTS))
+        return chain.from_iterable(self._read(Table.SEGMENTS, decode_segments))
 
     def blocks(self) -> Iterator[BlockRecord]:
         """Yield every committed block of every epoch."""
-        for part in self._scan(Table.BLOCKS):
-            yield from decode_blocks(*part).records()
+        return self.block_columns().records()
 
     def block_columns(self) -> BlockColumns:
         """Return what ``blocks`` yields, all at once and much faster."""
-        return read_columns(self._scan(Table.BLOCKS))
+        return join_columns(self._read(Table.BLOCKS, decode_blocks))
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
         """Queue records (replacing those of the same epoch and key); return a ticket, or None when

@@ -124,6 +124,11 @@ def encode_segment(record: SegmentRecord) -> tuple[bytes, bytes]:
     return encode_segment_key(record.segment), value
 
 
+def decode_segments(keys: Sequence[bytes], values: Sequence[bytes]) -> list[SegmentRecord]:
+    """Return the records of these key and value bytes. Raises CorruptRecord."""
+    return list(map(decode_segment, keys, values))
+
+
 def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
     """Return a segment's record. Raises CorruptRecord for bytes that no record encodes to."""
     if len(key) != _SEGMENT_KEY.size or len(value) != _SEGMENT.size:

@@ -63,11 +63,12 @@ class TierColumns:
     slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
     to read now. Copies in the tier hang on the row of their parent, whether or not that has one
     too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
-    last.
+    last. ``oldest_s``: READY copies of blocks that were first stored before count as absent.
     """
 
-    def __init__(self, parent_rows: array[int]) -> None:
-        self._parent_rows = parent_rows
+    def __init__(self, parent_rows: array[int], stored_s: array[int]) -> None:
+        self._parent_rows, self._stored_s = parent_rows, stored_s
+        self.oldest_s = 0
         self.states = bytearray()
         self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
         self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
@@ -131,7 +132,9 @@ class TierColumns:
     def presence(self, row: int) -> int:
         """Return the presence of a row's block by this copy alone."""
         state = self.states[row]
-        if state == READY and self.hidden and self.segments[row] in self.hidden:
+        if state == READY and (
+            self._stored_s[row] < self.oldest_s or (self.hidden and self.segments[row] in self.hidden)
+        ):
             return ABSENT
         return _PRESENCE_OF[state]
 
@@ -142,7 +145,21 @@ class TierColumns:
         if self.hidden:
             hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], self._hidden)
             found[hidden & (states == READY)] = ABSENT
+        if self.oldest_s:
+            found[(np.frombuffer(self._stored_s, np.uint32)[rows] < self.oldest_s) & (states == READY)] = ABSENT
         return found
+
+    def is_too_old(self, row: int) -> bool:
+        """Whether a row has a copy of before ``oldest_s`` that has not ended."""
+        return self._stored_s[row] < self.oldest_s and self.states[row] in {WRITING, READY}
+
+    def too_old(self) -> NDArray[np.intp]:
+        """Return the rows with copies of before ``oldest_s`` that have not ended, the oldest first,
+        of one time the latest; fast."""
+        states, stored_s = np.frombuffer(self.states, np.uint8), np.frombuffer(self._stored_s, np.uint32)
+        rows = np.flatnonzero((stored_s < self.oldest_s) & (states != ABSENT) & (states != DOOMED))
+        order: NDArray[np.intp] = np.lexsort((-rows, stored_s[rows]))
+        return np.take(rows, order)
 
     def rows(self, segment: int | None = None) -> NDArray[np.intp]:
         """Return the rows with a copy, or with one in a segment, ascending; fast."""
@@ -159,9 +176,10 @@ class Catalog:
     A parent without copies keeps a row, too, as long as a block follows it: a placeholder, which
     nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
     object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
-    that of the block before it in its chain; NONE of the first. ``gains`` rises whenever some block
-    comes nearer to being loaded (see ``presences``), and ``losses`` whenever some block comes to be
-    farther from it: what was found holds until then.
+    that of the block before it in its chain; NONE of the first. ``stored_s``: by row when its block
+    was first stored, in any tier of any engine: who begins its first copy says it. ``gains`` rises
+    whenever some block comes nearer to being loaded (see ``presences``), and ``losses`` whenever
+    some block comes to be farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
@@ -173,10 +191,11 @@ class Catalog:
         self.keys: NDArray[np.object_] = np.empty(0, np.object_)
         self.generations = array("Q")
         self.epochs = array("Q")
+        self.stored_s = array("I")
         self.parent_rows = array("i")
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
-        self._columns = {tier: TierColumns(self.parent_rows) for tier in KEPT_TIERS}
+        self._columns = {tier: TierColumns(self.parent_rows, self.stored_s) for tier in KEPT_TIERS}
         self._others = {
             tier: [self._columns[other] for other in KEPT_TIERS if other is not tier] for tier in KEPT_TIERS
         }
@@ -252,7 +271,7 @@ class Catalog:
         first = len(self.generations)
         if first + count > len(self.keys):
             self.keys.resize(first + count + first // 8, refcheck=False)
-        for column in (self.generations, self.epochs, self._child_counts):
+        for column in (self.generations, self.epochs, self.stored_s, self._child_counts):
             column.frombytes(bytes(count * column.itemsize))
         self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
@@ -269,6 +288,7 @@ class Catalog:
         assert len(self._rows) == count, "a key twice"
         np.frombuffer(self.generations, np.uint64)[:] = blocks.generations
         np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
+        np.frombuffer(self.stored_s, np.uint32)[:] = blocks.stored_s
         parent_rows = np.fromiter(map(self._rows.get, blocks.each_parent(), repeat(NONE)), np.int32, count)
         lacking = (parent_rows == NONE) & (blocks.parent_bytes > 0)
         parent_rows = _without_circles(parent_rows)
@@ -366,6 +386,14 @@ class Catalog:
         if segments != self._columns[tier].hidden:
             self._columns[tier].hide(segments)
             self.gains += 1
+            self.losses += 1
+
+    def hide_older(self, oldest_s: int) -> None:
+        """Make copies of blocks that were first stored before ``oldest_s`` unreadable, for good:
+        it never goes back."""
+        if oldest_s > self._columns[KEPT_TIERS[0]].oldest_s:
+            for columns in self._columns.values():
+                columns.oldest_s = oldest_s
             self.losses += 1
 
     # -- the life of copies ------------------------------------------------------------------------

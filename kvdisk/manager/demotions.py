@@ -9,21 +9,25 @@ thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import merge
 from itertools import islice, repeat
 
-from kvdisk.blocks import JobId
+from kvdisk.blocks import JobId, Slot, group_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.row_lists import RowLists
+from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.messages import JobKind, Move
 
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
 """Queued or out, from one tier to the next."""
+_TURN_BITS = 32
+"""Turns of one offer."""
 
 
 class Demotions:
@@ -40,9 +44,14 @@ class Demotions:
         self._state = parts.state
         self._upper = upper
         self._lower = lower
+        self._needs_all = len(parts.geometry.groups) > 1
+        """Whether a part of a prompt's blocks can serve nobody."""
         self._neighbours = neighbours
         self._queued = RowLists(len(upper.pool.total))
-        """By size class."""
+        """By size class, in the order of ``_turns``."""
+        self._turns = array("Q")
+        """Of a queued row: the lowest is written first, whatever its size class."""
+        self._offers = 0
         self._jobs: list[JobId] = []
         self.stalls = False
         upper.lower = self
@@ -57,7 +66,7 @@ class Demotions:
         what a neighbour has.
         """
         if self._lower.status.is_open:
-            self._queue(self._admitted(self._lacking(rows, own=own)))
+            self._queue(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
 
     def leaving(self, rows: Sequence[int]) -> list[int]:
         """Offer copies once more before they leave for room. Return which leave: not those that
@@ -101,15 +110,41 @@ class Demotions:
         followers, answers = self._catalog.columns(self._lower.tier).first_child, self._lower.admits(keys, parents)
         return [row for row, is_let_in in zip(rows, answers, strict=True) if is_let_in or followers[row] != NONE]
 
-    def _queue(self, rows: Sequence[int]) -> list[int]:
-        """Queue what is not queued, as far as there is place; return that."""
+    def _queue(self, rows: Sequence[int], *, whole: bool = False) -> list[int]:
+        """Queue what is not queued, as far as there is place; return that. ``whole``: nothing where
+        there will be place for all, and is not now: parts of prompts would take what whole ones
+        need."""
         before = set(self._queued.held(rows))
+        by_class = self._upper.by_class(self._take_turns([row for row in rows if row not in before]))
+        if whole and any(
+            self.limit(each) - self.count(each) < len(alike) <= self.limit(each) for each, alike in by_class
+        ):
+            return []
         queued: list[int] = []
-        for size_class, alike in self._upper.by_class([row for row in rows if row not in before]):
+        for size_class, alike in by_class:
             fitting = alike[: max(0, self.limit(size_class) - self.count(size_class))]
             self._queued.append(fitting, repeat(size_class))
             queued += fitting
         return queued
+
+    def _take_turns(self, rows: Sequence[int]) -> Sequence[int]:
+        """Give rows that are offered at once their turns, and return them in that order: the groups
+        of a prompt go on side by side. A hit needs them all."""
+        lacking = max(rows, default=-1) + 1 - len(self._turns)
+        if lacking > 0:
+            self._turns.frombytes(bytes((lacking + GROWN_ROWS) * self._turns.itemsize))
+        self._offers += 1
+        first, turns = self._offers << _TURN_BITS, self._turns
+        for alike in self._by_group(rows):
+            for at, row in enumerate(alike):
+                turns[row] = first + (at << _TURN_BITS) // len(alike)
+        return sorted(rows, key=turns.__getitem__)
+
+    def _by_group(self, rows: Sequence[int]) -> Iterable[Sequence[int]]:
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(group_of(self._catalog.keys[row]), []).append(row)
+        return found.values()
 
     # -- what is queued ----------------------------------------------------------------------------
 
@@ -145,21 +180,47 @@ class Demotions:
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         self.stalls = not lower.refresh_writable(now)
         lower.make_room(now, list(self._queued.counts))
-        for size_class in range(len(self._queued.counts)):
-            while self.count(size_class) and lower.refresh_writable(now):
-                if len(self._jobs) >= MAX_DEMOTE_JOBS:
-                    return
-                if not self._plan_job(size_class):
-                    break
+        has_room = {size_class for size_class, count in enumerate(self._queued.counts) if count}
+        while has_room and len(self._jobs) < MAX_DEMOTE_JOBS and lower.refresh_writable(now):
+            wanted = self._next_rows(has_room)
+            if not any(wanted.values()):
+                return  # for want of budget: what is written next is what has waited longest
+            has_room -= self._plan_job(wanted)
 
-    def _plan_job(self, size_class: int) -> bool:
-        """Plan one job of the first that are queued; False where there is no room for any."""
-        slots = self._lower.allocate(size_class, min(MAX_DEMOTE_MOVES, self.count(size_class)))
-        if not slots:
-            return False
-        rows, catalog = list(islice(self._queued.walk(size_class), len(slots))), self._catalog
+    def _next_rows(self, classes: Collection[int]) -> dict[int, list[int]]:
+        """Return, by size class, the first that wait of some classes, whatever their class: of one
+        job, and as many as may be written now."""
+        turns, left = self._turns, self._lower.affordable_bytes
+        wanted: dict[int, list[int]] = {size_class: [] for size_class in classes}
+        waiting = merge(
+            *(
+                zip(map(turns.__getitem__, self._queued.walk(each)), self._queued.walk(each), repeat(each))
+                for each in classes
+            )
+        )
+        for _, row, size_class in islice(waiting, MAX_DEMOTE_MOVES):
+            left -= self._lower.bytes_of(size_class)
+            if left < 0:
+                break
+            wanted[size_class].append(row)
+        return wanted
+
+    def _plan_job(self, wanted: Mapping[int, Sequence[int]]) -> set[int]:
+        """Plan one job of rows that wait, by size class; return the classes that have no room for
+        all of theirs, or wait no more."""
+        rows: list[int] = []
+        slots: list[Slot] = []
+        ended: set[int] = set()
+        for size_class, alike in wanted.items():
+            found = self._lower.allocate(size_class, len(alike)) if alike else []
+            rows += alike[: len(found)]
+            slots += found
+            if len(found) < len(alike) or len(found) == self.count(size_class):
+                ended.add(size_class)
+        if not rows:
+            return ended
         self._queued.remove(rows)
-        source, target = self._upper.tier, self._lower.tier
+        catalog, source, target = self._catalog, self._upper.tier, self._lower.tier
         catalog.begin(rows, target, slots)
         catalog.pin(rows, source)
         moves = [
@@ -174,7 +235,7 @@ class Demotions:
         details = [MoveDetail(row, source=source, target=target) for row in rows]
         record = self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)
         self._jobs.append(record.job.id)
-        return True
+        return ended
 
     def can_go_on(self, now: float, *, silent: bool) -> bool:
         """Whether what is queued can be planned. False lets an idle engine sleep: what is queued

@@ -140,6 +140,16 @@ class EvictionPolicy:
         number = self.classes + standing
         return self._lists.counts[number] + self._lists.counts[number + self._kinds]
 
+    @property
+    def parked(self) -> int:
+        """How many rows are parked."""
+        return sum(self._lists.counts[self._kinds :])
+
+    @property
+    def proposed(self) -> int:
+        """How many rows are proposed, or will be: neither parked nor to stay."""
+        return sum(self._lists.counts[: self.classes + STAYS])
+
     def standing(self, row: int) -> int | None:
         """Return a row's standing; None: it has none, or is not here."""
         number = self._class(row) - self.classes if row in self._lists else -1
@@ -168,6 +178,13 @@ class EvictionPolicy:
 
     def _worth(self, number: int, last: int) -> float:
         return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]
+
+    def value_of(self, row: int) -> float:
+        """Return how soon a row's copy can be expected to be of use, whatever class it is of: what
+        was not used for twice as long has half of it. Infinite where it is not here, or is to
+        stay."""
+        worth = self.worth_of(row)
+        return 1.0 / (1 + self._history.now - self._last[row]) if math.isfinite(worth) else math.inf
 
     def proposals(self) -> Iterator[tuple[float, int]]:
         """Yield worth and row, the lowest worth first. A step reads only the first of them: find
@@ -207,6 +224,10 @@ class LearnedPolicy(EvictionPolicy):
     def classes_of(self, rows: Sequence[int]) -> list[int]:
         """Return the class that the history has each row's block in."""
         return self._history.classes_of([self._keys[row] for row in rows])
+
+    def value_of(self, row: int) -> float:
+        """Return what the history says that a copy brings."""
+        return self.worth_of(row)
 
     def worth(self, number: int, last: int) -> float:
         """Return what the history says that a copy brings."""
@@ -250,6 +271,11 @@ class TailFirst:
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
         self._steps = 0
+        self.ended_early = False
+        """Whether the last search for victims found too few, and the next one goes on from where it
+        ended: there may be more."""
+        self._in_vain = 0
+        """Tails that searches have passed over since one was found, or something left."""
         self._useless: set[int] = set()
         """Tails behind which a state has left."""
 
@@ -277,6 +303,7 @@ class TailFirst:
             self._useless.difference_update(rows)
         self._policy.remove(rows)
         self._policy.call_back(before)
+        self._in_vain = 0
         return before
 
     def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:
@@ -304,6 +331,15 @@ class TailFirst:
             return self._history.rate(number, age)
         return 0.0
 
+    def value_of(self, row: int) -> float:
+        """Return what a copy brings, as the policy sees it; see ``EvictionPolicy.value_of``."""
+        return 0.0 if row in self._useless else self._policy.value_of(row)
+
+    def least_value(self) -> float:
+        """Return what the copy brings that would leave next; 0: there is none."""
+        self._steps = self.MAX_STEPS
+        return next((self.value_of(row) for row in self._tails({})), 0.0)
+
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all
         that follow it.
@@ -314,7 +350,7 @@ class TailFirst:
         """
         found: dict[int, None] = {}
         passed: list[int] = []
-        self._steps = self.MAX_STEPS + 4 * count
+        parked, self._steps = self._policy.parked, self.MAX_STEPS + 4 * count
         for row in self._tails(found) if count > 0 else ():
             if evictable(row):
                 found[row] = None
@@ -328,6 +364,11 @@ class TailFirst:
                 if self._policy.standing(row) == FIRST:
                     self._policy.place(row, None)
                 self._policy.postpone(row)
+        # Rows that were parked are not looked at again, and tails that were passed over come last:
+        # so the searches that end early are bounded, too.
+        self._in_vain = 0 if found else self._in_vain + len(passed)
+        is_cut = len(found) < count and (self._steps <= 0 or len(passed) >= self.MAX_SKIPPED)
+        self.ended_early = is_cut and (self._policy.parked > parked or self._in_vain < self._policy.proposed)
         return list(found)
 
     def _tails(self, found: dict[int, None]) -> Iterator[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, Tier
-from kvdisk.manager.catalog import ABSENT, READY, WRITING
+from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.parts import HasParts, Parts
@@ -153,7 +153,21 @@ class HitCounts(HasParts):
         # The history's clock is what requests came to: at its mean pace since the start.
         count = self._history.now - began
         ago_s = None if is_own or age >= count else age * (asked.now - began_s) / count
+        if self._config.max_age_s is not None and self._is_too_old(key):
+            return Miss.EXPIRED, ago_s
         return self._how_it_left(key), ago_s
+
+    def _is_too_old(self, key: BlockKey) -> bool:
+        """Whether a block is older than ``max_age_s``; one whose copies have ended is taken to have
+        been where no tier has evicted any."""
+        row = self._catalog.find(key)
+        if row != NONE:
+            return any(self._catalog.columns(space.tier).is_too_old(row) for space in self._tiers)
+        expired, evicted = (
+            any(self._stats[f"{name}.{space.tier.label}"] for space in self._tiers)
+            for name in ("expired_blocks", "evicted_blocks")
+        )
+        return expired and not evicted
 
     def _first_missing(
         self, request: RequestState, start_tokens: int, hit_end_tokens: int

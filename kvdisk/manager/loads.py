@@ -204,6 +204,7 @@ class Reader(HasParts):
         for read, slot in zip(reads, slots, strict=True):
             if read.row < 0:  # another's
                 (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
+                catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
             read.target, read.slots[landing.tier] = landing.tier, slot
         catalog.begin([read.row for read in reads], landing.tier, slots)
         self._state.landing.update([read.key for read in reads])
@@ -346,7 +347,7 @@ class LoadPlanner(HasParts):
         reads: list[Read] = []
         for group in self._geometry.groups:
             keys, gpu_blocks = request.keys[group.group], block_ids[group.group]
-            self._demand.reach(request, group.group, end_tokens // group.block_tokens)
+            self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
             # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
             # even where ``lookup`` needed less of a window: else nobody would have written it.
             needed = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
@@ -359,6 +360,7 @@ class LoadPlanner(HasParts):
         self._land(reads)
         moves, details = [read.move for read in reads], [read.detail for read in reads]
         request.loading = True
+        request.load_start_tokens, request.load_end_tokens = local_tokens, end_tokens
         request.wait_started_s = None
         self._state.taken_blocks += len(reads)
         self._hits.scheduled(request, external_tokens, details)

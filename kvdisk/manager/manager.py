@@ -18,6 +18,8 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
+from kvdisk.manager.ages import Ages
+from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
@@ -82,14 +84,17 @@ class TierManager(HasParts):
         self._hints = Hints(near, self._remote, parts.state)
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
-        demand = Demand(parts.history, admissions + ([self._remote.admission] if self._remote.admission else []))
+        demand = self._demand = Demand(
+            parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
+        )
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
         self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
         self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold)
-        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints)
+        self._ages = Ages(parts, tiers)
+        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints, self._ages)
         self._settlement = Settlement(
             parts, tiers, self._stores, self._requests, self._hints, self._gpu_loads, self._hits
         )
@@ -125,6 +130,7 @@ class TierManager(HasParts):
         if request is not None:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
+                self._demand.forget(request)
                 self._stores.forget(request)
 
     def request_finished(self, request_id: str) -> None:
@@ -220,8 +226,10 @@ class TierManager(HasParts):
     # -- steps ---------------------------------------------------------------------------------
 
     def note_time(self, now_s: int) -> None:
-        """Learn what time it is, in seconds since the Unix epoch, for the uses of blocks. Call it
-        before stores are planned, not after: a step may be the first one after a long time."""
+        """Learn what time it is, in seconds since the Unix epoch, for the uses and ages of blocks.
+        Call it before lookups and before stores are planned, not after: a step may be the first one
+        after a long time."""
+        self._ages.note_time(now_s)
         for space in self._tiers:
             space.note_time(now_s)
 
@@ -234,6 +242,7 @@ class TierManager(HasParts):
         for space in self._tiers:
             self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
+        self._ages.end_some()
         self._kv_hints.refresh(now)
         self._hints.begin_step(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
@@ -242,6 +251,7 @@ class TierManager(HasParts):
         if self._may_send:
             self._remote.plan(now)
         self._promotions.plan()
+        self._demand.step()
         # A token takes a block at most in each group.
         self._state.taken_blocks += step_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
@@ -340,11 +350,34 @@ class TierManager(HasParts):
         for space in self._tiers:
             space.reset()
         self._history.clear()
+        self._demand.clear()
         self._catalog.hide_all()
         for request in self._requests.values():
             request.hit_tokens.clear()
             request.stale = True
             request.count_anew()
+
+    def held(self) -> str:
+        """Say in words what a reset drops."""
+        gauges = self.gauges.read()
+        found = [
+            f"{gauges[name]:,.0f} blocks in {tier.word} {'go' if tier is Tier.CPU else 'stay for the next start'}"
+            for tier in KEPT_TIERS
+            if (name := f"held_blocks.{tier.label}") in gauges
+        ]
+        return ", ".join([*found, f"{len(self._transfers.sent_loads()):,} loads on their way are computed"])
+
+    def clear_memory(self) -> int:
+        """Delete what is in memory, as an operator asked for: what a job uses ends with that.
+        Return how many blocks that are."""
+        count = 0
+        for space in self._tiers:
+            if space.in_memory:
+                states = self._catalog.columns(space.tier).states
+                rows = [row for row in self._catalog.rows_in(space.tier) if states[row] != DOOMED]
+                space.discard(*rows)
+                count += len(rows)
+        return count
 
     # -- questions of the engine ---------------------------------------------------------------
 
@@ -360,6 +393,7 @@ class TierManager(HasParts):
         silent = now - self._heard_s >= self._longest_silence_s
         return (
             self._stores.has_left(now)
+            or self._ages.any
             or self._transfers.any_queued
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))

@@ -110,7 +110,16 @@ class NeighbourCopies(HasParts):
             and copy.segment.slot_bytes == groups[group].slot_bytes
             and copy.slot_index < copy.segment.slot_count
             and (copy.home_id, key, copy.generation) not in self._rejected
+            and (
+                self._config.max_age_s is None
+                or self._state.now_s - copy.stored_s <= self._config.max_age_s - HINT_LIFE_S
+            )
         )
+
+    def stored_s(self, key: BlockKey) -> int:
+        """Return when a block was first stored that is read from elsewhere; of the remote store
+        nobody knows it."""
+        return self.hints[key][0].stored_s if key in self.hints else self._state.now_s
 
     def near(self, tier: Tier) -> Collection[BlockKey]:
         """Return the blocks that a neighbour is thought to have as near as ``tier`` is, so that

@@ -8,13 +8,15 @@ record never names a slot that holds other bytes (invariant 2).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
+from kvdisk.geometry import segment_file_bytes
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy
@@ -22,10 +24,11 @@ from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.room import RoomShift
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
 from kvdisk.manager.write_budget import WriteBudget
-from kvdisk.messages import JobKind, SegmentSpec
+from kvdisk.messages import JobKind, Reason, SegmentSpec
 
 logger = logging.getLogger("kvdisk.manager")
 
@@ -64,20 +67,24 @@ class NvmeSpace(TierSpace):
         self._index = index
         self._transfers = parts.transfers
         self.segments = Segments(self.tier, parts, layout, drive_count)
+        self._shift = RoomShift(parts, self.tier, self.segments, self.pool, self._orders)
         self.uses = Uses()
         self._drops: dict[int, bool] = {}
         """Segments that are being dropped, and whether the job that drops their files is
         planned."""
+        self._lost: set[int] = set()
+        """Segments that are being dropped because their files were removed."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
-        self._index_writable = True
+        self._index_state = IndexState.WRITABLE
         self._stuck = [False] * len(parts.geometry.slot_sizes)
         self._allocated = [0] * len(parts.geometry.slot_sizes)
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
         self._parts_of_block = parts.geometry.part_count
         self.capacity = layout.class_slots(parts.geometry)
+        """Where each size class has what long prompts need of it."""
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -108,11 +115,19 @@ class NvmeSpace(TierSpace):
         """The state of the tier now."""
         is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
+        works = is_open and self._index_state is not IndexState.GONE
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
         return TierStatus(
-            is_open, is_spent, comes and is_open and not is_spent, uncommitted, (self._ticket, self._committed)
+            is_open, is_spent, comes and works and not is_spent, uncommitted, (self._ticket, self._committed)
         )
+
+    @property
+    def free_and_total(self) -> tuple[int, int]:
+        """See ``TierSpace``."""
+        free, total = super().free_and_total
+        unmade = self.segments.unmade_bytes
+        return free + unmade, total + unmade
 
     def note_time(self, now_s: int) -> None:
         """See ``TierSpace``."""
@@ -120,16 +135,20 @@ class NvmeSpace(TierSpace):
 
     def refresh(self, now: float) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""
-        released = self.commit()
+        released = self.commit() | super().refresh(now)
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
         self._hide()
+        self._empty_given_segment()
         return released or resumed
 
     def refresh_writable(self, now: float) -> bool:
         """Fill the budget, and learn which drives may be written. Return whether copies may be: the
-        store is open, some drive is in order and not in a back-off, and the budget is not spent."""
+        store is open, some drive is in order and not in a back-off, the budget is not spent, and
+        the index is not gone: without it no slot that had a copy comes free."""
+        if self._index_state is IndexState.GONE:
+            return False
         return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
     def learn(self, record: JobRecord, now: float) -> None:
@@ -144,10 +163,12 @@ class NvmeSpace(TierSpace):
         if spec is not None and spec.source is None:
             if record.job.kind is JobKind.DROP_SEGMENT:
                 self.segments.forget(spec)
+                self._shift.gone(spec)
                 del self._drops[spec.segment]
+                self._lost.discard(spec.segment)
                 self._ticket = self._index.delete_segment(spec.segment)
             else:
-                self._opened(spec, now, failed=bool(record.failed))
+                self._opened(spec, now, next(iter(record.failed.values()), None))
         self.segments.learn(record, now, self._drops)
         self._hide()
 
@@ -157,6 +178,7 @@ class NvmeSpace(TierSpace):
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
         found = super().gauges()
+        found[f"capacity_bytes.{self.tier.label}"] = self.free_and_total[1]
         found["limbo_blocks"] = sum(self.pool.limbo)
         found["uncommitted_changes"] = max(0, self._ticket - self._committed)
         free = sum(self.pool.free)
@@ -190,44 +212,72 @@ class NvmeSpace(TierSpace):
             if not found:
                 drives.remove(drive)
         if self._budget is not None:
-            self._stats.add("budget_pauses", int(self._budget.spend(len(slots), self._block_bytes(size_class))))
+            self._stats.add("budget_pauses", int(self._budget.spend(len(slots), self.bytes_of(size_class))))
         return slots
 
     def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:
         """Return slots that were just taken, and not used; nor is their part of the budget."""
         self.pool.release(slots)
         if self._budget is not None:
-            self._budget.spend(-len(slots), self._block_bytes(size_class))
+            self._budget.spend(-len(slots), self.bytes_of(size_class))
 
     def _affordable(self, size_class: int, count: int) -> int:
         """Return up to ``count`` blocks that may be written."""
-        return count if self._budget is None else min(count, self._budget.affords(self._block_bytes(size_class)))
+        return count if self._budget is None else min(count, self._budget.affords(self.bytes_of(size_class)))
 
-    def _block_bytes(self, size_class: int) -> int:
-        """Bytes of a block on the drive over all ranks."""
-        return self._geometry.slot_sizes[size_class] * self._parts_of_block
+    @property
+    def affordable_bytes(self) -> float:
+        """See ``TierSpace``."""
+        if self._budget is None:
+            return math.inf
+        return self._budget.left_bytes if self._budget.may_spend else 0
 
     def free_slots(self, size_class: int) -> int:
         """Return how many slots are free now, on drives that can be written."""
         return self.pool.free_on(size_class, self.segments.writable)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
-        """Have ``wanted`` slots by size class soon: make a segment if the cap allows, or evict."""
-        for size_class, wish in enumerate(wanted):
-            total = self.pool.total[size_class]
-            if not self.refresh_writable(now) or self.segments.hold_up(now):
+        """Have ``wanted`` slots by size class soon: make a segment if the cap allows, or evict.
+
+        Segments are made one at a time: the class that has the least of what it may have comes
+        first.
+        """
+
+        def made_share(size_class: int) -> float:
+            return self.pool.total[size_class] / max(1, self.capacity[size_class])
+
+        for size_class in sorted(range(len(wanted)), key=made_share):
+            wish, total = wanted[size_class], self.pool.total[size_class]
+            if not self.refresh_writable(now) or self.segments.hold_up(size_class, now):
                 continue
             needed = max(self._affordable(size_class, wish), spare_slots(total))
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
-            made = short <= 0 or self.segments.plan_new(size_class, now)
-            if not made and total:
-                made = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP)) > 0
+            made = short <= 0 or self._make_or_take(size_class, now)
+            if short <= 0:
+                self._shift.has_enough(size_class)
+            elif not made and total:
+                evicted = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
+                self._shift.evicted(size_class, evicted)
+                made = evicted > 0
+            made |= self._shift.comes_to(size_class) or self._orders[size_class].ended_early
             self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
+
+    def _make_or_take(self, size_class: int, now: float) -> bool:
+        """Plan a new segment, or have one of another size class go for it; return whether there is
+        such a way to room."""
+        if self._shift.may_make(size_class) and self.segments.plan_new(size_class, now):
+            return True
+        spec = self._shift.begin(size_class)
+        if spec is None:
+            return False
+        self._stats.add("moved_segments")
+        self.pool.retire_segment(spec.segment)
+        return True
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:
         """Whether ``make_room`` found a way to room, or slots come free with a commit."""
         limbo = self.pool.limbo[size_class]
-        if silent and limbo and not self.free_slots(size_class):
+        if silent and (limbo or self._shift.comes_to(size_class)) and not self.free_slots(size_class):
             return False
         return not self._stuck[size_class] or (self._index_writable and limbo > 0)
 
@@ -245,6 +295,10 @@ class NvmeSpace(TierSpace):
         segment_of = self._catalog.columns(self.tier).segments
         return lambda row: anywhere(row) and segment_of[row] in places
 
+    @property
+    def _index_writable(self) -> bool:
+        return self._index_state is IndexState.WRITABLE
+
     # -- records ---------------------------------------------------------------------------------
 
     def _record(self, rows: Sequence[int], now_s: int) -> None:
@@ -258,7 +312,7 @@ class NvmeSpace(TierSpace):
                 slot,
                 catalog.generations[row],
                 catalog.parent(row),
-                now_s,
+                catalog.stored_s[row] or now_s,
             )
             for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)
         ]
@@ -287,20 +341,21 @@ class NvmeSpace(TierSpace):
 
     # -- segments ------------------------------------------------------------------------------
 
-    def _opened(self, spec: SegmentSpec, now: float, *, failed: bool) -> None:
+    def _opened(self, spec: SegmentSpec, now: float, failure: Reason | None) -> None:
         """Every rank has answered the job that makes or opens a segment. Where one rank fails, it
         is dropped on all."""
         self.segments.opening.discard(spec.segment)
         if spec.segment in self._drops:
             return
         if spec.create:
-            self.segments.drives.made(spec.drive, now, failed=failed)
-        elif failed:
+            self.segments.made(spec, now, failure)
+        elif failure is not None:
             logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
-        if failed:
+        if failure is not None:
             self._drop_segment(spec)
             return
         if spec.create:
+            self._shift.made(spec)
             self._ticket = self._index.put_segment(SegmentRecord(*spec[:4]))
         if spec.create and self._geometry.replicated:
             self.segments.open(spec._replace(create=False))  # one rank has made it for all
@@ -310,10 +365,12 @@ class NvmeSpace(TierSpace):
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
         """Take a segment's slots into service."""
         self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
+        self.segments.in_place[spec.segment] = spec
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
+        self.segments.in_place.pop(spec.segment, None)
         rows = self._catalog.rows_in(self.tier, spec.segment)
         self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
@@ -321,9 +378,66 @@ class NvmeSpace(TierSpace):
         self._drops[spec.segment] = False
         self._drop_files()
 
+    def _empty_given_segment(self) -> None:
+        """End some copies of a segment whose room another size class gets; after the last its files
+        go. Those of a chain that lie in other segments stay: what is stored again before them
+        makes them useful again."""
+        spec = self._shift.giving
+        if spec is None or spec.segment in self._drops:
+            return
+        rows = [row for row in self._catalog.rows_in(self.tier, spec.segment) if self._state(row) != DOOMED]
+        if not rows:
+            self._drop_segment(spec)
+            return
+        leaving = rows[:_MAX_EVICTED_PER_STEP]
+        self.discard(*leaving)
+        self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
+
+    def lose(self, segments: Collection[int]) -> None:
+        """Give up segments of which files were removed by others; each rank closes what it has
+        open, and so gives the bytes back."""
+        for segment in segments:
+            if segment in self.segments.in_place and segment not in self.segments.opening:
+                self._lost.add(segment)
+                self._drop_segment(self.segments.specs[segment])
+
+    def let_go(
+        self, segment: int, up_to: float = math.inf, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[int, int]:
+        """Delete the blocks of a segment, or those in some ranges of its slots, that have no
+        generation above ``up_to``; what a job uses ends with that.
+
+        Return how many blocks that are, and the bytes of the segment, over all ranks, where it goes
+        with them: 0 where it stays.
+        """
+        spec = self.segments.in_place.get(segment)
+        if spec is None or segment in self.segments.opening:
+            return 0, 0
+        chosen = np.ones(spec.slot_count, np.bool_)
+        if ranges is not None:
+            chosen[:] = False
+            for first, count in ranges:
+                chosen[first : first + count] = True
+        indices, generations = self._catalog.columns(self.tier).indices, self._catalog.generations
+        rows = [row for row in self._catalog.rows_in(self.tier, segment) if self._state(row) != DOOMED]
+        going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
+        if ranges is None and len(going) == len(rows):
+            self._drop_segment(spec)
+            file_bytes = segment_file_bytes(spec.slot_bytes, spec.slot_count)
+            return len(rows), file_bytes * self._geometry.part_count
+        self.discard(*going)
+        return len(going), 0
+
+    def take_no_more(self) -> None:
+        """Write nothing more until a restart: the next start would not find it. What is there is
+        served."""
+        self.segments.home_open = False
+
     def _drop_files(self) -> None:
         for segment, is_planned in self._drops.items():
-            if not is_planned and self.pool.is_empty(segment):
+            # What was removed holds no bytes that a record could name: no commit is waited for.
+            may_go = self.pool.is_unused(segment) if segment in self._lost else self.pool.is_empty(segment)
+            if not is_planned and may_go:
                 self._drops[segment] = True
                 self.pool.forget_segment(segment)
                 self._transfers.add(JobKind.DROP_SEGMENT, [], [], segment=self.segments.specs[segment])
@@ -338,7 +452,7 @@ class NvmeSpace(TierSpace):
         """
         progress = self._index.poll()
         self._committed = progress.committed
-        self._index_writable = progress.state is IndexState.WRITABLE
+        self._index_state = progress.state
         self._stats.add("dropped_records", progress.dropped_puts - self._dropped)
         self._dropped = progress.dropped_puts
         free = sum(self.pool.free)

@@ -28,8 +28,8 @@ class StepState:
     ``taken_blocks``: how many GPU blocks the engine may have taken since free ones were last
     offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
     ``landing``: keys of the epoch that are just being read into memory. ``generation``: the last
-    that was given to a copy. ``keys_left``: of STEP_KEYS in this step, the
-    one after ``steps`` others.
+    that was given to a copy. ``now_s``: seconds since the Unix epoch, as far as a step knows.
+    ``keys_left``: of STEP_KEYS in this step, the one after ``steps`` others.
     """
 
     epoch: int = FILE_EPOCH
@@ -40,6 +40,7 @@ class StepState:
     generation: int = 0
     keys_left: int = STEP_KEYS
     steps: int = 0
+    now_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

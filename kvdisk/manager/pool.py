@@ -110,7 +110,7 @@ class SlotPool:
         self.total[size_class] -= len(states)
 
     def forget_segment(self, segment: int) -> None:
-        """Forget a segment that was retired, if it ever was in service."""
+        """Forget a segment that was retired, if it ever was in service, with what is in limbo."""
         assert segment not in self._place_of
         self.states.pop(segment, None)
 
@@ -118,6 +118,15 @@ class SlotPool:
         """Whether no slot of a segment is used or in limbo."""
         states = self.states.get(segment, b"")
         return states.count(FREE) == len(states)
+
+    def used_part(self, segment: int) -> float:
+        """Return which part of a segment's slots copies hold."""
+        states = self.states[segment]
+        return states.count(USED) / len(states)
+
+    def is_unused(self, segment: int) -> bool:
+        """Whether no copy holds a slot of a segment."""
+        return USED not in self.states.get(segment, b"")
 
     def free_in_short_runs(self, length: int) -> int:
         """Return how many free slots lie in runs shorter than ``length``."""
@@ -158,7 +167,8 @@ class SlotPool:
     def settle_limbo(self, committed: int) -> None:
         """Free the slots in limbo whose ticket is at most ``committed``."""
         while self._limbo and self._limbo[0][0] <= committed:
-            self._change(self._limbo.popleft()[1], LIMBO, FREE)
+            known = [one for one in self._limbo.popleft()[1] if one[0] in self.states]  # others were forgotten
+            self._change(known, LIMBO, FREE)
 
     def _change(self, ranges: Sequence[_Range], source: int, target: int) -> None:
         for segment, start, length in ranges:

@@ -182,7 +182,7 @@ class Promotions(HasParts):
         held: list[int] = []
         for group in self._geometry.groups:
             keys = request.keys[group.group]
-            self._demand.reach(request, group.group, hit // group.block_tokens)
+            self._demand.reach(request, group.group, min(1, hit // group.block_tokens))
             first, last = first_needed(group, 0, hit), hit // group.block_tokens
             for position, row in enumerate(catalog.find_all(keys[first:last]), first):
                 if row >= 0 and catalog.state(row, self._landing.tier) == READY:
@@ -218,7 +218,7 @@ class Promotions(HasParts):
         while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_far(wanted[0]) is far:
             read = wanted.popleft()
             row = self._catalog.find(read.key)
-            if self._is_wanted(read.key, row, hints) and self._landing.admission.admits((read.key,))[0]:
+            if self._is_wanted(read.key, row, hints) and self._landing.admits((read.key,), (read.parent,))[0]:
                 picked.append(read)
         slots = self._take_slots(request_id, picked)
         made: list[Read] = []

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry
 from kvdisk.manager.lookup import Lookups
+from kvdisk.manager.reuse import Visit
 from kvdisk.stats import Miss
 
 
@@ -129,6 +130,8 @@ class RequestState:
     """By group: how many of its blocks are counted as wanted."""
     kin: list[int] = field(default_factory=list)
     """By group: what ``ReuseHistory.count`` returned for these."""
+    visits: list[tuple[int, Visit] | None] = field(default_factory=list)
+    """By group: up to where its blocks are counted as wanted at once, and as a part of what."""
     states: list[BlockKey] = field(default_factory=list)
     """Recurrent states that it wants and has not used yet."""
     lookups: Lookups = field(default_factory=Lookups)
@@ -138,14 +141,23 @@ class RequestState:
     computed in them: a victim is named when they have been freed. Of a group with a window the
     engine may have taken blocks since that lie wholly before the window."""
     reached: list[int] = field(default_factory=list)
-    """By group, up to where its blocks were full and computed at its last step."""
+    """By group, up to where its blocks were full and computed at its last step, or before that
+    where ``is_behind``."""
+    is_behind: bool = False
+    """Whether there are more of them than one step looks at."""
     due: list[tuple[int, int]] = field(default_factory=list)
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
     """Of its offers."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
+    loaded: tuple[int, int] = (0, 0)
+    """Tokens of which its last load has brought all blocks, and used the copies, from where to
+    where."""
     loading: bool = False
+    load_start_tokens: int = 0
+    load_end_tokens: int = 0
+    """Of its last load."""
     load_job: JobId | None = None
     """Its last load."""
     awaited_load: JobId | None = None
@@ -194,11 +206,13 @@ class RequestState:
         """Its GPU blocks are gone, or may hold what is wrong: it reaches again what it computes."""
         self.held_tokens, self.held_blocks = 0, ()
         self.reached = [0] * len(self.geometry.groups)
+        self.is_behind, self.loaded = False, (0, 0)
         self.due = []
 
     def count_anew(self) -> None:
         """What was counted of it is forgotten, or it has other keys."""
         self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
+        self.visits = [None] * len(self.keys)
         self.states = []
 
     def limit_loads(self, tokens: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,23 @@ _LATELY: Final = 0.04
 _MOST_OF_ONE: Final = 0.15
 """Of what came lately: one call's share."""
 
+_MOST_MOVES: Final = 64
+"""Keys that move to make a place for one."""
+_SPREAD: Final = 0x9E3779B1
+_NOWHERE: Final = -1
+_NEW: Final = -1
+"""The age of a key that was not known."""
+
 _Floats = NDArray[np.float64]
+
+
+class Visit(NamedTuple):
+    """That a request came to its prompt. ``before``, ``now``: the time that it began and ended, for
+    all of its blocks. ``share``: what each of them counts."""
+
+    before: int
+    now: int
+    share: float
 
 
 class ReuseHistory:
@@ -80,7 +96,8 @@ class ReuseHistory:
     mostly takes its place.
 
     A key takes 10 bytes of a place, and has two places: of two that are taken, the one that was
-    wanted longest ago gives way. About once in 2**30 times a key is taken for another: that decides
+    wanted longest ago gives way; but what was wanted since the same request came moves to its own
+    other place. About once in 2**30 times a key is taken for another: that decides
     nothing but who is stored and who is evicted. ``now``: blocks wanted so far. ``state_groups``:
     the KV-cache groups that keep recurrent states.
     """
@@ -122,57 +139,117 @@ class ReuseHistory:
 
     # -- keys ----------------------------------------------------------------------------------
 
-    def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int) -> int:
-        """A request came to these blocks of its prompt, from ``start`` on, for the first time. It
-        came to all of them at once: how old each was does not depend on how long the prompt is.
+    def begin(self, start: int, stop: int, *, is_prompt: bool = True) -> Visit:
+        """A request comes to these blocks of its prompt, all of them at once, that are counted in
+        one or more parts: how old each was does not depend on how long the prompt is."""
+        visit = Visit(self.now, self.now + stop - start, max(1, stop) ** -0.5)
+        self.now = visit.now
+        if not start and is_prompt:
+            self._prompt_blocks += (stop - self._prompt_blocks) / 64
+        return visit
+
+    def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int, visit: Visit | None = None) -> int:
+        """A request came to these blocks of its prompt, from ``start`` on, for the first time. All
+        of them are known then, as far as there are places.
 
         ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
-        ``start``; 0 at first; of a state, which comes alone, ``STATES``. Each request counts once:
-        the caller sees to that.
+        ``start``; 0 at first; of a state, which comes alone, ``STATES``. ``visit``: what these
+        blocks are a part of; None: they are all. Each request counts once: the caller sees to that.
         """
-        tags, times, marks, entered, reused, mask = (
-            self._tags, self._times, self._marks, self._entered, self._reused, self._places - 1,
-        )  # fmt: skip
-        before, now, share = self.now, self.now + stop - start, max(1, stop) ** -0.5
-        known_ages = before - self._restored
-        found: list[tuple[int, int, int]] = []
-        for name in map(number_of, keys[start:stop]):
-            tag, place = name >> 32 | 1, name & mask
-            if tags[place] != tag:
-                place, _ = self._find(name)
-            if tags[place] == tag:
-                kin = _KIN_BEHIND[marks[place]]
-            found.append((place, kin, tag))
+        if visit is None:
+            visit = self.begin(start, stop, is_prompt=kin != STATES)
+        marks, entered, reused = self._marks, self._entered, self._reused
+        share, known_ages = visit.share, visit.before - self._restored
+        names = list(map(number_of, keys[start:stop]))
+        places, ages, kins, kin = self._settle(names, kin, visit)
         new, again = [0] * _KINS, [0] * _KINS
         least = 0
-        for place, came_behind, tag in reversed(found):
-            if tags[place] == tag:  # still, where it was known: one behind it may have taken its place
-                mark, age = marks[place], before - times[place] & _BITS
+        for place, age, own_kin in zip(reversed(places), reversed(ages), reversed(kins), strict=True):
+            if age == _NEW:
+                uses = 1
+                new[own_kin] += 1
+            else:
+                mark = marks[place] if place != _NOWHERE else _KINS + own_kin
                 if age < known_ages:
                     reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += share
                 if mark < 2 * _KINS:
                     again[mark % _KINS] += 1
-                uses, own_kin = divmod(mark, _KINS)
+                uses, own_kin = divmod(mark, _KINS)  # noqa: PLW2901
                 uses += uses < MOST_USES
-            else:
-                uses, own_kin = 1, came_behind
-                tags[place] = tag
-                new[own_kin] += 1
             least = max(least, uses)
-            marks[place] = mark = least * _KINS + own_kin
-            times[place] = now & _BITS
+            mark = least * _KINS + own_kin
             entered[_CLASS_OF[mark]] += share
-        self.now = now
-        if not start and kin != STATES:
-            self._prompt_blocks += (stop - self._prompt_blocks) / 64
+            if place != _NOWHERE:
+                marks[place] = mark
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
                 weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
                 self._lately[number] += (came_again / (came + came_again) - self._lately[number]) * weight
         self._raise(keys, start, least)
-        if now >= self._learns_at:
+        if self.now >= self._learns_at:
             self._learn()
         return kin
+
+    def _settle(self, names: list[int], kin: int, visit: Visit) -> tuple[list[int], list[int], list[int], int]:
+        """Give each of some keys that follow each other a place, and the time of the visit. Return
+        by key its place, its age (``_NEW`` of one that was not known) and its kin; and the kin of
+        what comes behind them."""
+        tags, times, marks, mask = self._tags, self._times, self._marks, self._places - 1
+        time, now, since = visit.now & _BITS, self.now, self.now - visit.before
+        places: list[int] = []
+        ages: list[int] = []
+        kins: list[int] = []
+        lacking: list[int] = []
+        for at, name in enumerate(names):
+            place = name & mask
+            if tags[place] != name >> 32 | 1:
+                place = self._other(place, name >> 32 | 1)
+            if tags[place] == name >> 32 | 1:
+                mark = marks[place]
+                ages.append(max(0, (now - times[place] & _BITS) - since))
+                times[place] = time
+                kins.append(mark % _KINS)
+                kin = _KIN_BEHIND[mark]
+            else:
+                lacking.append(at)
+                ages.append(_NEW)
+                kins.append(kin)
+            places.append(place)
+        moved = False
+        for at in lacking:  # once the others are held: none of them gives way to these
+            tag = names[at] >> 32 | 1
+            places[at], has_moved = self._enter(names[at] & mask, tag, time, _KINS + kins[at], since)
+            moved |= has_moved
+        if moved:
+            found = map(self._find, names)
+            places = [place if is_known else _NOWHERE for place, is_known in found]
+        return places, ages, kins, kin
+
+    def _enter(self, place: int, tag: int, time: int, mark: int, since: int) -> tuple[int, bool]:
+        """Write a key that is not known to one of its two places; return that, and whether others
+        have moved.
+
+        It takes one where none is, or that of the older. That one is forgotten, unless it was
+        wanted ``since`` as many blocks, too: then it moves to its own other place, and so on.
+        """
+        tags, times, marks, now = self._tags, self._times, self._marks, self.now
+        other = self._other(place, tag)
+        if tags[place] and (not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)):
+            place = other
+        first, has_moved = place, False
+        for _ in range(_MOST_MOVES):
+            is_held = tags[place] and (now - times[place] & _BITS) < since
+            before = tags[place], times[place], marks[place]
+            tags[place], times[place], marks[place] = tag, time, mark
+            if not is_held:
+                break
+            (tag, time, mark), has_moved = before, True
+            place = self._other(place, tag)
+        return first, has_moved
+
+    def _other(self, place: int, tag: int) -> int:
+        """Return the other place of what is, or might be, at a place."""
+        return place ^ (tag * _SPREAD >> 16 & self._places - 1 | 1)
 
     def _raise(self, keys: Sequence[BlockKey], stop: int, least: int) -> None:
         """Let blocks before ``stop`` have at least so many uses: some were forgotten, and came back
@@ -186,16 +263,12 @@ class ReuseHistory:
                 self._marks[place] = least * _KINS + kin
 
     def _find(self, name: int) -> tuple[int, bool]:
-        """Return the place of a key's number, and whether it is there; else where it would be."""
-        tags, mask = self._tags, self._places - 1
-        tag, place, other = name >> 32 | 1, name & mask, name >> 22 & mask
+        """Return the place of a key's number, and whether it is there."""
+        tags, tag, place = self._tags, name >> 32 | 1, name & self._places - 1
         if tags[place] == tag:
             return place, True
-        if tags[other] == tag:
-            return other, True
-        times, now = self._times, self.now
-        older = not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)
-        return (other if tags[place] and older else place), False
+        place = self._other(place, tag)
+        return place, tags[place] == tag
 
     def classes_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the class of each key; the lowest of one that is not known."""
@@ -210,6 +283,24 @@ class ReuseHistory:
     def last_known(self, keys: Sequence[BlockKey]) -> BlockKey | None:
         """Return the last of some keys that is known."""
         return next((key for key in reversed(keys) if self._find(number_of(key))[1]), None)
+
+    def stand_ins(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[BlockKey]:
+        """Return each key; of one that is not known the nearest before it in its chain that is, or
+        behind it: the same requests wanted that. ``keys``: of one chain the tail comes first, or
+        last. ``parents``: of each."""
+        stands = {key: key for key in keys if self._find(number_of(key))[1]}
+        if len(stands) == len(keys):
+            return keys
+        before = {parent for parent in parents if parent is not None}.difference(stands)
+        stands |= {parent: parent for parent in before if self._find(number_of(parent))[1]}
+        pairs = [(key, parent) for key, parent in zip(keys, parents, strict=True) if parent is not None]
+        for key, parent in (*pairs, *reversed(pairs)):
+            if key not in stands and parent in stands:
+                stands[key] = stands[parent]
+        for key, parent in (*reversed(pairs), *pairs):
+            if key in stands:
+                stands.setdefault(parent, stands[key])
+        return [stands.get(key, key) for key in keys]
 
     def known(self, key: BlockKey) -> tuple[int, int, int]:
         """Return a key's uses, its class and its age; of one not known 0, the lowest, and as old as
@@ -229,9 +320,9 @@ class ReuseHistory:
         if self.state_groups:
             marks += np.fromiter((STATES * (group_of(key) in self.state_groups) for key in keys), np.uint16, len(keys))
         tags, times = (np.frombuffer(each, np.uint32) for each in (self._tags, self._times))
-        left = np.arange(len(keys), dtype=np.uint64)
-        for bits in (0, 22):  # as in _find
-            places = names >> np.uint64(bits) & np.uint64(self._places - 1)
+        left, mask = np.arange(len(keys), dtype=np.uint64), np.uint64(self._places - 1)
+        hops = of_names.astype(np.uint64) * np.uint64(_SPREAD) >> np.uint64(16) & mask | np.uint64(1)  # as in _other
+        for places in (names & mask, names & mask ^ hops):
             able = left[tags[places[left]] == 0]  # of several with one place the last has it
             tags[places[able]], times[places[able]] = of_names[able], able + np.uint64(self.now + 1)
             np.frombuffer(self._marks, np.uint16)[places[able]] = marks[able]

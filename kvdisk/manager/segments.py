@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The segments of this engine store, the budget they are cut from, and the health of their drives.
 
-Segments are made one at a time per size class as room is needed, up to the budget, and by jobs that
-every rank runs."""
+Segments are made one at a time as room is needed, of the size class that needs it, up to the budget
+and to what the drives have room for, and by jobs that every rank runs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ FIRST_QUARANTINE_S = 60.0
 LAST_QUARANTINE_S = 3600.0
 FAILURES_IN_A_ROW = 8
 """Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
+_LEAST_PART = 16
+"""Of a whole segment: the shortest that is made where there is no room for more."""
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 """Failures of a write after which writes stop for a while, as after one that is late."""
@@ -38,11 +40,17 @@ _READ_TELLS = frozenset({None, Reason.IO_ERROR, Reason.HEADER, Reason.CHECKSUM})
 
 @dataclass(frozen=True)
 class NvmeLayout:
-    """How a budget is cut, by size class: slots of a segment, bytes of all (all ranks)."""
+    """What a budget has room for.
+
+    ``slot_counts``: of a whole segment, by size class. ``segments_bytes``: of all segments, of all
+    ranks: which size class has how much of that follows use. ``room_bytes``: what of it the drives
+    had room for at the start; None: for all.
+    """
 
     index_bytes: int
     slot_counts: tuple[int, ...]
-    class_bytes: tuple[int, ...]
+    segments_bytes: int
+    room_bytes: int | None = None
 
     @classmethod
     def make(
@@ -54,7 +62,7 @@ class NvmeLayout:
         uses_charge_bytes: Callable[[int], int] | None,
         drive_count: int = 1,
     ) -> NvmeLayout:
-        """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and size classes.
+        """Divide ``budget_bytes`` (all ranks) between index, the file of uses, and segments.
 
         ``index_bytes_for``: bytes of an index of so many blocks; ``uses_charge_bytes``: what the
         file of uses for so many slots is charged with; None: there is none. Raises ConfigError
@@ -63,33 +71,48 @@ class NvmeLayout:
         if uses_charge_bytes is not None:
             without = cls.make(budget_bytes, segment_bytes, geometry, index_bytes_for, None, drive_count)
             budget_bytes -= uses_charge_bytes(without.most_slots(geometry))
-        parts = geometry.part_count
-        slots = budget_bytes // (min(geometry.slot_sizes) * parts)
+        slots = budget_bytes // (min(geometry.slot_sizes) * geometry.part_count)
         index_bytes = index_bytes_for(slots)
-        class_bytes = tuple(int((budget_bytes - index_bytes) * share) for share in geometry.shares)
+        whole = cls(index_bytes, (), budget_bytes - index_bytes)
+        return whole.cut(segment_bytes, geometry, drive_count)
+
+    def cut(
+        self, segment_bytes: int, geometry: Geometry, drive_count: int, room_bytes: int | None = None
+    ) -> NvmeLayout:
+        """Return the same with segments of up to ``segment_bytes``, so short that there is room for
+        some. Raises ConfigError where there is none in the budget."""
+        parts, budget = geometry.part_count, self.segments_bytes
+        room = budget if room_bytes is None else min(budget, room_bytes)
+        # Four segments or more per class, and two a drive: dropping or refusing one must not take
+        # the tier away. More where one class is to give another one of them.
+        pieces = max(4 if len(geometry.slot_sizes) == 1 else 8, 2 * drive_count) * parts
         slot_counts = []
-        for size, cap in zip(geometry.slot_sizes, class_bytes, strict=True):
-            # Four segments or more per class, and two a drive: dropping or refusing one must not
-            # take the tier away.
-            share = cap // (max(4, 2 * drive_count) * parts) - SEGMENT_OVERHEAD_BYTES
-            count = slots_per_segment(min(segment_bytes, share), size)
-            if segment_charge_bytes(size, count) * parts > cap:
+        for size, share in zip(geometry.slot_sizes, geometry.shares, strict=True):
+            count = slots_per_segment(min(segment_bytes, int(room * share) // pieces - SEGMENT_OVERHEAD_BYTES), size)
+            if segment_charge_bytes(size, count) * parts > budget * share:
                 raise ConfigError(
-                    f"nvme_bytes leaves {max(cap, 0)} bytes for blocks that need {size * parts} bytes each on the "
-                    "drive; give it more."
+                    f"nvme_bytes leaves {max(int(budget * share), 0)} bytes for blocks that need {size * parts} bytes "
+                    "each on the drive; give it more."
                 )
             slot_counts.append(count)
-        return cls(index_bytes, tuple(slot_counts), class_bytes)
+        return NvmeLayout(self.index_bytes, tuple(slot_counts), budget, room)
+
+    @property
+    def expected_bytes(self) -> int:
+        """What segments can be expected to take."""
+        return self.segments_bytes if self.room_bytes is None else self.room_bytes
 
     def most_slots(self, geometry: Geometry) -> int:
-        """Return the slots of all segments that the caps have room for."""
-        return sum(self.class_slots(geometry))
+        """Return the most slots that there can be, whatever class they are of."""
+        return self.segments_bytes // (min(geometry.slot_sizes) * geometry.part_count)
 
-    def class_slots(self, geometry: Geometry) -> tuple[int, ...]:
-        """Return the same by size class."""
+    def class_slots(self, geometry: Geometry, segments_bytes: int | None = None) -> tuple[int, ...]:
+        """Return the slots by size class that so many bytes (None: the budget's) have room for,
+        where each class has what long prompts need of it."""
+        total = self.segments_bytes if segments_bytes is None else segments_bytes
         return tuple(
-            cap // (segment_charge_bytes(size, count) * geometry.part_count) * count
-            for size, count, cap in zip(geometry.slot_sizes, self.slot_counts, self.class_bytes, strict=True)
+            int(total * share) // (segment_charge_bytes(size, count) * geometry.part_count) * count
+            for size, count, share in zip(geometry.slot_sizes, self.slot_counts, geometry.shares, strict=True)
         )
 
 
@@ -163,16 +186,27 @@ class Drives:
                 "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
             )
 
-    def made(self, number: int, now: float, *, failed: bool = False) -> None:
-        """A segment was made, or could not be made on some rank: then none is for a while."""
+    def made(self, number: int, now: float, *, failed: bool = False, full: bool = False) -> None:
+        """A segment was made, or could not be made on some rank: then none is for a while.
+
+        ``full``: for want of room, which is nothing to warn of each time.
+        """
         if not failed:
             self._next_s.pop((number, _Pause.SEGMENTS), None)
             return
         length_s = self._begin(number, _Pause.SEGMENTS, now)
         self._stats.add("segment_failures")
-        logger.warning(
-            "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.", number, length_s
+        logger.log(
+            logging.DEBUG if full else logging.WARNING,
+            "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.",
+            number,
+            length_s,
         )
+
+    def has_room(self, number: int) -> None:
+        """Room came free on a drive: a segment may be made there at once."""
+        self._ends_s.pop((number, _Pause.SEGMENTS), None)
+        self._next_s.pop((number, _Pause.SEGMENTS), None)
 
     def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
         """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
@@ -222,6 +256,15 @@ class Segments:
         self._held: Counter[tuple[int, int]] = Counter()
         """Bytes of all that ``specs`` has, by slot size and drive."""
         self.opening: set[int] = set()
+        self._halvings = [0] * drive_count
+        """How often a whole segment's slots are halved for one that finds room, by drive."""
+        self._full: set[int] = set()
+        """Drives without room for the shortest segment, when that was last tried."""
+        self._told = layout.expected_bytes < layout.segments_bytes
+        """Whether it was said that there is less room than the budget."""
+        self.in_place: dict[int, SegmentSpec] = {}
+        """Of ``specs`` those whose files are there on every rank, as far as is known. A copy may be
+        taken on any thread."""
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -239,12 +282,12 @@ class Segments:
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec
-        self._held[spec.slot_bytes, spec.drive] += self._bytes_of(spec)
+        self._held[spec.slot_bytes, spec.drive] += self.bytes_of(spec)
 
     def forget(self, spec: SegmentSpec) -> None:
         """A segment's files are gone on every rank."""
         del self.specs[spec.segment]
-        self._held[spec.slot_bytes, spec.drive] -= self._bytes_of(spec)
+        self._held[spec.slot_bytes, spec.drive] -= self.bytes_of(spec)
 
     def open(self, spec: SegmentSpec) -> None:
         """Plan the job that makes or opens a segment."""
@@ -256,31 +299,108 @@ class Segments:
         """Whether none may be planned yet: opening the store removes what the index lacks."""
         return bool(self.opening) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
-    def hold_up(self, now: float) -> bool:
-        """Whether nothing should leave, because a segment is being made or opened."""
-        return self.is_opening and now - self._opened_s < _OPENING_S
+    def hold_up(self, size_class: int, now: float) -> bool:
+        """Whether nothing of a size class should leave, because a segment of it is being made or
+        opened, or may be made after another one's."""
+        if not self.is_opening or now - self._opened_s >= _OPENING_S:
+            return False
+        is_own = any(self.class_of(self.specs[each]) == size_class for each in self.opening if each in self.specs)
+        return is_own or not self.opening or self._may_grow(size_class)
+
+    def _may_grow(self, size_class: int) -> bool:
+        """Whether the cap has room for one more segment of a size class."""
+        return self._slots_left(size_class) >= self._least_slots(size_class)
 
     def plan_new(self, size_class: int, now: float) -> bool:
-        """Plan a new segment, on the writable drive that has least of its kind.
+        """Plan a new segment, on the writable drive that has least of its kind; a short one where
+        there is no room for a whole one.
 
         False where the cap, or the back-off after a failure, forbids it, while another is being
         opened, and where a damaged record has used up the numbers: until the next start, by which
         it is gone.
         """
         drives = [drive for drive in self.writable if self.drives.may_make(drive, now)]
-        if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS:
+        if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS or not self._may_grow(size_class):
             return False
         size = self._geometry.slot_sizes[size_class]
-        held = [self._held[size, number] for number in range(len(self.drives))]
-        drive = min(drives, key=held.__getitem__)
-        spec = SegmentSpec(self._next, size, self._layout.slot_counts[size_class], drive, create=True)
-        if sum(held) + self._bytes_of(spec) > self._layout.class_bytes[size_class]:
-            return False
+        drive = min(drives, key=lambda number: self._held[size, number])
+        whole, least = self._layout.slot_counts[size_class], self._least_slots(size_class)
+        count = min(max(least, whole >> self._halvings[drive]), self._slots_left(size_class))
+        spec = SegmentSpec(self._next, size, count, drive, create=True)
         self._next += 1
         self._opened_s = now
         self._note(spec)
         self.open(spec)
         return True
+
+    def made(self, spec: SegmentSpec, now: float, failure: Reason | None) -> None:
+        """A segment was made on every rank, or not. Where there is no room for it, a shorter one is
+        tried at once, and after the shortest none for a while."""
+        drive = spec.drive
+        if failure is None:
+            self._full.discard(drive)
+            self._halvings[drive] = max(0, self._halvings[drive] - 1)
+        size_class = self.class_of(spec)
+        is_full = failure is Reason.NO_SPACE
+        if is_full and spec.slot_count > self._least_slots(size_class):
+            self._halvings[drive] = (self._layout.slot_counts[size_class] // spec.slot_count).bit_length()
+            return
+        self.drives.made(drive, now, failed=failure is not None, full=is_full)
+        if is_full:
+            self._full.add(drive)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "kvdisk: drive %d of the store has no room for another segment; the NVMe tier has %.2f GiB of its "
+                    "%.2f GiB, and takes more when room comes.",
+                    drive,
+                    (self.held_bytes - self.bytes_of(spec)) / (1 << 30),
+                    self._layout.segments_bytes / (1 << 30),
+                )
+
+    def room_came(self, drive: int) -> None:
+        """Files were removed from a drive."""
+        self._full.discard(drive)
+        self.drives.has_room(drive)
+
+    def lacks_room(self, size_class: int) -> bool:
+        """Whether nothing but room keeps a segment from being made: the budget is used up, or all
+        drives that can be written are full."""
+        if self.is_opening or not self.writable or self._next >= FOREIGN_SEGMENTS:
+            return False
+        return self._slots_left(size_class) < self._least_slots(size_class) or self._full.issuperset(self.writable)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all segments, on all ranks."""
+        return self._held.total()
+
+    @property
+    def unmade_bytes(self) -> int:
+        """Bytes for which segments can still be made, as far as is known."""
+        is_full = len(self._full) == len(self.drives)
+        return 0 if is_full else max(0, self._layout.expected_bytes - self.held_bytes)
+
+    def whole_slots(self, size_class: int) -> int:
+        """Return how many slots a whole segment has."""
+        return self._layout.slot_counts[size_class]
+
+    def _least_slots(self, size_class: int) -> int:
+        """Return how many slots the shortest segment has."""
+        return max(1, self._layout.slot_counts[size_class] // _LEAST_PART)
+
+    def _slots_left(self, size_class: int) -> int:
+        """Return how many slots a segment may have within the budget, of which each size class that
+        has none yet keeps what a whole one takes."""
+        sizes, counts, parts = self._geometry.slot_sizes, self._layout.slot_counts, self._geometry.part_count
+        has = {spec.slot_bytes for spec in self.specs.values()} | {sizes[size_class]}
+        kept = sum(
+            segment_charge_bytes(size, count) * parts
+            for size, count in zip(sizes, counts, strict=True)
+            if size not in has
+        )
+        left = (self._layout.segments_bytes - self.held_bytes - kept) // parts
+        return (left - segment_charge_bytes(sizes[size_class], 0)) // sizes[size_class]
 
     def on_drives(self, drives: Collection[int]) -> frozenset[int]:
         """Return the segments that lie on some drives."""
@@ -292,7 +412,8 @@ class Segments:
         """Return the size class of a segment's slots."""
         return self._geometry.slot_sizes.index(spec.slot_bytes)
 
-    def _bytes_of(self, spec: SegmentSpec) -> int:
+    def bytes_of(self, spec: SegmentSpec) -> int:
+        """Return the bytes of a segment's files, over all ranks."""
         return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
 
     # -- drives --------------------------------------------------------------------------------

@@ -145,30 +145,40 @@ class Settlement(HasParts):
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
             self._stats.add("prefetched_blocks", ready)
-            self._stats.add("failed_promotions", failed)
+            self._stats.add("failed_promotions", failed - self._gone_from_others(record))
+
+    def _gone_from_others(self, record: JobRecord) -> int:
+        """Return how many of a job's moves failed because another engine's slot held something else
+        by then: these are ``foreign_failures``, which a healthy machine has, too."""
+        return sum(reason in _SOURCE_IS_BAD and record.job.moves[at].is_foreign for at, reason in record.failed.items())
 
     def _end_load_of_request(self, record: JobRecord, now: float) -> None:
         """Let a request go on after its load, and promise it no failed position again."""
         self._gpu_loads.end(record.job.id)
         self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
-        self._stats.add("failed_loads", len(record.failed))
+        self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record))
         request = self._requests.get(record.request_id or "")
         if request is None:
             return
         request.loading = False
         self._hits.loaded(request, record, now)
+        end_tokens = request.load_end_tokens
         for at in record.failed:
             detail = record.details[at]
-            request.limit_loads(detail.position * self._geometry.groups[detail.group].block_tokens)
+            failed_tokens = detail.position * self._geometry.groups[detail.group].block_tokens
+            end_tokens = min(end_tokens, failed_tokens)
+            request.limit_loads(failed_tokens)
+        request.loaded = (request.load_start_tokens, max(request.load_start_tokens, end_tokens))
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
         sound: defaultdict[Tier, list[int]] = defaultdict(list)
         used: defaultdict[Tier, list[int]] = defaultdict(list)
+        reached: list[int] = []
         spent: defaultdict[Tier, list[int]] = defaultdict(list)
         states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
-            (row, _, _, tier, _), move = record.details[at], record.job.moves[at]
+            (row, group, _, tier, _), move = record.details[at], record.job.moves[at]
             reason, late = record.failed.get(at), at in record.late
             if tier is self._remote.tier:
                 self._remote.loaded(move, reason)
@@ -187,11 +197,17 @@ class Settlement(HasParts):
                 self._tiers[tier].discard(row)
             elif states[tier][row] == READY:
                 sound[tier].append(row)
-                if reason is None:
+                if reason is not None:
+                    continue
+                is_state = group >= 0 and self._geometry.groups[group].state_tokens is not None
+                if record.job.kind is JobKind.LOAD and not is_state:
+                    reached.append(row)
+                else:
                     used[tier].append(row)
         for space in self._tiers:
             self._offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
             space.unpin(spent[space.tier])
+            space.reached(reached)  # so that the request need not do it again
             space.access(used[space.tier])
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:

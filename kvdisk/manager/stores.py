@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
+from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
@@ -26,6 +27,8 @@ from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
 
+MOST_REACHED = 4096
+"""Blocks of one request that a step looks at, or as many as a step can compute."""
 MOST_LEFT = 1024
 """Blocks of requests that have ended which wait for room: the head of each, and of all the last."""
 
@@ -52,6 +55,7 @@ class StorePlanner(HasParts):
         demand: Demand,
         sources: StoreSources,
         hints: Hints,
+        ages: Ages,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -60,6 +64,7 @@ class StorePlanner(HasParts):
         self._demand = demand
         self._sources = sources
         self._hints = hints
+        self._ages = ages
         groups = parts.geometry.groups
         self._min_block_tokens = min(group.block_tokens for group in groups)
         self._behind = {group.volatile_tokens for group in groups}
@@ -71,6 +76,8 @@ class StorePlanner(HasParts):
         """Blocks that wait for room: of requests that have ended, and recurrent states."""
         self._left_at = -1
         """``released`` when these were last offered."""
+        self._unused: deque[list[BlockKey]] = deque()
+        """Blocks that requests which have ended came to, and that no step has looked at."""
         self._wrong_up_to = 0
         """The last job of before the last reset."""
 
@@ -82,7 +89,7 @@ class StorePlanner(HasParts):
             return False
         if not self._store_policy.saves_victims:
             computed_tokens = self._storable_tokens(request, computed_tokens)
-        if request.due:
+        if request.due or request.is_behind:
             return True
         size, held_tokens = self._min_block_tokens, request.held_tokens
         for behind in self._behind:  # noqa: SIM110 - any() takes twice as long, of every request in every step
@@ -100,18 +107,17 @@ class StorePlanner(HasParts):
             return
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
-        storable_tokens = self._storable_tokens(request, computed_tokens)
         had_due = bool(request.due)
-        for group in self._geometry.groups:
-            start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
-            request.reached[group.group] = stop
-            if start < stop:
-                keys = request.keys[group.group]
-                self._demand.reach(request, group.group, stop)
-                if group.state_tokens is None:
-                    self._use(keys[start:stop])
-                    positions = self._store_policy.reached(request.request_id, keys, start, stop)
-                    request.due += [(group.group, at) for at in positions]
+        for group, start, stop in self._next_blocks(request, self._storable_tokens(request, computed_tokens)):
+            keys = request.keys[group.group]
+            self._demand.reach(request, group.group, stop)
+            if group.state_tokens is None:
+                first, last = (min(max(start, tokens // group.block_tokens), stop) for tokens in request.loaded)
+                self._use(keys[start:first])
+                self._use(keys[first:last], are_new=False)
+                self._use(keys[last:stop])
+                positions = self._store_policy.reached(request.request_id, keys, start, stop)
+                request.due += [(group.group, at) for at in positions]
         states, request.states = request.states, []
         self._use(states)
         if not request.due or request.back_off.holds(self._state.released, now):
@@ -123,8 +129,30 @@ class StorePlanner(HasParts):
         request.due = [(offer.group, offer.position) for offer in refused]
         if job_id is not None:
             request.back_off.accept()
-        if refused:
+        if refused and not self._target.is_searching:
             request.back_off.refuse(self._state.released, now)
+
+    def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
+        """Return which blocks of a request are full and computed, and were not before, by group:
+        from where to where; of many the first, alike in all groups. They are reached then."""
+        groups = self._geometry.groups
+        full = [self._full_blocks(request, group, storable_tokens) for group in groups]
+        starts = request.reached
+        most = max(MOST_REACHED, self._context.step_blocks)
+        request.is_behind = sum(full) - sum(starts) > most
+        stops = full
+        if request.is_behind:
+            step = self._geometry.step_tokens
+            first = min(start * group.block_tokens for start, group in zip(starts, groups, strict=True))
+            blocks = sum(step // group.block_tokens for group in groups)
+            end = (first // step + max(1, most // blocks)) * step
+            stops = [
+                max(start, min(stop, end // group.block_tokens))
+                for start, stop, group in zip(starts, full, groups, strict=True)
+            ]
+            request.is_behind = stops != full
+        request.reached = stops
+        return [each for each in zip(groups, starts, stops, strict=True) if each[1] < each[2]]
 
     def plan_states(self, request: RequestState, states: Iterable[HandedState], now: float) -> None:
         """See ``TierManager.plan_states``.
@@ -174,9 +202,9 @@ class StorePlanner(HasParts):
         known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
         return min(final_tokens // group.block_tokens, known)
 
-    def _use(self, keys: Sequence[BlockKey]) -> None:
+    def _use(self, keys: Sequence[BlockKey], *, are_new: bool = True) -> None:
         """Refresh the recency of blocks that a request has reached, and offer those that a tier has
-        to the next one again: their count has risen."""
+        to the next one again: their count has risen. ``are_new``: no load has just used them."""
         catalog = self._catalog
         rows = [row for row in catalog.find_all(keys) if row != NONE]
         if not rows:
@@ -187,16 +215,35 @@ class StorePlanner(HasParts):
                 space.lower.offer(used)
         self._hints.remote.offer(used)
         used.reverse()  # the head last, so that it leaves last
-        for space in self._tiers:
+        for space in self._tiers if are_new else ():
             space.reached(used)
 
     def finished(self, request: RequestState) -> None:
-        """Forget a request. What of it waits for a segment may still be stored while the engine has
-        it cached; room that others leave is for the requests that live."""
-        if request.due and not request.stale and self._target.status.has_room_soon:
+        """Forget a request. What of it waits for a segment, or for a search for room to go on, may
+        still be stored while the engine has it cached; room that others leave is for the requests
+        that live."""
+        comes = self._target.status.has_room_soon or self._target.is_searching
+        if request.due and not request.stale and comes:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
             self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
+        if request.is_behind and not request.stale:
+            storable_tokens = self._storable_tokens(request, request.held_tokens)
+            for group in self._geometry.groups:
+                if group.state_tokens is None:
+                    stop = self._full_blocks(request, group, storable_tokens)
+                    self._unused.append(request.keys[group.group][request.reached[group.group] : stop])
         self.forget(request)
+
+    def _use_rest(self) -> None:
+        """Go on with the blocks of requests that have ended before a step looked at all of
+        them."""
+        left = MOST_REACHED
+        while left > 0 and self._unused:
+            keys = self._unused.popleft()
+            self._use(keys[:left])
+            if len(keys) > left:
+                self._unused.appendleft(keys[left:])
+            left -= len(keys)
 
     def _leave(self, offers: Sequence[_Offer]) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them."""
@@ -204,11 +251,13 @@ class StorePlanner(HasParts):
 
     def has_left(self, now: float) -> bool:
         """Whether blocks of requests that have ended wait, and room may have come free for them."""
-        return bool(self._left) and self._left_at < self._state.released and self._target.refresh_writable(now)
+        may_come = self._left_at < self._state.released or self._target.is_searching
+        return bool(self._left) and may_come and self._target.refresh_writable(now)
 
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
         self._left = []
+        self._unused.clear()
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
 
@@ -301,6 +350,7 @@ class StorePlanner(HasParts):
         last time. Where few are free it is asked in each step: what is freed then is near the
         front at once. An ordinary step with many free blocks does not look at the free queue.
         """
+        self._use_rest()
         if self.has_left(now):
             self._left_at, block_of = self._state.released, self._context.get_block
             # One request may have left what another has left, too.
@@ -321,7 +371,8 @@ class StorePlanner(HasParts):
             self._free_back_off.accept()
         if refused:
             self._offer_free_again([offer.key for offer in refused])
-            self._free_back_off.refuse(self._state.released, now)
+            if not self._target.is_searching:
+                self._free_back_off.refuse(self._state.released, now)
 
     def _offer_free_again(self, keys: Sequence[BlockKey]) -> None:
         """Have free blocks offered again, as soon as no back-off holds."""
@@ -348,10 +399,9 @@ class StorePlanner(HasParts):
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
         as near as the first tier is."""
-        rows, near = (
-            self._catalog.find_all([offer.key for offer in offers]),
-            self._hints.neighbours.near(self._target.tier),
-        )
+        keys = [offer.key for offer in offers]
+        self._ages.end(keys)
+        rows, near = self._catalog.find_all(keys), self._hints.neighbours.near(self._target.tier)
         return [
             (offer, row)
             for offer, row, presence in zip(offers, rows, self._catalog.presences_of(rows), strict=True)
@@ -475,6 +525,7 @@ class StorePlanner(HasParts):
             rows.append(row)
             moves.append(Move(key, catalog.generations[row], gpu_block, {tier: slot}, parent))
             details.append(MoveDetail(row, group, position, None, tier))
+            catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins
         catalog.begin(rows, tier, [slot for _, _, slot in taken])
         request_id = None if request is None else request.request_id
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)

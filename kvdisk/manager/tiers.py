@@ -7,13 +7,14 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
-from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
 from kvdisk.manager.catalog import DOOMED, READY
 from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.jobs import JobRecord
@@ -61,6 +62,7 @@ class TierSpace:
         self.lower: Demotions | None = None
         self._geometry = parts.geometry
         self._catalog = parts.catalog
+        self._history = parts.history
         self._stats = parts.stats
         self._standings = parts.standings
         self._pin_share = parts.config.pin_share
@@ -91,17 +93,24 @@ class TierSpace:
 
     @property
     def free_and_total(self) -> tuple[int, int]:
-        """Slots that are or will be free without an eviction, and all that there may be."""
-        pool = self.pool
-        unmade = max(0, sum(self.capacity) - sum(pool.total))
-        return unmade + sum(pool.free) + sum(pool.limbo), unmade + sum(pool.total)
+        """Bytes of slots that are or will be free without an eviction, and of all that there may
+        be."""
+        pool, sizes = self.pool, self._geometry.slot_sizes
+        slots = (map(int.__add__, pool.free, pool.limbo), pool.total)
+        free, total = (sum(map(int.__mul__, counts, sizes)) * self._parts_of_block for counts in slots)
+        return free, total
 
     def note_time(self, now_s: int) -> None:
         """Learn what time it is, in seconds since the Unix epoch, for what is used from now on."""
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether the last search for room has ended early: the next one may find some."""
+        return any(order.ended_early for order in self._orders)
+
     def refresh(self, now: float) -> bool:  # noqa: ARG002
         """Refresh the state, once a step. Return whether room may have come free."""
-        return False
+        return self.is_searching
 
     def commit(self) -> bool:
         """Learn how far commits have come. Return whether room came free."""
@@ -131,7 +140,9 @@ class TierSpace:
         first, or last. ``parents``: of each."""
         if self.admission.is_open:
             return [True] * len(keys)
-        answers = list(self.admission.admits(keys))
+        # What the history has forgotten would be refused as what nobody wants, and all behind it.
+        by_history = isinstance(self.admission, AdmitLearned | AdmitReused)
+        answers = list(self.admission.admits(self._history.stand_ins(keys, parents) if by_history else keys))
         if self._standings.held:
             answers = [answer or self._is_to_stay(key) for key, answer in zip(keys, answers, strict=True)]
         refused = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
@@ -167,6 +178,15 @@ class TierSpace:
     def give_back(self, size_class: int, slots: Sequence[Slot]) -> None:  # noqa: ARG002 - for tiers with a budget
         """Return slots that were just taken, and not used."""
         self.pool.release(slots)
+
+    @property
+    def affordable_bytes(self) -> float:
+        """Bytes that may be written, as of the last ``refresh_writable``."""
+        return math.inf
+
+    def bytes_of(self, size_class: int) -> int:
+        """Return the bytes of a block over all ranks."""
+        return self._geometry.slot_sizes[size_class] * self._parts_of_block
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
         """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
@@ -297,7 +317,7 @@ class TierSpace:
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)
 
-    def by_class(self, rows: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+    def by_class(self, rows: Sequence[int]) -> Collection[tuple[int, Sequence[int]]]:
         """Return rows by the size class of their blocks, each in the order given."""
         if len(self._orders) == 1:
             return ((0, rows),)

@@ -250,7 +250,7 @@ class _Child:
             said = f"ended with {self.stop()}"
         if said is None:
             return None
-        library = re.match(r"(\S+): cannot open shared object file", said)
+        library = re.match(r"(?:\S*/)?(\S+): (?:cannot open shared object file|file too short|invalid ELF)", said)
         if library:
             package = _LIBRARIES.get(library[1])
             return f"needs {library[1]}, which Mooncake's client loads" + (

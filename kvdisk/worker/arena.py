@@ -97,17 +97,13 @@ class Arena(SlotMemory):
     ``pin``: take all of it from the NUMA node of the constructing thread's GPU, register it with
     CUDA, and keep it from children that fork. A thread does so in the background, piece by piece:
     copies of what is not pinned yet are only slower. What cannot be pinned stays so, with a
-    warning. Otherwise memory is taken as slots are first written. A view or tensor that outlives
-    the arena keeps the mapping alive. Raises ConfigError where the machine has not so much memory.
+    warning. Otherwise memory is taken as slots are first written, or ahead of that: see
+    ``populate``. A view or tensor that outlives the arena keeps the mapping alive. Raises
+    ConfigError where the kernel refuses so much.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
         super().__init__(slot_sizes, slot_counts)
-        if self.total_bytes > (most_bytes := host_memory_bytes()):
-            raise ConfigError(
-                f"A rank needs {self.total_bytes} bytes of host memory, and the machine, or its container, has "
-                f"{most_bytes}; lower cpu_bytes."
-            )
         # mmap's default for fd -1 is MAP_SHARED, for which MADV_HUGEPAGE does nothing.
         try:
             mapping = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -197,22 +193,6 @@ class Arena(SlotMemory):
                 self.total_bytes,
                 why,
             )
-
-
-# -- the machine's memory ------------------------------------------------------------------------
-
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
-
-
-def host_memory_bytes() -> int:
-    """Return the memory of the machine, or what its container may take of it, if that is less."""
-    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        own = OWN_GROUP.read_text().removeprefix("0::/").strip()  # version 2's only line
-        return min(machine_bytes, int((CONTROL_GROUPS / own / "memory.max").read_text()))
-    except (OSError, ValueError):  # "max", or there are no such groups
-        return machine_bytes
 
 
 # -- memory near a GPU ---------------------------------------------------------------------------

@@ -9,12 +9,13 @@ calls nothing but ``SegmentFiles``: the device hears of a file on the mover's th
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
@@ -30,6 +31,8 @@ from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
 from kvdisk.worker.routes import OpenFile
 
 _MOST_FILES = 65536
+GIVE_BACK_S = 30.0
+"""How often a rank that has nothing to open or drop looks for files that others have removed."""
 
 
 class SegmentFiles(Protocol):
@@ -54,6 +57,10 @@ class SegmentFiles(Protocol):
     def drop_segment(self, spec: SegmentSpec) -> None:
         """Close and remove this rank's file (of another home: close). Gone already is no error."""
 
+    def give_back(self) -> None:
+        """Free the bytes of this rank's files that others have removed; nothing finds them again.
+        Now and then, where nothing else is to be done."""
+
     def close(self) -> None:
         """Close all files and leave the home. Idempotent."""
 
@@ -76,6 +83,8 @@ class HomeFiles:
         self._part, self._part_count = (0, 1) if replicated else (rank, rank_count)
         self._joined: tuple[Store, JoinedHome] | None = None
         self._open: dict[int, segments.SegmentFile] = {}
+        self._mine: set[int] = set()
+        """Those of them that this rank writes."""
 
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
@@ -109,19 +118,32 @@ class HomeFiles:
         else:
             file = segments.open_segment(home.folder(spec.drive), spec, *mine, home.fingerprint, writable=writes)
         self._open[spec.segment] = file
+        if spec.source is None and writes and os.fstat(file.fd).st_nlink:  # not every file system counts names
+            self._mine.add(spec.segment)
         return OpenFile(file.fd, spec.slot_bytes, spec.slot_count, drive)
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
         _, home = self._in_home()
         file = self._open.pop(spec.segment, None)
+        self._mine.discard(spec.segment)
         if file is not None:
             file.close()
         if spec.source is None and self._writes(spec):
             segments.drop_segment(home.folder(spec.drive), spec.segment, self._part)
 
+    def give_back(self) -> None:
+        """See ``SegmentFiles``. The scheduler has them dropped, but not before the next step, and
+        an idle engine takes none. What reads meanwhile finds no header: a miss."""
+        for segment in sorted(self._mine):
+            fd = self._open[segment].fd
+            status = os.fstat(fd)
+            if not status.st_nlink and status.st_blocks:
+                segments.free_bytes(fd, status.st_size)
+
     def close(self) -> None:
         """See ``SegmentFiles``."""
+        self._mine.clear()
         for file in self._open.values():
             file.close()
         self._open.clear()
@@ -230,7 +252,15 @@ class FileJobs:
         return True
 
     def _work(self) -> None:
-        while (handed := self._tasks.get()) is not None:
+        while True:
+            try:
+                handed = self._tasks.get(timeout=GIVE_BACK_S)
+            except Empty:
+                with suppress(OSError):  # it is tried again
+                    self._files.give_back()
+                continue
+            if handed is None:
+                return
             self._fulfil(*handed)
 
     def _fulfil(self, job: Job, task: Future[OpenFile | None]) -> None:

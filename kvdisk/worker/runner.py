@@ -595,8 +595,9 @@ class Runner:
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:
         work.failed.update(failed)
-        for reason in failed.values():
-            if reason in _COUNTED:
+        for position, reason in failed.items():
+            # What another engine's slot holds by now is no failure: the manager counts it.
+            if reason is Reason.DEADLINE or (reason in _COUNTED and not work.job.moves[position].is_foreign):
                 self._stats.add(_COUNTED[reason])
         self._note_copied(work)
         self._close_moves(work, len(failed))

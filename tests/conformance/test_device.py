@@ -35,7 +35,7 @@ class TestKernelQueue(FilesConformance):
     flags = os.O_DIRECT
 
     @pytest.fixture(autouse=True)
-    def _any_file_system(self, monkeypatch) -> None:
+    def _any_file_system(self, monkeypatch, needs_queue) -> None:
         # Where temporary files are on another one, the kernel waits in the submission, and all else
         # is the same.
         monkeypatch.setattr(aio, "serves", lambda _fd: True)

@@ -470,6 +470,10 @@ def test_what_mooncake_cannot_be_opened_with_is_one_sentence(url, options, said)
             "raise ImportError('libibverbs.so.1: cannot open shared object file: No such file or directory')",
             "needs libibverbs.so.1, which Mooncake's client loads (Debian's and Ubuntu's package libibverbs1).",
         ),
+        (
+            "raise ImportError('/lib/x86_64-linux-gnu/libibverbs.so.1: file too short')",
+            "needs libibverbs.so.1, which Mooncake's client loads (Debian's and Ubuntu's package libibverbs1).",
+        ),
         ("raise ImportError('was built for another machine')", "Mooncake's client was built for another machine."),
         ("import os; os.kill(os.getpid(), 4)", "Mooncake's client ended with SIGILL."),
     ],

@@ -44,6 +44,10 @@ class Event(NamedTuple):
     group: int | None = None
     kind: str = ""
     window: int | None = None
+    adapter: str = ""
+    extra: tuple[tuple[str, ...], ...] | None = None
+    """By block of the engine, what its key covers besides tokens: what ``extra_keys`` has that is a
+    text, or begins with one (kvcache/kvblock/extra_keys.go:49-88)."""
 
 
 # -- decoding ----------------------------------------------------------------------------------
@@ -80,7 +84,7 @@ def _decode_event(one: Any) -> Event:
         return Event(tag, _hashes(hashes), medium=_text(medium), group=_number(group))
     if tag == "BlockStored" and len(fields) >= 4:
         row = dict(zip(STORED_FIELDS, [*fields, *[None] * len(STORED_FIELDS)], strict=False))
-        _number(row["lora_id"]), _text(row["lora_name"])
+        _number(row["lora_id"])
         if not isinstance(row["token_ids"], list) or row["block_size"] is None:
             raise Refused("tokens and size are required")
         return Event(
@@ -93,6 +97,8 @@ def _decode_event(one: Any) -> Event:
             _number(row["group_idx"]),
             _text(row["kv_cache_spec_kind"]),
             _number(row["kv_cache_spec_sliding_window"]),
+            _text(row["lora_name"]),
+            _extra(row["extra_keys"]),
         )
     raise Refused(f"{tag} is unknown or too short")
 
@@ -113,6 +119,16 @@ def _hash(raw: Any) -> int:
     raise Refused(f"a hash like {raw!r}")
 
 
+def _extra(raw: Any) -> tuple[tuple[str, ...], ...] | None:
+    """engineadapter/common.go:115-130, and ``ParseRawExtraKeys``."""
+    if raw is None:
+        return None
+    if not isinstance(raw, list) or not all(keys is None or isinstance(keys, list) for keys in raw):
+        raise Refused(f"extra keys like {raw!r}")
+    heads = [[key[0] if isinstance(key, list) and key else key for key in keys or ()] for keys in raw]
+    return tuple(tuple(head for head in block if isinstance(head, str)) for block in heads)
+
+
 def _text(raw: Any) -> str:
     if raw is not None and not isinstance(raw, str):
         raise Refused(f"{raw!r} is no text")
@@ -131,7 +147,8 @@ def _number(raw: Any) -> int | None:
 class Router:
     """What the router believes of one pod (pool.go:430-676, kvcache/kvblock/in_memory.go:157-350).
 
-    A request's tokens are cut into keys of its own; an engine's hash leads to those of its block.
+    A request's tokens are cut into keys of its own; an engine's hash leads to those of its block. A
+    key covers the model, for which an adapter's name stands, and ``Event.extra``.
     """
 
     def __init__(self, tokens_of_a_key: int = TOKENS_OF_A_KEY) -> None:
@@ -162,6 +179,24 @@ class Router:
             one for one, keys in self.keys.items() if keys and all(believed in self.tiers.get(key, ()) for key in keys)
         }
 
+    def found(self, tier: str, group: int, tokens: Sequence[int], extra: Sequence[Sequence[str]], model: str) -> int:
+        """Return how many of a request's keys are believed to be in a tier, from the first on.
+        ``extra``: by key, its images, and in the first its salt behind them
+        (preciseprefixcache/blockkeys.go)."""
+        keys = self._cut((), tokens, extra, model)
+        return next((at for at, key in enumerate(keys) if (tier, group) not in self.tiers.get(key, ())), len(keys))
+
+    def _cut(
+        self, parent: tuple[Any, ...], tokens: Sequence[int], extra: Sequence[Sequence[str]], model: str
+    ) -> list[tuple[Any, ...]]:
+        """Return the keys of these tokens behind a key (kvcache/kvblock/token_processor.go:283)."""
+        keys: list[tuple[Any, ...]] = []
+        for at in range(len(tokens) // self._step):
+            begin = hash(parent) if parent else hash(model)
+            parent = (begin, tuple(tokens[at * self._step : (at + 1) * self._step]), tuple(extra[at]))
+            keys.append(parent)
+        return keys
+
     def _store(self, event: Event) -> bool:
         tier = event.medium.lower() or "gpu"  # pool.go:42-47
         if event.group is not None:
@@ -177,10 +212,8 @@ class Router:
             if not self.keys.get(event.parent):
                 return False
             parent = self.keys[event.parent][-1]
-        own = []
-        for at in range(0, len(event.tokens) - self._step + 1, self._step):
-            parent = (hash(parent), event.tokens[at : at + self._step])
-            own.append(parent)
+        count = len(event.tokens) // self._step
+        own = self._cut(parent, event.tokens, _realigned(event.extra or (), count), event.adapter)
         if not own:  # pool.go:390-427: it knows the hash, whose last key it takes, or learns nothing
             own = [self.keys[one][-1] for one in event.hashes if self.keys.get(one)]
             if event.tokens or not own:
@@ -209,3 +242,14 @@ class Router:
                 self.tiers.get(key, set()).discard((tier, event.group))
             if keys and not any(self.tiers.get(key) for key in keys):  # in_memory.go:250-260
                 del self.keys[one]
+
+
+def _realigned(extra: Sequence[tuple[str, ...]], count: int) -> list[tuple[str, ...]]:
+    """Return what the blocks of an event cover besides tokens by the router's own blocks
+    (pool.go:348-381)."""
+    if len(extra) < count:
+        return [extra[at * len(extra) // count] if extra else () for at in range(count)]
+    merged: list[tuple[str, ...]] = [()] * count
+    for at, one in enumerate(extra if count else ()):
+        merged[at * count // len(extra)] += one
+    return merged

@@ -31,6 +31,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_dcp_kv_block_size
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -475,6 +476,11 @@ class Bench:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def sees_images(self) -> None:
+        """Let requests have images, though the bench's model has no encoder."""
+        self.scheduler.max_num_encoder_input_tokens = 4096
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4096)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -187,7 +187,9 @@ def mounted(service: str) -> dict[str, Path]:
 
 def test_prometheus_asks_vllm_and_grafana_shows_the_dashboard():
     settings = mounted("prometheus")["/etc/prometheus/prometheus.yml"]
-    (job,) = yaml.safe_load(settings.read_text())["scrape_configs"]
+    config = yaml.safe_load(settings.read_text())
+    (job,), (rules,) = config["scrape_configs"], config["rule_files"]
+    assert "groups" in yaml.safe_load(mounted("prometheus")[f"/etc/prometheus/{rules}"].read_text())
     assert (job["metrics_path"], job["static_configs"][0]["targets"]) == ("/metrics", ["vllm:8000"])
     assert "vllm" in SERVICES and "--port=8000" in SERVICES["vllm"]["command"]
     grafana = mounted("grafana")

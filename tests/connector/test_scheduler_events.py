@@ -11,8 +11,13 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from adapter_files import write_adapter
 from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
+from test_scheduler_adapters import start
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier, make_block_key
 from kvdisk.connector.adapter import VLLM_TIERS
@@ -105,12 +110,63 @@ def test_groups_with_blocks_of_different_sizes_are_told_apart(engines):
     assert (second.kv_cache_spec_kind, second.kv_cache_spec_sliding_window) == ("sliding_window", 3 * BLOCK_TOKENS)
 
 
-def test_blocks_of_a_salted_prompt_are_told_by_hash_alone(engines, monkeypatch):
-    """A router that hashed the tokens would take them for blocks that everybody may have."""
+def by_block(events: list[Any]) -> dict[tuple[int, bytes], tuple[Any, ...]]:
+    """Return what stored blocks' events say of each block, by its group and hash."""
+    said: dict[tuple[int, bytes], tuple[Any, ...]] = {}
+    for event in events:
+        parent, size = event.parent_block_hash, event.block_size
+        for at, block_hash in enumerate(event.block_hashes):
+            tokens, keys = event.token_ids[at * size : (at + 1) * size], event.extra_keys[at]
+            rest = (event.lora_id, event.lora_name, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            said[event.group_idx, block_hash] = (parent, tokens, size, keys, *rest)
+            parent = block_hash
+    return said
+
+
+def image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+
+
+SPANNING = [image("first", 5, 2 * BLOCK_TOKENS), image("second", 3 * BLOCK_TOKENS, 8)]
+EMBEDDINGS = torch.arange(len(PROMPT) * 4, dtype=torch.float32).reshape(-1, 4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"cache_salt": "tenant"},
+        {"mm_features": SPANNING},
+        {"prompt_embeds": EMBEDDINGS},
+        {"adapter": "tuned"},
+        {"adapter": "tuned", "cache_salt": "tenant", "mm_features": SPANNING, "prompt_embeds": EMBEDDINGS},
+    ],
+    ids=["plain", "salt", "images", "embeddings", "adapter", "all"],
+)
+def test_a_block_is_told_as_the_engine_tells_its_own(more, engines, tmp_path):
+    """Of two groups, one with blocks of twice the size."""
+    adapter = LoRARequest(name, 1, str(write_adapter(tmp_path / name, 1))) if (name := more.get("adapter")) else None
+    sizes = {"window_tokens": 3 * BLOCK_TOKENS, "window_block_tokens": 2 * BLOCK_TOKENS}
+    bench = start(engines, nvme=True, events=True, **sizes)
+    bench.sees_images()
+    known = {key: value for key, value in more.items() if key != "adapter"}
+    bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS, lora_request=adapter, **known)
+    own = by_block([event for event in bench.published if isinstance(event, BlockStored) and event.medium == "GPU"])
+    for medium in MEDIA:
+        ours = by_block(told(bench, medium))
+        assert len(ours) == BLOCKS + BLOCKS // 2
+        assert ours == {name: own[name] for name in ours}
+        assert any(said[3] for said in ours.values()) == bool(more)
+
+
+def test_what_a_hash_covers_is_forgotten_with_its_tokens(engines, monkeypatch):
+    """A router that hashed the tokens alone would take the blocks for those that everybody may
+    have."""
     monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
     bench = engines.make(events=True)
+    bench.connector.scheduler._writer.descriptions._most = 0
     bench.serve("a", PROMPT, cache_salt="tenant")
-    assert [(event.token_ids, event.block_size) for event in told(bench)] == [([], 0)] * BLOCKS
+    assert [(event.token_ids, event.block_size, event.extra_keys) for event in told(bench)] == [([], 0, None)] * BLOCKS
     (own,) = [event for event in bench.published if event.medium == "GPU"]
     assert {event.block_hashes[0] for event in told(bench)} == set(own.block_hashes), "numbers, as the engine's own"
 
@@ -143,7 +199,7 @@ def test_a_router_knows_what_is_there(seed, engines):
     starts again."""
     rng = random.Random(seed)
     extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB"}
-    for start in range(2):
+    for run in range(2):
         bench, view = engines.make(nvme=True, events=True, extra=extra), View()
         tell_all(bench)
         for number in range(40):
@@ -154,10 +210,10 @@ def test_a_router_knows_what_is_there(seed, engines):
             bench.run()
             view.check(bench)
             if rng.random() < 0.4:
-                assert bench.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.2 and start > 0)
+                assert bench.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.2 and run > 0)
         assert any(view.held.values())
         assert bench.counters()["evicted_blocks.cpu"] > 0
-        assert start == 0 or bench.counters()["evicted_blocks.nvme"] > 0
+        assert run == 0 or bench.counters()["evicted_blocks.nvme"] > 0
         engines.close()
 
 

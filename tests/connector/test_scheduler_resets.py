@@ -4,17 +4,24 @@ engine core."""
 
 from __future__ import annotations
 
+import logging
+import re
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
+from vllm.entrypoints.rl.factories import register_rl_api_routers
+from vllm.entrypoints.serve import register_vllm_dev_api_routers
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from kvdisk.connector import adapter
+from kvdisk.device.telemetry_file import read_telemetry
 from kvdisk.messages import JobKind
 
 UNMAPPED = 0x5A5A5A5A5A5A5A5A
@@ -120,6 +127,47 @@ def test_what_is_served_after_a_reset(on_reset, reset, kept, engines):
     bench.serve("other", prompt_of(2))
     assert bench.scheduler.reset_prefix_cache(**reset)
     assert hits(bench) == kept
+
+
+def test_the_calls_through_http_are_vllms():
+    """Every request that the page names, with its parameters."""
+    page = (Path(__file__).parents[2] / "docs" / "RESETS.md").read_text()
+    named = set(re.findall(r"POST /(\w+)(?:\?([\w=&]+))?`", page))
+    assert {path for path, _ in named} >= {"reset_prefix_cache", "pause", "resume", "sleep", "wake_up"}
+    app = FastAPI()
+    register_vllm_dev_api_routers(app)
+    register_rl_api_routers(app)
+    routes = {route.path: route for route in app.routes if "POST" in getattr(route, "methods", ())}
+    for path, query in named:
+        known = {parameter.name for parameter in routes[f"/{path}"].dependant.query_params}
+        assert {one.partition("=")[0] for one in query.split("&") if one} <= known, path
+
+
+def test_a_reset_is_in_the_log_and_in_the_figures(engines, caplog):
+    bench = engines.make(nvme=True).warm(1)
+    path = bench.connector.scheduler._parts.home.path
+    with caplog.at_level(logging.INFO, "kvdisk"):
+        assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    (said,) = [line for line in caplog.messages if "was reset" in line]
+    assert f", {BLOCKS} blocks in NVMe stay for the next start, 0 loads on their way are computed" in said
+    bench.connector.scheduler._parts.telemetry.write()
+    found = read_telemetry(path)
+    assert found.epoch != 0 and found.reset_s >= found.started_s
+
+
+def test_who_asks_something_of_an_engine_at_rest_does_it_and_its_next_hook_waits_for_that(engines):
+    """An idle vLLM engine takes no step, and nobody can wake it."""
+    bench = engines.make(nvme=True).warm(1)
+    mailbox, done = bench.connector.scheduler._parts.mailbox, []
+    while bench.connector.has_pending_push_work():
+        bench.step()
+    assert mailbox.rests
+    mailbox.post(lambda: done.append("at rest"))
+    assert done == ["at rest"]
+    assert bench.connector.take_events() == [] and not mailbox.rests
+    mailbox.post(lambda: done.append("with the next step"))
+    assert done == ["at rest"]
+    assert hits(bench) == BLOCKS and done[1:] == ["with the next step"]
 
 
 def test_with_a_load_out_a_plain_reset_says_no_and_resets_the_connector(loading):

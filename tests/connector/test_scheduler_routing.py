@@ -18,9 +18,13 @@ from typing import Any
 import llmd
 import pytest
 import zmq
+from adapter_files import write_adapter
 from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, prompt_of
+from test_scheduler_adapters import start
+from test_scheduler_events import image
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.lora.request import LoRARequest
 
 from kvdisk.blocks import GROUP_BYTES, Tier
 from kvdisk.connector.adapter import vllm_minor_version
@@ -143,6 +147,45 @@ def test_after_a_restart_a_router_that_stayed_knows_the_drive_and_a_new_one_lear
     digest(new, bench, wire)
     assert believed(new, Tier.CPU) == there(bench, Tier.CPU) and len(there(bench, Tier.CPU)) == BLOCKS
     assert not believed(new, Tier.NVME), "until they are written again"
+
+
+SALT = [("tenant",), *[()] * (BLOCKS - 1)]
+IMAGE = [("picture",), ("picture",), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("more", "extra"),
+    [
+        ({"cache_salt": "tenant"}, SALT),
+        ({"mm_features": [image("picture", 5, BLOCK_TOKENS)]}, IMAGE),
+        (
+            {"cache_salt": "tenant", "mm_features": [image("picture", 5, BLOCK_TOKENS)]},
+            [("picture", "tenant"), *IMAGE[1:]],
+        ),
+    ],
+    ids=["salt", "image", "both"],
+)
+def test_the_router_finds_what_has_a_salt_or_an_image(more, extra, engines, wire):
+    """And nobody else's request finds it. It does so with vLLM's own size of blocks."""
+    bench, router = engines.make(nvme=True, events=True), llmd.Router(BLOCK_TOKENS)
+    bench.sees_images()
+    bench.serve("a", PROMPT, **more)
+    digest(router, bench, wire)
+    for tier in ("gpu", *TIERS.values()):
+        assert router.found(tier, 0, PROMPT, extra, "") == BLOCKS
+        for other in ([()] * BLOCKS, [("another",), *extra[1:]]):
+            assert router.found(tier, 0, PROMPT, other, "") == 0
+
+
+def test_the_router_takes_an_adapters_name_for_an_images_too(engines, wire, tmp_path):
+    """As it does of vLLM's own blocks: a request's keys have it in the model's place alone."""
+    adapter = LoRARequest("tuned", 1, str(write_adapter(tmp_path / "tuned", 1)))
+    bench, router = start(engines, nvme=True, events=True), llmd.Router(BLOCK_TOKENS)
+    bench.serve("a", PROMPT, lora_request=adapter)
+    digest(router, bench, wire)
+    for tier in ("gpu", *TIERS.values()):
+        assert router.found(tier, 0, PROMPT, [()] * BLOCKS, "tuned") == 0
+        assert router.found(tier, 0, PROMPT, [("tuned",)] * BLOCKS, "tuned") == BLOCKS
 
 
 def test_a_reset_of_vllms_cache_makes_the_router_forget_the_tiers_too(engines, wire):

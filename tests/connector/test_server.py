@@ -19,6 +19,7 @@ import httpx
 import pytest
 from engine_child import START_S, EngineChild, environment
 from openai import OpenAI
+from support.waits import until
 from test_deploy import probe_paths
 from typer.testing import CliRunner
 
@@ -34,14 +35,16 @@ WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @contextmanager
-def server(model: Path, store: Path, log: Path, typed: list[str] | None = None, **settings: str) -> Iterator[OpenAI]:
+def server(
+    model: Path, store: Path, log: Path, typed: list[str] | None = None, engines: int = 1, **settings: str
+) -> Iterator[OpenAI]:
     """Start the server; yield a client of it, and end it in order. ``typed``: takes the lines that
-    it says to type. ``settings``: more of kvdisk's."""
+    it says to type. ``engines``: data-parallel ranks. ``settings``: more of kvdisk's."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     options = ["--model", model, "--store", store, "--port", port, "--cpu-bytes", "64Mi", "--nvme-bytes", "256Mi"]
-    options += ["--settings", json.dumps(settings)]
+    options += ["--settings", json.dumps(settings), "--data-parallel-size", engines]
     command = [sys.executable, ROOT / "tools" / "serve.py", *options]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -67,10 +70,13 @@ def server(model: Path, store: Path, log: Path, typed: list[str] | None = None, 
             assert process.wait(START_S) == 0
 
 
-def ask(client: OpenAI, **more: str) -> tuple[str, int]:
-    """Return the answer, and how many tokens of the prompt were not computed. ``more``: vLLM's own
-    fields of a request."""
-    done = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=0, extra_body=more)
+def ask(client: OpenAI, rank: int | None = None, **more: str) -> tuple[str, int]:
+    """Return the answer, and how many tokens of the prompt were not computed. ``rank``: that is to
+    answer. ``more``: vLLM's own fields of a request."""
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    done = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=8, temperature=0, extra_body=more, extra_headers=headers
+    )
     assert done.usage is not None and done.usage.prompt_tokens_details is not None
     return done.choices[0].text, done.usage.prompt_tokens_details.cached_tokens or 0
 
@@ -165,3 +171,23 @@ def test_a_restarted_server_hits_what_it_stored_before(tiny_llama, tmp_path):
     with server(tiny_llama, store, tmp_path / "second.log") as client:
         assert ask(client) == (text, WHOLE)
         assert hit_tokens(client)["nvme"] >= WHOLE
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+def test_a_data_parallel_rank_hits_what_another_has_stored(tiny_llama, tmp_path):
+    store = tmp_path / "store"
+    trace = tmp_path / "trace.jsonl"
+    with server(tiny_llama, store, tmp_path / "log", engines=2, trace_file=str(trace)) as client:
+        text, cached = ask(client, rank=0)
+        assert cached == 0
+        until(lambda: sum(one.blocks for one in verify.verify_store([store]).engine_stores) >= WHOLE // BLOCK_TOKENS)
+        assert ask(client, rank=1) == (text, WHOLE), "from the drive, where rank 0 wrote it"
+        assert hit_tokens(client)["nvme"] >= WHOLE
+
+        def ranks() -> list[int]:
+            shown = json.loads(CliRunner().invoke(app, ["top", str(store), "--json"]).stdout)
+            return sorted(engine["data_parallel_rank"] for engine in shown["engines"] if engine["pid"])
+
+        until(lambda: ranks() == [0, 1])
+    assert trace.exists() and trace.with_name("trace-dp1.jsonl").exists()

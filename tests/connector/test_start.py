@@ -8,6 +8,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import traceback
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from schedulers import vllm_config
+from support.waits import WAIT_S
 from transformers import configuration_utils
 from vllm import LLM
 from vllm.config import KVTransferConfig, MultiModalConfig, ParallelConfig
@@ -43,12 +46,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvdisk.connector import adapter, identity
+from kvdisk.connector import adapter, connector, identity
 from kvdisk.connector.adapter import geometry_of, layer_blocks, rank_of, refuse_unsupported
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.plugin import register
 from kvdisk.errors import ConfigError
+from kvdisk.worker.host_memory import host_memory
 
 SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SIZES)
@@ -156,7 +160,7 @@ def _transfer(settings: dict[str, Any], **more: Any) -> KVTransferConfig:
     return KVTransferConfig(kv_role="kv_both", **asked)
 
 
-def _configure(model: Path, transfer: KVTransferConfig, **more: Any) -> None:
+def _configure(model: Path, transfer: KVTransferConfig | None, **more: Any) -> None:
     """Have vLLM build an engine's configuration, and no more."""
     EngineArgs(model=str(model), dtype="float32", kv_transfer_config=transfer, **more).create_engine_config()
 
@@ -191,6 +195,91 @@ def test_what_is_wrong_ends_vllms_configuration(tiny_llama, tmp_path, settings, 
         KVDiskConnector.requires_piecewise_for_cudagraph(settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        ({"cpu_bytes": "900TiB"}, {}, "A rank needs 921,600.12 GiB of host memory, and .* lower cpu_bytes"),
+        ("most of it", {"tensor_parallel_size": 2}, None),
+        ("more than it", {"tensor_parallel_size": 2}, "2 ranks need"),
+        ("most of it", {"data_parallel_size": 2}, "2 ranks of 2 engines need"),
+        ({"cpu_bytes": 20_000}, {}, "cpu_bytes 20000 holds no block of each kind"),
+        ({"cpu_bytes": 60_000}, {"block_size": 32}, None),
+        ({"cpu_bytes": 60_000}, {"block_size": 64}, "cpu_bytes 60000 holds no block"),
+        ({"store_dirs": "kv", "nvme_bytes": "1MiB"}, {}, "nvme_bytes leaves .* give it more"),
+    ],
+)
+def test_sizes_are_judged_before_the_weights(tiny_llama, tmp_path, settings, more, said):
+    if isinstance(settings, str):
+        share = 0.7 if settings == "most of it" else 1.4
+        settings = {"cpu_bytes": int(host_memory().limit_bytes * share), "staging_bytes": 0}
+    if "store_dirs" in settings:
+        settings = settings | {"store_dirs": str(tmp_path / "kv")}
+    child = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    for transfer in (_transfer(settings), _transfer({"connectors": [child]}, kv_connector="MultiConnector")):
+        with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+            _configure(tiny_llama, transfer, **more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        ({}, {"load_format": "dummy"}, None),
+        ({"store_dirs": "kv"}, {"load_format": "dummy"}, "load_format is .*dummy"),
+        ({"store_dirs": "kv"}, {"prefix_caching_hash_algo": "xxhash"}, "set prefix_caching_hash_algo to sha256"),
+        ({"store_policy": "spillover"}, {"enable_prefix_caching": False}, "and that is off"),
+        ({"device": "gds"}, {}, "device 'gds' cannot be used: kvikio is not installed"),
+        ({}, {"role": "kv_consumer"}, "set kv_role to kv_both"),
+    ],
+)
+def test_what_the_deployment_lacks_is_said_before_the_weights(tiny_llama, tmp_path, settings, more, said, monkeypatch):
+    monkeypatch.setattr(connector, "_why_no_gds", lambda: "kvikio is not installed")
+    if "store_dirs" in settings:
+        settings = settings | {"store_dirs": str(tmp_path / "kv"), "nvme_bytes": "1GiB"}
+    transfer = _transfer(settings)
+    transfer.kv_role = more.get("role", "kv_both")
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        _configure(tiny_llama, transfer, **{name: value for name, value in more.items() if name != "role"})
+
+
+@pytest.mark.parametrize("backend", ["native", "lmcache"])
+def test_vllms_flag_for_offloading_does_not_replace_kvdisk_silently(tiny_llama, backend):
+    """It is given to vLLM's own arguments, which load plugins first."""
+    child = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    asked = {"kv_offloading_size": 2.5, "kv_offloading_backend": backend}
+    for transfer in (_transfer({}), _transfer({"connectors": [child]}, kv_connector="MultiConnector")):
+        with pytest.raises(ConfigError, match=r"--kv-offloading-size .* cpu_bytes \('2.5GiB'\)"):
+            _configure(tiny_llama, transfer, **asked)
+    _configure(tiny_llama, _transfer({}, kv_connector="ExampleConnector"), kv_offloading_size=1.0)
+    _configure(tiny_llama, None, kv_offloading_size=1.0)
+
+
+@pytest.mark.parametrize("block_tokens", [32, None])
+def test_the_least_sizes_are_those_of_the_model(folder, block_tokens):
+    """Where the block size is not the user's, vLLM may yet choose a larger one."""
+    config = vllm_config(folder)
+    config.cache_config.user_specified_block_size = block_tokens is not None
+    groups = [KVCacheGroupSpec(["layer.0", "layer.1"], FULL)]
+    real = geometry_of(config, KVCacheConfig(8, [], groups, hash_block_size=32))
+    least = adapter.least_geometry(config)
+    assert least.rank_count == real.rank_count
+    assert least.groups[0].payload_bytes == real.groups[0].payload_bytes // (1 if block_tokens else 2)
+    config.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
+    assert adapter.least_geometry(config) is None
+
+
+def test_a_server_ends_with_the_sentence_as_its_last_line(tiny_llama):
+    transfer = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both"}
+    settings = {"kv_connector_extra_config": {"cpu_bytes": "900TiB"}}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_llama)]
+    command.append(f"--kv-transfer-config={json.dumps(transfer | settings)}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvdisk.errors.ConfigError: A rank needs 921,600.12 GiB of host memory") and last.endswith(
+        "; lower cpu_bytes."
+    )
+
+
 def test_what_is_right_passes_and_nothing_is_made_yet(tiny_llama, tmp_path):
     settings = {"store_dirs": str(tmp_path / "kv"), "nvme_bytes": "1Gi"}
     _configure(tiny_llama, _transfer(settings), enforce_eager=True)
@@ -209,7 +298,8 @@ def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, 
 
 def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folder, monkeypatch):
     monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 33))
-    config = vllm_config(folder, extra={"device": "gds"}, sleeps=True)
+    config = vllm_config(folder, sleeps=True)
+    config.kv_transfer_config.kv_connector_extra_config["device"] = "gds"
     with pytest.raises(ConfigError, match="device 'gds' with sleep mode: leave device out"):
         KVDiskConnector(config, KVConnectorRole.SCHEDULER, _cache(FULL))
 

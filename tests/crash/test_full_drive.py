@@ -142,15 +142,16 @@ def repair(drive: Path) -> None:
 
 
 def growth(drive: Path) -> None:
-    """An engine whose cap is larger than the drive: one warning, and when space returns it grows
-    again."""
+    """An engine whose cap is several times what the drive has free: one warning; it uses what there
+    is, and beside it leaves what the index needs; and when space returns it grows again."""
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: "could not make a segment" in record.getMessage())
+    handler.addFilter(lambda record: "has room for" in record.getMessage())
     logging.getLogger("kvdisk").addHandler(handler)
     ballast = drive / "ballast"
-    ballast.write_bytes(bytes(DRIVE_BYTES - 3 * MIB))
+    ballast.write_bytes(bytes(DRIVE_BYTES - 8 * MIB))
+    free = free_bytes(drive)
     model = LiveModel()
     now_s = [time.time()]  # back-offs end when the test says so, however many steps it takes until then
     config = model.config(str(drive / "store"), blocks=1200, store_decode=True)
@@ -167,13 +168,17 @@ def growth(drive: Path) -> None:
         assert engine.parts.nvme is not None
         return sum(engine.parts.nvme.pool.total)
 
-    run_until("a full drive", lambda: warned)
+    assert config.nvme_bytes is not None and config.nvme_bytes > 3 * free
+    run_until("a full drive", lambda: stats["segment_failures"])
     load.run_requests(20)
     held, loaded, evicted = slots(), stats["hit_tokens.nvme"], stats["evicted_blocks.nvme"]
     run_until("reads go on", lambda: stats["hit_tokens.nvme"] > loaded + 100)
     run_until("new blocks take the slots of old ones", lambda: stats["evicted_blocks.nvme"] > evicted + 20)
     assert slots() == held, "the tier grew in the back-off"
     assert len(warned) == 1 == stats["segment_failures"], warned
+    assert slots() * model.geometry.slot_sizes[0] * model.ranks > free // 3, "what the index may need is left"
+    assert engine.parts.index is not None and engine.parts.index.flush(LIMIT_S), "the index has room"
+    assert stats["dropped_records"] == 0
     ballast.unlink()
     now_s[0] += LONGER_THAN_ANY_BACK_OFF_S
     run_until("the tier grows again", lambda: slots() > held)

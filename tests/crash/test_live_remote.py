@@ -182,7 +182,7 @@ def long_pauses(monkeypatch) -> None:
 def test_of_a_server_that_was_killed_nothing_is_promised(start, s3_server) -> None:
     model = LiveModel()
     start(model).serve(PROMPTS)
-    two = start(model, cpu_bytes="256KiB", prefetch=False)
+    two = start(model, drive=False, cpu_bytes="192KiB", prefetch=False)
     two.serve(PROMPTS[:1])
     remote = two.manager._remote
     assert remote.hints and set(remote.hints) <= set(remote.usable_hints)
@@ -191,6 +191,7 @@ def test_of_a_server_that_was_killed_nothing_is_promised(start, s3_server) -> No
         two.serve(PROMPTS[1:3])
         assert is_paused(two)
         assert remote.hints and not remote.usable_hints
+        assert any(two.manager._catalog.find(key) < 0 for key in remote.hints), "memory has all that is known"
         before = dict(two.manager.stats.counts)
         two.serve(PROMPTS)
         for name in ("failed_loads", "hit_blocks.remote", "failed_promotions"):

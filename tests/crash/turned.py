@@ -28,7 +28,7 @@ from kvdisk.device.batches import cut
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import ALIGNMENT, round_up
-from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.lmdb_index import TablesProcess
 from kvdisk.worker.files import HomeFiles
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import OpenFile
@@ -127,7 +127,7 @@ def hooked(hook: Hook) -> Iterator[None]:
         return wrapped
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(LmdbTables, "commit", wrap(LmdbTables.commit, "commit")))
+        stack.enter_context(patch.object(TablesProcess, "commit", wrap(TablesProcess.commit, "commit")))
         stack.enter_context(patch.object(paths, "sync", wrap(paths.sync, "sync")))
         stack.enter_context(patch.object(paths, "write_control", wrap(paths.write_control, "control")))
         yield

@@ -55,6 +55,9 @@ class OneFile:
     def drop_segment(self, spec) -> None:
         pass
 
+    def give_back(self) -> None:
+        pass
+
     def close(self) -> None:
         os.close(self.fd)
 

@@ -42,7 +42,14 @@ MUST_HAPPEN = (
     *(f"DEMOTE {reason}" for reason in ("DEADLINE", "IO_ERROR", "NO_SPACE", "late", "whole")),
     *(f"OPEN_SEGMENT {reason}" for reason in ("IO_ERROR", "NO_SPACE", "whole")),
     *("OPEN_HOME IO_ERROR", "DROP_SEGMENT whole", "dropped_records", "released", "drive_quarantines", "write_pauses"),
-    *("promoted_blocks", "demoted_blocks", "evicted_blocks.cpu", "evicted_blocks.nvme", "segment_failures"),
+    *(
+        "promoted_blocks",
+        "demoted_blocks",
+        "evicted_blocks.cpu",
+        "evicted_blocks.nvme",
+        "segment_failures",
+        "moved_segments",
+    ),
     *PICKS,
 )
 

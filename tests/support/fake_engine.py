@@ -206,13 +206,13 @@ class FakeEngine:
         self._scheduled = {}
         self._new_blocks.clear()
         preempted: list[str] = []
+        self.manager.note_time(int(self.now))
         self._schedule_running(budget_tokens, preempted)
         if not preempted:
             self._schedule_waiting(budget_tokens)
         preempted += self._preempted
         self._preempted = []
         overwritten = self._new_blocks if self.zeroes else ()
-        self.manager.note_time(int(self.now))
         self.manager.preempt(preempted, self.now, overwritten)
         for request, new_tokens in self._scheduled.items():
             computed_tokens = min(request.computed + new_tokens, len(request.tokens))

@@ -33,7 +33,7 @@ class FakeHome:
         ``place`` wraps to. The record of what it held before goes."""
         slot = place % self.segment.slot_count
         self.copies = {other: copy for other, copy in self.copies.items() if copy.slot_index != slot}
-        self.copies[key] = ForeignCopy(self.home_id, self.segment, slot, generation)
+        self.copies[key] = ForeignCopy(self.home_id, self.segment, slot, generation, stored_s=0)
         values = [value_of(key, 0, rank) for rank in range(ranks)]
         self.contents[slot] = [Content(0, key, generation, value, value) for value in values]
         if torn_rank is not None:

@@ -59,8 +59,8 @@ class Life:
 
     def _cut(self, sizes: Sizes) -> None:
         """Cut what the index has to the cap, as ``recovery.open_index`` does."""
-        class_bytes = dict(zip(sizes.geometry.slot_sizes, layout_of(sizes).class_bytes, strict=True))
-        dropped = excess(list(self.index.segments()), class_bytes, sizes.geometry.part_count)
+        geometry, segments_bytes = sizes.geometry, layout_of(sizes).segments_bytes
+        dropped = excess(list(self.index.segments()), geometry.slot_sizes, segments_bytes, geometry.part_count)
         gone = {record.segment for record in dropped}
         self.index.delete([(each.epoch, each.key) for each in self.index.blocks() if each.slot.segment in gone])
         for segment in gone:

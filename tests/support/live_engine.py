@@ -76,6 +76,7 @@ class LiveEngine(FakeEngine):
 
     def step(self, budget_tokens: int = 16) -> None:
         self.now = self._clock()
+        self.parts.mailbox.work()
         self.schedule(budget_tokens)
         self.forward()
         self.update()
@@ -85,7 +86,7 @@ class LiveEngine(FakeEngine):
         """Step until no request is left, no job or commit is under way, and no demotion can be
         planned."""
         end_s = time.monotonic() + STUCK_S
-        while self.requests or self.manager.has_pending_work(self._clock()):
+        while self.requests or self.manager.has_pending_work(self._clock()) or self.parts.mailbox.work():
             assert time.monotonic() < end_s, f"stuck: {self.describe()}"
             self.step()
 

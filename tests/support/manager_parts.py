@@ -211,10 +211,10 @@ class ManagerParts:
 
 
 def layout_of(sizes: Sizes) -> NvmeLayout:
-    """Return room for exactly ``sizes.segments`` segments of each size class."""
+    """Return room for exactly ``sizes.segments`` segments of each size class, if none takes
+    another's."""
     geometry = sizes.geometry
     file_bytes = [
         segment_charge_bytes(size, count) for size, count in zip(geometry.slot_sizes, sizes.segment_slots, strict=True)
     ]
-    class_bytes = tuple(sizes.segments * each * geometry.rank_count for each in file_bytes)
-    return NvmeLayout(0, sizes.segment_slots, class_bytes)
+    return NvmeLayout(0, sizes.segment_slots, sizes.segments * sum(file_bytes) * geometry.rank_count)

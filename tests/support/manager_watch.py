@@ -179,7 +179,8 @@ class ManagerWatch(Watch):
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
         """Offers are answered: what was refused is offered again only where something has changed.
 
-        And not before a back-off; but what an ended request has left is, as it may be gone then.
+        And not before a back-off; but what an ended request has left is, as it may be gone then,
+        and what a search that ended early found no room for.
         ``how``: of a victim's blocks, which are gone when there is room.
         """
         owner = "" if request is None else request.request_id
@@ -195,7 +196,8 @@ class ManagerWatch(Watch):
         # One of these may leave for one behind it, where what lies between has left the tier.
         held = {offer.key for offer in offers if self._is_held(offer.key)}
         job_id, refused = self._store(offers, request, now, **how)
-        for offer in refused if not how else ():
+        is_final = not how and not self.parts.manager._tiers.first.is_searching
+        for offer in refused if is_final else ():
             self._refused[owner, offer.key] = self._changes, now
         lacking = {offer.key for offer in refused}
         held |= {offer.key for offer in offers if self._is_held(offer.key)}
@@ -245,6 +247,7 @@ class ManagerWatch(Watch):
         # Within a second, a failed write's back-off can have begun and ended.
         self._changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
         self._progress, self._planned_s = progress, self.engine.now
+        self._changes += self.parts.manager._tiers.first.is_searching  # the next search may find some
 
     def _note_job(self, job: Job) -> None:
         assert job.id not in self._jobs
@@ -434,6 +437,7 @@ class ManagerWatch(Watch):
             if space is not None:
                 check_pool(space.pool)
                 self._check_slots(tier, space.pool)
+        self._changes += parts.manager._tiers.first.is_searching
         self._note_pinned()
         self._check_copies()
         self._check_standings()
@@ -442,7 +446,8 @@ class ManagerWatch(Watch):
         nvme, now = parts.nvme, self.engine.now
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
             pending = parts.manager.has_pending_work(now) and not parts.manager._remote.can_go_on(now)
-            idle = not pending or parts.manager._promotions.is_asked
+            searches = parts.cpu is not None and parts.manager._stores.has_left(now)
+            idle = not pending or parts.manager._promotions.is_asked or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):

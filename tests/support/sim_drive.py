@@ -128,6 +128,9 @@ class SimFiles:
             del self.descriptors[fd]
         self._drive.files.pop(spec.segment, None)
 
+    def give_back(self) -> None:
+        pass
+
     def close(self) -> None:
         self.descriptors.clear()
         self._open.clear()

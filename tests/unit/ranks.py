@@ -62,6 +62,9 @@ class NamedFiles:
     def drop_segment(self, spec: SegmentSpec) -> None:
         self.calls.append(f"drop {spec.segment}")
 
+    def give_back(self) -> None:
+        self.calls.append("give back")
+
     def close(self) -> None:
         self.closed = True
 

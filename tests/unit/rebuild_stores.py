@@ -172,7 +172,6 @@ def end(parts: SchedulerParts, *, clean: bool = True) -> None:
         parts.close()
     else:
         parts.index.close()
-        (parts.home.index_path / "open").touch()
         parts.home.close(clean=False)
 
 

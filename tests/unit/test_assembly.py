@@ -69,8 +69,9 @@ def test_a_first_start_says_what_of_the_model_is_of_another_namespace(tmp_path, 
     ids=["committed", "not committed", "not closed", "hanging"],
 )
 def test_an_end_is_clean_where_all_was_committed(flushed, closed, clean):
-    """Where the file system hangs the home stays this process's until it has ended."""
+    """Where the file system hangs nothing more is written to it."""
     index, home = Mock(), Mock()
     index.flush.return_value, index.close.side_effect = flushed, closed
     SchedulerParts(Mock(), index, home, None, None, None, Mock(), None, [Mock()]).close()
     assert [call.kwargs["clean"] for call in home.close.call_args_list] == clean
+    assert home.release.called == (not clean)

@@ -25,7 +25,7 @@ def test_functions_are_called_at_once_at_their_intervals_and_at_the_end(monkeypa
         broken.append(1)
         raise ZeroDivisionError
 
-    with caplog.at_level(logging.ERROR, logger="kvdisk"):
+    with caplog.at_level(logging.WARNING, logger="kvdisk"):
         jobs = [(0.01, fails), (0.01, breaks), (0.01, lambda: often.append(1)), (600, lambda: rarely.append(1))]
         thread = Background(jobs, [lambda: rarely.append(2)])
         until(lambda: len(failed) >= 3 and len(often) >= 3)
@@ -34,7 +34,7 @@ def test_functions_are_called_at_once_at_their_intervals_and_at_the_end(monkeypa
     assert not thread._thread.is_alive(), "nothing is called any more"
     thread.close()
     assert rarely == [1, 2] and len(broken) == 1
-    assert [record.levelname for record in caplog.records] == ["ERROR"], "a bug is told once, a full disk is not"
+    assert sorted(record.levelname for record in caplog.records) == ["ERROR", "WARNING"], "each is told once"
 
 
 def test_one_that_hangs_does_not_keep_the_engine_from_ending(monkeypatch):

@@ -17,7 +17,7 @@ from kvdisk.device.probe import FILE_BYTES
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
-def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(tmp_path):
+def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(needs_queue, tmp_path):
     place, model = tmp_path / "place", tmp_path / "config.json"
     place.mkdir()
     model.write_text(json.dumps(LLAMA))

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
+import pytest
+
 from kvdisk.device import paths
+from kvdisk.device import store as store_module
 from kvdisk.device.control import home_ids
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
@@ -134,4 +138,43 @@ def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, count: real(fd, offset, count + MIB))
     assert not engine.makes()
     assert allocated(path) == before
+    engine.leave()
+
+
+# -- the drive has less than the cap -----------------------------------------------------------
+
+
+@pytest.fixture
+def drive(tmp_path, monkeypatch):
+    """A drive of 4 MiB."""
+    monkeypatch.setattr(store_module, "_free_bytes", lambda path: 4 * MIB - allocated(tmp_path))
+    return tmp_path
+
+
+def test_an_unused_home_goes_for_room_on_the_drive(drive):
+    """Of another namespace as well; not one that an engine may be about to take over."""
+    for last_use_s, goes in ((int(time.time()), False), (0, True)):
+        left = Engine(drive, "a", now=last_use_s)
+        assert left.fill() == 3 * (not goes)  # the second time it has what it made
+        left.leave()
+        engine = Engine(drive, "b")
+        assert engine.fill() == 3 * goes
+        assert (home_ids(drive) == [engine.home.id]) is goes
+        engine.leave()
+
+
+def test_what_the_index_needs_is_left_on_a_full_drive(drive):
+    engine = Engine(drive, "a", index_bytes=2 * MIB)
+    assert engine.fill() == 2
+    segments_bytes = allocated(drive) - paths.allocated_bytes(engine.home.index_path)
+    assert 4 * MIB - allocated(drive) >= 2 * MIB * segments_bytes // CAP
+    engine.leave()
+
+
+def test_what_a_home_has_room_for(drive):
+    left = Engine(drive, "a")
+    left.fill()
+    left.leave()
+    engine = Engine(drive, "b", now=100)
+    assert Store.open(drive).room_bytes(engine.home.id) == 4 * MIB
     engine.leave()

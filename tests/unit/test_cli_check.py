@@ -12,11 +12,13 @@ from unittest.mock import Mock
 import pytest
 from cli_stores import LLAMA, LLAMA_TOKEN_BYTES, PLAIN, json_of, leave_home, refused, run_here, run_json
 
-from kvdisk.assembly import check_settings
+from kvdisk.assembly import check_settings, check_sizes
 from kvdisk.cli import check
 from kvdisk.cli.size import fit_cpu, fit_nvme
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.worker import host_memory as memory
+from kvdisk.worker.host_memory import Deployment, HostMemory
 
 
 def written(place: Path, settings: Any, **whole: Any) -> Path:
@@ -39,7 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return found
 
 
-def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
+def test_a_real_drive_is_measured_and_nothing_is_left(needs_queue, tmp_path, settings):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = written(tmp_path, settings)
     found = run_json("check", file, "--model", tmp_path)
@@ -53,7 +55,7 @@ def test_a_real_drive_is_measured_and_nothing_is_left(tmp_path, settings):
     assert found["nvme"]["tokens"] == fit_nvme(geometry, 64 << 20, 1).tokens
 
 
-def test_an_empty_directory_has_nothing_in_it_at_any_time(tmp_path, settings, monkeypatch):
+def test_an_empty_directory_has_nothing_in_it_at_any_time(needs_queue, tmp_path, settings, monkeypatch):
     """A check that is killed would leave it, and the engine would refuse the directory for it."""
     (tmp_path / "kv").mkdir(0o700)
     file = written(tmp_path, settings)
@@ -80,7 +82,6 @@ def test_the_default_output_fits_a_terminal_and_says_what_loads_bring(tmp_path, 
     ("change", "said"),
     [
         ({"nvme_bytes": "900Ti"}, "its part of nvme_bytes is 900.0 TiB"),
-        ({"cpu_bytes": "900Ti"}, "cpu_bytes is 900.0 TiB, and this machine has"),
         ("direct", "takes no O_DIRECT"),
         ("threads", "threads would move blocks"),
         ("unmeasured", "was not measured: no permission"),
@@ -103,6 +104,9 @@ def test_what_is_not_as_it_should_be_is_said_and_is_an_exit_code(tmp_path, setti
 def test_what_an_engine_refuses_is_refused_in_its_words(tmp_path, settings, measured):
     (tmp_path / "file").touch()
     for change in (
+        {"cpu_bytes": "900Ti"},
+        {"cpu_bytes": 1},
+        {"nvme_bytes": "1Mi"},
         {"stor_dirs": "/x"},
         {"eviction": "arc"},
         {"store_dirs": str(tmp_path / "file")},
@@ -111,10 +115,71 @@ def test_what_an_engine_refuses_is_refused_in_its_words(tmp_path, settings, meas
     ):
         wrong = settings | change
         with pytest.raises(ConfigError) as engine:
-            check_settings(wrong)
+            check_sizes(check_settings(wrong), Deployment())
         assert refused("check", written(tmp_path, wrong)) == f"kvdisk: {str(engine.value).rstrip('.')}.\n"
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert "give it more" in refused("check", written(tmp_path, settings | {"nvme_bytes": "1Mi"}), "--model", tmp_path)
+
+
+def test_a_verdict_is_an_exit_code_and_a_word_of_json(tmp_path, settings, measured, monkeypatch):
+    """Of one that can, one that can and is worth a word, one that cannot, and an error of ours."""
+
+    def verdict(wanted: dict[str, Any], *options: str) -> tuple[int, bool | None]:
+        done = run_here("check", written(tmp_path, wanted), "--json", *options)
+        return done.exit_code, json.loads(done.stdout)["can_start"] if done.stdout else None
+
+    assert verdict(settings) == (0, True)
+    assert verdict(settings | {"nvme_bytes": "900Ti"}) == (1, True)
+    assert verdict(settings | {"cpu_bytes": "900Ti"}) == (2, False)
+    assert verdict(settings | {"nvme_bytes": "1Mi"}) == (2, False)
+    assert verdict({"stor_dirs": "/x"}) == (2, False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert verdict(settings | {"cpu_bytes": "9Ki"}, "--model", str(tmp_path)) == (2, False)
+    for error in (RuntimeError("a slip"), FileNotFoundError(2, "gone", "x")):
+        monkeypatch.setattr(check, "look", Mock(side_effect=error))
+        done = run_here("check", written(tmp_path, settings))
+        assert done.exit_code == 3 and "an error of kvdisk's own" in done.stderr
+
+
+def test_all_ranks_of_all_engines_of_this_host_count(tmp_path, settings, measured, monkeypatch):
+    """What one rank has fits, and what all have does not; the same of a drive."""
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(1 << 30))
+    file = written(tmp_path, settings | {"cpu_bytes": "700Mi", "staging_bytes": "1Mi"})
+    assert run_here("check", file).exit_code == 0
+    assert "2 ranks of 2 engines need 1.37 GiB of host memory" in refused("check", file, "--dp", "2")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    many = written(tmp_path, settings | {"cpu_bytes": "900Mi", "staging_bytes": "100Mi"})
+    assert "2 ranks need 1.07 GiB" in refused("check", many, "--model", tmp_path, "--tp", "2")
+    room = os.statvfs(tmp_path)
+    half = room.f_bavail * room.f_frsize * 2 // 3
+    few = written(tmp_path, settings | {"nvme_bytes": half})
+    assert run_here("check", few).exit_code == 0
+    done = run_here("check", few, "--dp", "2")
+    assert done.exit_code == 1 and "its part of nvme_bytes of 2 engines is" in done.stdout
+
+
+def test_directories_on_one_drive_share_its_room(tmp_path, settings, measured):
+    room = os.statvfs(tmp_path)
+    wanted = settings | {"store_dirs": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    free_bytes = room.f_bavail * room.f_frsize
+    done = run_here("check", written(tmp_path, wanted | {"nvme_bytes": free_bytes * 3 // 2}))
+    assert done.exit_code == 1 and f"{tmp_path}/a and {tmp_path}/b together have room for" in done.stdout
+    assert run_here("check", written(tmp_path, wanted | {"nvme_bytes": free_bytes // 2})).exit_code == 0
+
+
+def test_an_environment_that_keeps_vllm_from_kvdisk_is_said(tmp_path, settings, measured, monkeypatch):
+    whole = {"kv_connector": check.CONNECTOR, "kv_role": "kv_both"}
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver,kvdisk")
+    assert run_here("check", written(tmp_path, settings, **whole)).exit_code == 0
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    assert "vLLM finds kvdisk only where it lists" in refused("check", written(tmp_path, settings, **whole))
+    by_path = written(tmp_path, settings, **whole, kv_connector_module_path="kvdisk.connector")
+    for file in (by_path, written(tmp_path, settings)):
+        done = run_here("check", file)
+        assert done.exit_code == 1 and "VLLM_PLUGINS is 'lora_resolver'" in done.stdout
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "with which vLLM starts no connector" in run_here("check", written(tmp_path, settings)).stdout
 
 
 @pytest.mark.parametrize("among_others", [False, True])

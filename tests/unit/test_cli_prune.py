@@ -26,8 +26,7 @@ from kvdisk.device import paths
 from kvdisk.device.control import home_ids
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
-from kvdisk.index.lmdb_index import LmdbIndex
-from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.lmdb_index import LmdbIndex, TablesProcess
 
 DAY_S = 86400
 
@@ -120,7 +119,9 @@ def test_every_drive(tmp_path):
 
 
 def other_boot(home: Path) -> None:
-    (home / "HOME").write_text(json.dumps(json.loads((home / "HOME").read_text()) | {"boot_id": "another"}))
+    said = json.loads((home / "HOME").read_text())
+    an_hour_ago_s = said["last_use_s"] - 3600  # what was used a moment ago would be another machine's
+    (home / "HOME").write_text(json.dumps(said | {"boot_id": "another", "last_use_s": an_hour_ago_s}))
 
 
 def empty_index(home: Path) -> None:
@@ -178,10 +179,10 @@ def test_an_engine_that_comes_between_the_plan_and_the_deletion(path, monkeypatc
     mine, other = home_ids(path)[0], leave_home(path, HYBRID, 2, last_use_s=5000)
     owners, real = [], delete.carry_out
 
-    def carry_out(store, plan):
+    def carry_out(store, plan, wait_s):
         owners.append(start(path))  # it takes one home over, under another name
         owners.append(Store.open(path).hold_home(other))
-        real(store, plan)
+        real(store, plan, wait_s)
 
     monkeypatch.setattr(delete, "carry_out", carry_out)
     found = pruned(path, command="clear", code=3)
@@ -251,7 +252,7 @@ def killed_at(step: int, *arguments: object) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         for name in ("unlink", "rmdir", "rename", "replace"):
             counted(os, name)
-        counted(LmdbTables, "commit")
+        counted(TablesProcess, "commit")
         counted(paths, "_exchange")
         os._exit(app([*map(str, arguments), "--yes"], standalone_mode=False) or 0)
     finally:

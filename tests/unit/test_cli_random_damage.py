@@ -15,8 +15,7 @@ from cli_stores import HYBRID, leave_home, run_here
 from rebuild_stores import make_store
 
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.index.record_index import read_segments
-from kvdisk.index.records import Operation, Table, encode_segment
+from kvdisk.index.records import Operation, Table, decode_segments, encode_segment
 
 COMMANDS = (
     ["inspect"],
@@ -78,7 +77,9 @@ def test_a_segment_in_an_index_may_be_of_any_size(whole: Path, tmp_path: Path, c
     shutil.copytree(whole, path)
     for index in path.glob("homes/*/index"):
         tables = LmdbTables(index, 1 << 24)
-        records = [record._replace(**changed) for record in read_segments(tables.scan(Table.SEGMENTS))]
+        records = [
+            record._replace(**changed) for part in tables.scan(Table.SEGMENTS) for record in decode_segments(*part)
+        ]
         tables.commit([Operation(Table.SEGMENTS, *encode_segment(record)) for record in records])
         tables.close()
     for name, *options in (["inspect", "--all"], ["verify"]):

@@ -16,7 +16,7 @@ from kvdisk.device.listing import list_homes
 
 
 def repair(*arguments: object, code: int = 0) -> list[dict]:
-    return json_of("repair", *arguments, "--yes", code=code)["engine_stores"]
+    return json_of("repair", *arguments, "--healthy", "--yes", code=code)["engine_stores"]
 
 
 def test_every_home_without_an_owner_gets_its_index_back(path, owner):
@@ -34,7 +34,7 @@ def test_every_home_without_an_owner_gets_its_index_back(path, owner):
     assert found[mine] == {"id": mine, "result": "rebuilt", "why": None} | counts
     assert (found[other]["blocks"], found[other]["segments"]) == (0, 2), "its slots were never written"
     assert next(home.record.last_use_s for home in list_homes(path) if home.id == other) == 5000, "that is no use"
-    shown = run_here("repair", path, "--yes").stdout
+    shown = run_here("repair", path, "--yes", "--healthy").stdout
     assert f"engine store {owner.home_id[:8]}: in use, a live engine owns it" in shown
     assert f"engine store {mine[:8]}: 15 blocks in 3 segments recovered" in shown
     assert [report["result"] for report in repair(path, "--engine-store", other[:8])] == ["rebuilt"]
@@ -42,22 +42,30 @@ def test_every_home_without_an_owner_gets_its_index_back(path, owner):
     assert served(path) == {row for row in expected if row.slot.segment != 2}
 
 
-def test_a_healthy_store_is_left_as_it_is_unless_somebody_says_yes(path, monkeypatch):
+def test_a_healthy_index_is_left_as_it_is_unless_it_is_asked_for(path, monkeypatch):
+    """Whoever says yes has not said that: deleted blocks would come back, and times are lost."""
     make_store(path)
     mine = home_path(path)
     other = leave_home(path, HYBRID, 2, last_use_s=5000)
     index = mine / "index" / "data.mdb"
     before = index.stat().st_ctime_ns
-    done = run_here("repair", path)
-    assert (done.exit_code, index.stat().st_ctime_ns) == (0, before)
-    assert done.stdout == "2 engine stores of stopped engines are healthy: there is nothing to repair.\n"
+    for options in ([], ["--yes"], ["--healthy"]):  # there is no terminal to ask on
+        done = run_here("repair", path, *options)
+        assert (done.exit_code, index.stat().st_ctime_ns) == (0, before), options
+        assert done.stdout.splitlines() == [
+            "2 engine stores of stopped engines have healthy indexes: there is nothing to repair.",
+            "Their blocks were not read; kvdisk verify reads them.",
+        ]
     for answer, code in (("n", False), ("y", True)):
         monkeypatch.setattr(command, "can_ask", lambda: True)
-        done = run_here("repair", path, typed=f"{answer}\n")
+        done = run_here("repair", path, "--healthy", typed=f"{answer}\n")
         assert (done.exit_code, "recovered" in done.stdout, index.stat().st_ctime_ns == before) == (0, code, not code)
+        assert "Deleted blocks may come back" in done.stderr
     shutil.rmtree(path / "homes" / other / "index")
-    found = {one["id"]: one["result"] for one in json_of("repair", path)["engine_stores"]}
+    found = {one["id"]: one["result"] for one in json_of("repair", path, "--yes")["engine_stores"]}
     assert found == {mine.name: "healthy", other: "rebuilt"}
+    shutil.rmtree(path / "homes" / other / "index")
+    assert f"engine store {mine.name[:8]}: index healthy" in run_here("repair", path, "--yes").stdout
 
 
 def test_a_home_that_says_too_little_cannot_be_repaired(path):

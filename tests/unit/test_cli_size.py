@@ -123,6 +123,14 @@ def test_the_report_and_its_json(tmp_path):
         assert words in said, said
 
 
+def test_data_parallel_ranks_are_engines_that_have_each_so_much(tmp_path):
+    model = ("--model", written(tmp_path / "model", LLAMA), "--cpu", "8GiB", "--nvme", "100GiB")
+    one, three = run_json("size", *model), run_json("size", *model, "--dp", "3")
+    assert three.pop("data_parallel") == 3 and one.pop("data_parallel") == 1 and one == three
+    said = run_here("size", *model, "--dp", "3").stdout
+    assert "each of 3 engines has so much: 24.0 GiB together" in said and "300.0 GiB together" in said
+
+
 def test_what_a_pipeline_pads(tmp_path):
     """A slot is as large on each stage as the largest needs."""
     arguments = ["--model", written(tmp_path / "model", LLAMA), "--pp", "3", "--tp", "2", "--nvme", "1TiB"]

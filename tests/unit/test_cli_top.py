@@ -84,10 +84,10 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
         home.close(clean=True)
 
 
-def shown(frame: Frame, width: int = 120, note: str = "") -> str:
+def shown(frame: Frame, width: int = 120, note: str = "", height: int | None = None) -> str:
     console = Console(width=width, markup=False, highlight=False, emoji=False, color_system=None)
     with console.capture() as text:
-        console.print(draw(frame, console.width, note))
+        console.print(draw(frame, console.width, note, height))
     return text.get()
 
 
@@ -113,8 +113,8 @@ def test_rates_are_differences_of_two_figures(engines):
     assert frame.totals.written_bytes_per_s == frame.drives[0].written_bytes_per_s == 10 * MIB
     assert frame.totals.hit_rate == (5 * 140 + 320) / 1400
     assert (frame.totals.saved_seconds, dict(frame.totals.misses)) == (350, {"evicted_nvme": 420, "never_seen": 140})
-    assert "of prompt tokens since their start, which saved ~5 min 50 s" in shown(frame)
-    assert "Misses   evicted from NVMe 75 %, never seen or forgotten 25 %" in shown(frame)
+    assert "of 1,400 prompt tokens asked for, which saved ~5 min 50 s" in shown(frame)
+    assert "Misses   560 requests: 420 evicted from NVMe, 140 never seen or forgotten" in shown(frame)
     # The same figures, a moment later: the rates stay what they were. After a while it is idle.
     engines.now += 1
     assert reader.read().engines[0].tiers["cpu"].evicted_blocks_per_s == 10
@@ -123,6 +123,16 @@ def test_rates_are_differences_of_two_figures(engines):
     (engine,) = frame.engines
     assert engine.idle and set(engine.bytes_per_s.values()) == {0.0} and engine.tiers["nvme"].hit_rate_now is None
     assert "idle for 1 min 26 s" in shown(frame)
+
+
+def test_an_engine_that_was_reset_says_when(engines):
+    home, reader = engines.start(), engines.reader()
+    write_telemetry(home, figures(T0 - 0.5, 100))
+    frame = reader.read()
+    assert frame.engines[0].reset_s is None and ", reset " not in shown(frame), "an older kvdisk does not say"
+    write_telemetry(home, figures(T0, 100, epoch=77, reset_s=T0 - 240))
+    frame = reader.read()
+    assert frame.engines[0].reset_s == T0 - 240 and ", reset 4 min ago" in shown(frame)
 
 
 def test_a_remote_store_has_a_line_and_says_whether_it_answers(engines):
@@ -174,21 +184,34 @@ def test_engines_come_and_go_and_one_that_starts_anew_has_no_rates_from_before(e
     assert second.name[:8] in shown(frame)
 
 
+def test_a_data_parallel_rank_is_shown_by_its_number(engines):
+    write_telemetry(engines.start(), figures(T0))
+    write_telemetry(engines.start(), figures(T0, data_parallel_rank=1))
+    frame = engines.reader().read()
+    assert sorted(str(one.data_parallel_rank) for one in frame.engines) == ["1", "None"]
+    assert shown(frame).count("DP 1") == 1 and shown(frame).count("DP") == 1
+
+
 def test_damaged_figures_hide_nobody_else_and_failures_are_named(engines):
     good, bad, silent = (engines.start() for _ in range(3))
     totals = {"failed_loads": 3, "io_errors": {"read": 2}, "verification_failures": {"header": 0}}
+    totals |= {"foreign_failures": 185, "write_pauses": 1, "late_moves": 4}
     write_telemetry(good, figures(T0, totals=totals))
     (bad / FIGURES_FILE).write_text('{"json_version": 1, "totals": ')
     reader = engines.reader()
     frame = reader.read()
     found = {engine.engine_store: engine for engine in frame.engines}
     assert (found[good.name].pid, found[good.name].problem) == (4321, None)
-    assert found[good.name].failures == {"failed_loads": 3, "io_errors.read": 2}
+    failures = {"failed_loads": 3, "io_errors.read": 2, "late_moves": 4, "write_pauses": 1}
+    assert (found[good.name].failures, found[good.name].harmless) == (failures, {"foreign_failures": 185})
     assert found[bad.name].problem and found[bad.name].tiers == {} and found[bad.name].bytes_per_s is None
     assert (found[silent.name].problem, found[silent.name].pid) == (None, None)
     assert len(frame.problems) == 1 and bad.name[:8] in frame.problems[0]
     text = shown(frame)
-    for words in ("cannot be read", "has written no figures yet", "3 failed loads, 2 read errors"):
+    for words in (
+        *("cannot be read", "has written no figures yet", "no fault: 185 gone from other engines"),
+        "3 failed loads, 2 read errors, 4 late moves, 1 pauses of writes",
+    ):
         assert words in text
     write_telemetry(bad, figures(T0))
     assert not reader.read().problems, "and it is well again"
@@ -209,6 +232,39 @@ def test_a_frame_fits_its_terminal_and_steers_nothing(engines, width):
     assert text.count("(20 % in all)") == text.count("(38 % in all)") == 3, "hit rates are never cut"
     if width >= 80:
         assert text.count(" of 40.0 MiB") == text.count(" of 200.0 MiB") == 3
+
+
+@pytest.mark.parametrize(("count", "boxes", "more"), [(1, True, 0), (2, True, 0), (3, False, 0), (20, False, 9)])
+def test_a_terminal_of_80_by_24_has_the_drives_and_what_fits_of_the_engines(engines, count, boxes, more):
+    """Boxes, else a row each, else those with failures first and how many more there are."""
+    drives = [
+        {"path": f"/nvme{at}", "read_bytes": 0, "written_bytes": MIB, "quarantined": False}
+        for at in range(1 + (more > 0))
+    ]
+    homes = [engines.start() for _ in range(count)]
+    for at, home in enumerate(homes):
+        failed = {"failed_loads": 3} if at == count - 1 and count > 2 else {}
+        totals = figures(T0)["totals"] | failed
+        write_telemetry(home, figures(T0 - 1, 0, totals=totals, drives=drives, started_s=T0 - 100 + at))
+    reader = engines.reader()
+    reader.read()
+    text = shown(reader.read(), 80, height=24)
+    lines = text.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert text.index("/nvme0") < text.index(homes[0].name[:8] if not more else homes[-1].name[:8]), "drives come first"
+    assert (text.count("╭─") == count) is boxes
+    named = [home.name[:8] for home in homes if home.name[:8] in text]
+    assert len(named) == count - more
+    assert (f"+{more} engines" in text) is bool(more)
+    assert ("3 failed loads" in text) is (count > 2), "of the last one, too"
+    assert shown(reader.read(), 80).count("╭─") == count, "what scrolls is not cut"
+
+
+def test_one_miss_is_no_hundred_per_cent(engines):
+    totals = {"lookup_tokens": 96, "misses": {"short": 1}}
+    write_telemetry(engines.start(), figures(T0, totals=totals))
+    text = shown(engines.reader().read(), 80)
+    assert "Misses   1 request: 1 too short to load" in text and "0 % of 96 prompt tokens" in text
 
 
 def test_a_store_that_nobody_uses(tmp_path):

@@ -101,7 +101,7 @@ def test_every_slot_and_file_that_is_wrong(path, monkeypatch):
         (3, 0, None, "file", "too few for its 8 slots"),
         (3, 1, None, "file", "rank is 0"),
     )
-    shown = run_here("verify", path).stdout
+    shown = run_here("verify", path, "--all").stdout
     for wrong, (segment, rank, slot, check, words) in zip(found["wrong"], wanted, strict=True):
         file = file_in(path, rank, segment)
         where = {"engine_store": home_path(path).name, "drive": 0, "segment": segment, "rank": rank, "path": str(file)}
@@ -131,6 +131,7 @@ def test_an_index_that_is_damaged(path, damage, words, slots):
     assert words in problem and found["totals"]["slots"] == slots
     assert f"engine store {home_path(path).name[:8]}: {problem}" in run_here("verify", path).stdout
     assert "To do   run kvdisk repair" in run_here("verify", path).stdout
+    assert run_here("verify", path).stdout.splitlines()[-1].startswith("Result  "), "what matters is last"
     assert run_here("repair", path).exit_code == 0
     assert verified(path)["totals"]["slots"] == SLOTS
 
@@ -251,3 +252,21 @@ def test_an_index_that_cannot_be_read_again_clears_nothing_and_ctrl_c_leaves_wha
     monkeypatch.undo()
     verdict = verdict_while(path, lambda: os.truncate(home_path(path) / "index" / "data.mdb", 2 * 4096))
     assert [(one.segment, one.slot) for one in verdict.wrong] == [(0, 2)] and not verdict.stopped
+
+
+def test_a_report_fits_a_screen_with_the_result_last(path, monkeypatch):
+    """However much is wrong; ``--all`` lists it."""
+    make_store(path)
+    for segment in range(4):
+        for rank in range(2):
+            change(file_in(path, rank, segment), slot_offset(SMALL, 0), bytes(30 * HEADER_BYTES))
+    monkeypatch.setenv("COLUMNS", "80")
+    found = verified(path, code=1)
+    assert len(found["wrong"]) > 12
+    for options, whole in (([], False), (["--all"], True)):
+        lines = run_here("verify", path, *options).stdout.splitlines()
+        rows = sum(-(-len(line) // 80) or 1 for line in lines)
+        assert (rows <= 24) is not whole
+        assert lines[-1].startswith("Result  ") and "wrong" in lines[-1]
+        assert any(line.startswith("  … and ") for line in lines) is not whole
+        assert sum("  ✗ " in line for line in lines) >= (len(found["wrong"]) if whole else 2)

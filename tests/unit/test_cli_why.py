@@ -5,17 +5,23 @@ hashes are vLLM's, and the answers an engine's: ``tests/connector``."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-from cli_stores import HYBRID, PLAIN, Model, json_of, refused, run
+from cli_stores import CAP, HYBRID, PLAIN, Model, json_of, refused, run, run_here
 from mass_stores import Layer
 
 from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.cli.why import chain_hashes
+from kvdisk.device.store import Store
+from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord
+from kvdisk.stats import Stats
+from kvdisk.telemetry import Telemetry
 
 FACTS = {"hash": '["sha256", null]', "kv_dtype": '"auto"', "vllm": '"0.33"'}
 PROMPT = list(range(1000, 1100))
@@ -72,6 +78,43 @@ def test_where_a_hit_ends_and_why(path: Path) -> None:
         assert (found["found"]["hit_tokens"], found["prompt_tokens"]) == (hit, len(tokens)), words
         assert words in found["ends"] and not found["elsewhere"]
     assert answered(path, PROMPT, "--cache-salt", "x")["found"]["hit_tokens"] == 0
+
+
+def test_what_an_engine_does_not_serve_since_its_reset_would_not_hit(path: Path) -> None:
+    """Another that was not reset serves it."""
+    layer = Layer(path, described(PLAIN, b"\x01" * 32))
+    put(layer, PROMPT[:64])
+    put(layer, [8] * 64, epoch=77)
+    store = Store.open(path)
+    layer.leave()
+    home = store.hold_home(layer.home.id)
+    told = telemetry_of(home.path)
+    told.write()
+    assert answered(path, PROMPT)["found"]["hit_tokens"] == 64
+    told.note_reset(77, "all")
+    told.write()
+    found = answered(path, PROMPT)
+    assert (
+        found["found"]["hit_tokens"] == 0 and "tokens 0 to 16 were stored before the engine was reset" in found["ends"]
+    )
+    (reset,) = found["resets"]
+    assert (reset["engine_store"], reset["hit_tokens"]) == (home.id, 0) and reset["reset_s"] > 0
+    assert answered(path, [8] * 64)["found"]["hit_tokens"] == 48, "what it has stored since is served"
+    shown = " ".join(run_here("why", path, "--tokens", path.parent / "tokens").stdout.split())
+    assert f"engine store {home.id[:8]} was reset" in shown and "48 tokens would hit" in shown
+    beside = store.acquire_home(layer.model.fingerprint, layer.model.description, CAP)
+    found = answered(path, PROMPT)
+    assert found["found"]["hit_tokens"] == 64 and [one["hit_tokens"] for one in found["resets"]] == [0]
+    beside.close(clean=True)
+    home.close(clean=True)
+    found = answered(path, PROMPT)
+    assert found["found"]["hit_tokens"] == 64 and found["resets"] == [], "the next start serves it"
+
+
+def telemetry_of(home_path: Path) -> Telemetry:
+    gauges = Mock(busy=False, planned_jobs=0)
+    gauges.read.return_value = {}
+    return Telemetry(Stats(), gauges, model="m", ranks=2, write_file=partial(write_telemetry, home_path))
 
 
 def test_groups_of_several_sizes_need_what_an_engine_needs(path: Path) -> None:

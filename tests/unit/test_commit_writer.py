@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 import pytest
 from support.waits import until
 
 from kvdisk.errors import DeviceError
 from kvdisk.index.base import IndexState, Progress
-from kvdisk.index.commit_writer import CommitWriter, Operation
+from kvdisk.index.commit_writer import LATE_S, CommitWriter, IndexGone, Operation
 from kvdisk.index.records import Table
 
 ONLY_WHEN_TOLD_S = 3600.0
@@ -115,7 +116,49 @@ def test_a_bug_that_ends_the_thread_stops_new_puts_and_is_said(writer, tables, c
     assert not writer.flush(0.0)
     until(lambda: not writer.takes_puts)
     assert "kvdisk stores nothing more on NVMe" in caplog.text and "ZeroDivisionError" in caplog.text
-    assert writer.progress == Progress(0, IndexState.REFUSING, 0)
+    assert writer.progress == Progress(0, IndexState.GONE, 0)
+
+
+def test_an_index_that_is_gone_commits_nothing_more_and_says_so_once(writer, tables, caplog):
+    tries = []
+
+    def gone(operations) -> None:
+        tries.append(operations)
+        raise IndexGone("the file is damaged")
+
+    tables.commit = gone
+    writer.submit([put(b"a"), deletion(b"d")])
+    assert not writer.flush(WAIT_S)
+    until(lambda: writer.look().state is IndexState.GONE)
+    writer.submit([deletion(b"e")])
+    assert not writer.flush(WAIT_S)
+    assert writer.look() == Progress(0, IndexState.GONE, 1), "what may have been committed counts as not committed"
+    assert (len(tries), tables.recoveries, writer.waiting) == (1, 0, 3)
+    (said,) = caplog.messages
+    assert "takes no new blocks on NVMe until the next start" in said and said.endswith("the file is damaged")
+
+
+def test_a_commit_that_does_not_end_stops_puts_until_it_does(tables, caplog):
+    now_s, begun, ends = 100.0, threading.Event(), threading.Event()
+
+    def slow(operations) -> bool:
+        begun.set()
+        assert ends.wait(WAIT_S)
+        return False
+
+    tables.fails = slow
+    writer = CommitWriter(tables, 0.0, lambda: now_s)
+    writer.submit([put(b"a")])
+    assert begun.wait(WAIT_S)
+    now_s += LATE_S
+    assert writer.look().state is IndexState.WRITABLE
+    now_s += 1
+    assert [writer.look().state for _ in range(2)] == [IndexState.REFUSING] * 2
+    assert caplog.text.count("a commit has not ended after 30 s") == 1
+    ends.set()
+    assert writer.flush(WAIT_S)
+    assert writer.look() == Progress(1, IndexState.WRITABLE, 0)
+    assert writer.stop(WAIT_S)
 
 
 @pytest.mark.parametrize("failures", [2, 1000])

@@ -45,6 +45,24 @@ def test_files_that_the_index_does_not_know_are_removed(tmp_path, home, spec):
     assert left == {"3/rank0.kv", "3/rank1.kv", "4/rank1.kv"}  # the other rank's are its own affair
 
 
+def test_what_others_removed_gives_its_bytes_back_while_it_is_open(tmp_path, home, spec):
+    """And no other file does; one that was only moved has a name yet."""
+    files = HomeFiles(tmp_path, 0, 1)
+    files.open_home(spec)
+    opened = [files.open_segment(SPEC._replace(segment=segment)) for segment in (3, 4, 5)]
+    length = os.fstat(opened[0].fd).st_size
+    (home.segments_path / "3" / "rank0.kv").unlink()
+    (home.segments_path / "4" / "rank0.kv").rename(tmp_path / "moved")
+    for _ in range(2):
+        files.give_back()
+    found = [os.fstat(file.fd) for file in opened]
+    assert [status.st_size for status in found] == [length] * 3
+    assert found[0].st_blocks == 0 and min(found[1].st_blocks, found[2].st_blocks) > 0
+    files.drop_segment(SPEC)
+    files.close()
+    files.give_back()
+
+
 def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path, home, spec):
     before = open_below(tmp_path)
     files = HomeFiles(tmp_path, 0, 1)

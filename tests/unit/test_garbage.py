@@ -40,7 +40,7 @@ class NoIndex(MemoryIndex):
 def make_tier(eviction: str, index: MemoryIndex) -> tuple[Parts, NvmeSpace]:
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
-    return parts, NvmeSpace(parts, NvmeLayout(0, (SLOTS,), (1 << 62,)), index, AdmissionPolicy())
+    return parts, NvmeSpace(parts, NvmeLayout(0, (SLOTS,), 1 << 62), index, AdmissionPolicy())
 
 
 def parent_of(number: int) -> BlockKey | None:

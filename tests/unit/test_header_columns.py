@@ -16,7 +16,7 @@ from kvdisk.device.header import CHECKSUM_KINDS, SlotIdentity, fill_header, read
 from kvdisk.device.rebuild import _BLOCK, Blocks, HomeShape, Shape, agreed, decode_headers, newest
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Namespace
-from kvdisk.index.columns import _RUN_GENERATIONS
+from kvdisk.index.columns import _RUN_GENERATIONS, stored_times
 from kvdisk.recovery import _as_records
 
 FINGERPRINT = b"\x5a" * 32
@@ -130,7 +130,8 @@ told_blocks = st.builds(
 
 @given(st.lists(told_blocks, max_size=30, unique_by=lambda told: told.index), st.sampled_from([3, 1_700_000_000]))
 def test_of_each_name_the_newest_becomes_a_record(told, now_s):
-    """In the order of their names; a block is not older than the parent that it followed."""
+    """In the order of their names; a block is not older than the parent that it followed, and none
+    is younger than the start of its engine, with which its generation begins."""
     columns = np.array([(0, one.index, one.epoch, one.generation, one.key, one.parent) for one in told], _BLOCK)
     records = list(_as_records(newest(columns), now_s).records())
     best = {}
@@ -141,6 +142,7 @@ def test_of_each_name_the_newest_becomes_a_record(told, now_s):
     assert found == [best[name] for name in sorted(best)]
     ordered = sorted(records, key=lambda record: record.generation)
     assert all(0 < record.stored_s <= now_s for record in records)
+    assert all(record.stored_s <= max(1, record.generation // 10**9) for record in records)
     alone = [record.stored_s for record in ordered if record.parent is None]
     assert alone == sorted(alone)
     times = {(record.epoch, record.key): record for record in records}
@@ -148,3 +150,17 @@ def test_of_each_name_the_newest_becomes_a_record(told, now_s):
         parent = times.get((record.epoch, record.parent))
         if parent is not None and 0 < record.generation - parent.generation <= _RUN_GENERATIONS:
             assert record.stored_s == parent.stored_s, "of one run"
+
+
+def test_the_times_of_a_long_life_lie_in_an_hour_before_its_start():
+    """Of an engine that stored 10,000 prompts' blocks, and of one before it, which ended just then:
+    the order stays, and with an age limit none lives longer than it may."""
+    start_s, prompts = 1_700_000_000, 10_000
+    before = [(start_s - 5000) * 10**9 + at for at in range(10)]
+    after = [start_s * 10**9 + at for at in range(prompts)]
+    generations = np.array([*before, *after], np.uint64)
+    keys = [at.to_bytes(8, "big") for at in range(len(generations))]
+    times = stored_times(np.zeros(len(keys), np.uint64), keys, [b""] * len(keys), generations, start_s + 86400)
+    assert (np.diff(times.astype(np.int64)) >= 0).all()
+    assert times[:10].tolist() == list(range(start_s - 5009, start_s - 4999))
+    assert start_s - 3600 <= times[10] and times[-1] == start_s

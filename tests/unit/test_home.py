@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -258,7 +260,7 @@ def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):
     "damage",
     [
         lambda path: (path / "HOME").unlink(),
-        lambda path: (path / "lock").unlink(),
+        lambda path: ((path / "lock").unlink(), (path / "lock").mkdir()),
         lambda path: ((path / "HOME").unlink(), os.mkfifo(path / "HOME")),
     ],
 )
@@ -272,6 +274,74 @@ def test_a_home_that_is_not_complete_is_deleted_once_nobody_holds_it(store, dama
     other = acquire(store)
     assert ids(store) == {home.id, other.id}, "a damaged HOME does not make its owner dead"
     for closed in (home, other):
+        closed.close(clean=True)
+
+
+def test_a_store_whose_lock_files_were_removed_is_left_alone_while_it_is_used_and_taken_over_then(store):
+    """As by who removes what is older than a week; also by commands."""
+    home = acquire(store)
+    put(home, MIB)
+    rank = store.join_home(home.id, MINE)
+    for lock in (store.path / "lock", home.path / "lock"):
+        lock.unlink()
+    other = acquire(Store.open(store.path, boot_id="boot-1"), OTHER)
+    assert alive(store) == {home.id: True, other.id: True} and ids(store) == {home.id, other.id}
+    with pytest.raises(StoreLocked):
+        store.remove_home(home.id)
+    home.close(clean=True)
+    assert alive(store)[home.id], "the rank still has it"
+    rank.close()
+    assert alive(store) == {home.id: False, other.id: True}
+    after = acquire(store)
+    assert not after.fresh and (after.segments_path / "0").exists() and (after.path / "lock").exists()
+    for closed in (after, other):
+        closed.close(clean=True)
+
+
+def used_ago(home, seconds, **more) -> None:
+    """Have HOME say when the home was used last."""
+    write_record(home.path, replace(home.record, last_use_s=int(time.time()) - seconds, **more))
+
+
+def test_what_lost_its_lock_file_and_was_used_a_moment_ago_is_left_alone(tmp_path):
+    """Its owner may be an older kvdisk, which locks nothing but the file."""
+    store = Store.open(tmp_path / "store")
+    home = acquire(store)
+    home.release()
+    (home.path / "lock").unlink()
+    assert alive(store) == {home.id: True}
+    beside = acquire(store)
+    assert beside.fresh
+    beside.close(clean=True)
+    used_ago(home, 400)
+    assert alive(store) == {home.id: False, beside.id: False}
+    put(home, MIB)
+    assert not acquire(store).fresh
+
+
+def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path, caplog):
+    """Where locks are each machine's own; not where this machine has started again since."""
+    store = Store.open(tmp_path / "store")
+    home = acquire(store)
+    put(home, MIB)
+    home.release()
+    used_ago(home, 60, boot_id="theirs")
+    assert alive(store) == {home.id: True}
+    beside = acquire(store)
+    assert beside.fresh
+    (said,) = [line for line in caplog.messages if "another machine used it" in line]
+    assert said.startswith(f"kvdisk leaves engine store {home.id} alone")
+    with pytest.raises(StoreLocked):
+        store.hold_home(home.id)
+    just_started = Store.open(store.path, boot_id="a new boot of the same machine")
+    assert not just_started.is_of_another_machine(home.record)
+    used_ago(home, 60, boot_id="theirs", clean=True)
+    assert alive(store) == {home.id: False, beside.id: True}, "it was closed in order"
+    used_ago(home, 400, boot_id="theirs")
+    assert alive(store) == {home.id: False, beside.id: True}
+    after = acquire(store)
+    assert not after.fresh and after.record.boot_id != "theirs", "or it would be another machine's if this one died"
+    for closed in (after, beside):
         closed.close(clean=True)
 
 
@@ -294,13 +364,14 @@ def test_deletion_follows_no_symlink(store, tmp_path):
     home.close(clean=True)
 
 
-def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch):
+def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypatch, caplog):
     left = leave(store, 40 * MIB)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         assert not store.remove_home(left)
         home = acquire(store)
         assert home.fresh, "took over what could not be deleted"
+        assert f"engine store {left} has to go for others, and cannot be deleted" in caplog.text
         home.close(clean=True)
     home = acquire(store, OTHER)
     assert home.fresh and left not in ids(store)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import lmdb
 import pytest
 from support.waits import WAIT_S, until
 
-from kvdisk.errors import CorruptRecord, StoreLocked
+from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
+from kvdisk.index import lmdb_tables
 from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
+from kvdisk.index.records import Operation, Table, encode_block
+from kvdisk.testing.index_conformance import found_blocks, put_all, record_of
 
 ONLY_WHEN_TOLD_S = 3600.0
 
@@ -95,29 +98,37 @@ def test_deletions_wait_for_a_foreign_reader_and_go_on_when_it_is_killed(tmp_pat
 
 
 def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None:
-    with opened(tmp_path / "index") as index:
-        put_all(index, [record_of(1)])
-        assert index.flush(WAIT_S)
-        panicked = index._tables._environment = Mock(wraps=index._tables._environment)
-        panicked.begin.side_effect = lmdb.PanicError("meta block")
-        put_all(index, [record_of(2)])
-        index.delete([(0, key_of(1))])
-        put_all(index, [record_of(3)])
-        assert index.flush(WAIT_S)
-        assert list(index.blocks()) == []
-        assert index.poll().dropped_puts == 2
-        until(lambda: index.put([record_of(4)]) is not None)
-        assert index.flush(WAIT_S)
-        assert list(index.blocks()) == [record_of(4)]
+    tables = LmdbTables(tmp_path / "index", 8 << 20)
+    tables.commit([Operation(Table.BLOCKS, *encode_block(record_of(1)))])
+    panicked = tables._environment = Mock(wraps=tables._environment)
+    panicked.begin.side_effect = lmdb.PanicError("meta block")
+    for _ in range(2):
+        with pytest.raises(DeviceError):
+            tables.commit([Operation(Table.BLOCKS, *encode_block(record_of(2)))])
+    tables.recover()
+    tables.commit([Operation(Table.BLOCKS, *encode_block(record_of(3)))])
+    ((keys, _),) = tables.scan(Table.BLOCKS)
+    assert keys == [encode_block(record_of(number))[0] for number in (1, 3)]
+    tables.close()
 
 
-def test_one_process_cannot_open_it_twice(tmp_path: Path) -> None:
+def test_an_index_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "index") as index:
         put_all(index, [record_of(1)])
-        with pytest.raises(StoreLocked):
-            LmdbTables(tmp_path / "index", readonly=True)
+        monkeypatch.setattr(lmdb_tables, "LOCK_WAIT_S", 0.05)
+        with pytest.raises(StoreLocked, match="another process has had it open"):
+            LmdbTables(tmp_path / "index", 8 << 20)
         assert index.flush(WAIT_S)
         assert list(index.blocks()) == [record_of(1)]
+    LmdbTables(tmp_path / "index", 8 << 20).close()
+
+
+def test_an_owner_that_nobody_wants_touches_nothing(tmp_path: Path) -> None:
+    """Its engine was killed while it waited for the owner before, and another may have it now."""
+    with pytest.raises(StoreLocked):
+        LmdbTables(tmp_path / "index", 8 << 20, is_wanted=lambda: False)
+    assert os.listdir(tmp_path / "index") == []
+    LmdbTables(tmp_path / "index", 8 << 20).close()
 
 
 @pytest.mark.parametrize("table", ["blocks", "segments"])
@@ -126,5 +137,5 @@ def test_a_record_that_does_not_decode_is_corrupt(tmp_path: Path, table: str) ->
         put_all(index, [record_of(1)])
     with lmdb.open(str(tmp_path), max_dbs=2, lib_version=0) as environment, environment.begin(write=True) as txn:
         txn.put(b"\0" * 4, b"nonsense", db=environment.open_db(table.encode(), txn=txn))
-    with opened(tmp_path) as index, pytest.raises(CorruptRecord):
+    with pytest.raises(CorruptRecord), opened(tmp_path) as index:  # and it does not end in order
         list(index.blocks() if table == "blocks" else index.segments())

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.waits import lives, until
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.index import neighbour_reader
@@ -145,15 +146,4 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
         ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "one")], stdout=subprocess.PIPE, check=False)
         assert ended.returncode == -9
         child = int(ended.stdout)
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline and _lives(child):
-            time.sleep(0.01)
-        assert not _lives(child)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        until(lambda: not lives(child), "the end of the child")

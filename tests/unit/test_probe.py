@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from support.open_files import open_below
 
-from kvdisk.device import aio, probe
+from kvdisk.device import aio, posix, probe
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
@@ -36,7 +36,8 @@ def test_what_serves_is_tried_and_nothing_is_left(tmp_path, monkeypatch, served)
     report = probe.probe(directory)
     assert report.direct is True and report.kernel_queue
     assert report.name == "posix-threads" or (served and report.name == "posix-aio")
-    assert f"{directory} with the device {report.name} (with O_DIRECT)" in report.line and "right" in report.line
+    assert f"{directory} with the device {report.name} (with O_DIRECT)" in report.line
+    assert ("right" if report.name == "posix-aio" else aio.NOT_ASYNCHRONOUS) in report.why
     assert list(directory.iterdir()) == []
     assert open_below(tmp_path) == before
 
@@ -76,6 +77,19 @@ def test_where_o_direct_is_refused_the_line_says_so(tmp_path, monkeypatch):
     assert open_below(tmp_path) == before and list(tmp_path.iterdir()) == []
 
 
+def test_where_the_queue_was_not_compiled_the_reason_is_that_and_what_to_do(tmp_path, monkeypatch, caplog):
+    """The log, the trial's line and so ``kvdisk check`` say the same."""
+    monkeypatch.setattr(aio, "__file__", "/nowhere/aio.py")
+    monkeypatch.setattr(aio, "library", aio.library.__wrapped__)
+    monkeypatch.setattr(aio, "serves", lambda _fd: True)
+    posix._say_lost.cache_clear()
+    with caplog.at_level(logging.WARNING, "kvdisk"):
+        report = probe.probe(tmp_path)
+    assert (report.name, report.why) == ("posix-threads", aio.NOT_COMPILED)
+    (said,) = caplog.messages
+    assert said.endswith(aio.NOT_COMPILED) and "install gcc" in aio.NOT_COMPILED
+
+
 def test_where_each_file_has_a_name_what_a_killed_probe_left_goes_with_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
     (tmp_path / ".probe-77").touch()
@@ -111,7 +125,9 @@ def test_a_drive_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
         ("auto", True, None, ["WARNING"]),
     ],
 )
-def test_what_is_chosen_is_what_the_trial_found(tmp_path, monkeypatch, caplog, wanted, queue, direct, levels):
+def test_what_is_chosen_is_what_the_trial_found(
+    tmp_path, monkeypatch, caplog, needs_queue, wanted, queue, direct, levels
+):
     """And the log warns where a drive is not served at its best."""
     found = probe.ProbeReport(tmp_path, "posix", queue, direct, "the queue moved wrong bytes")
     monkeypatch.setattr(probe, "probe", lambda _: found)

@@ -59,7 +59,7 @@ class Copies(dict[BlockKey, ForeignCopy]):
 
     def __init__(self, home_id: str, segment: SegmentRecord) -> None:
         super().__init__()
-        self._copy = ForeignCopy(home_id, segment, 0, 1)
+        self._copy = ForeignCopy(home_id, segment, 0, 1, 0)
 
     def __contains__(self, key: object) -> bool:
         return True

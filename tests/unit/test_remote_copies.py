@@ -242,8 +242,9 @@ def test_who_may_not_write_uses_what_somebody_has_repaired():
     for prompt in (FOUR, *OTHERS):
         engine.serve(prompt, cold=True)
     engine.advance(FIRST_DOUBT_S)
+    before = engine.stats["hit_tokens.remote"]
     engine.ask(PROMPT)
-    assert engine.stats["hit_tokens.remote"] >= 6
+    assert engine.stats["hit_tokens.remote"] == before + 6
 
 
 # -- several groups ----------------------------------------------------------------------------
@@ -251,9 +252,14 @@ def test_who_may_not_write_uses_what_somebody_has_repaired():
 
 def test_where_little_can_be_queued_it_is_of_all_groups(monkeypatch):
     monkeypatch.setattr(remote, "MOST_QUEUED", 8)
-    engine = Sharing(geometry=TWO_GROUPS, remote_write_bytes_per_s=BLOCK_BYTES)
+    engine = Sharing(geometry=TWO_GROUPS)
+    engine.remote.any = False
     engine.serve("aabbccddeeffgghhx")
-    queued = [group_of(key) for key in engine.manager._remote._queue]
+    rows = sorted(engine.catalog.rows(), key=lambda row: group_of(engine.catalog.keys[row]))
+    far = engine.manager._remote
+    far.hints.clear()
+    far.offer(rows)
+    queued = [group_of(key) for key in far._queue]
     assert queued.count(0) == queued.count(1) == 4
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -82,6 +84,59 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
     assert len(history._tags) == 1 << 20 and uses(history, [always]) == [0]
     history.reserve(10**9)
     assert len(history._tags) == MOST_PLACES
+
+
+def long_prompt(blocks: int, seed: int) -> list[BlockKey]:
+    return [make_block_key(hashlib.sha256(b"%d %d" % (seed, at)).digest(), 0) for at in range(blocks)]
+
+
+@pytest.mark.parametrize("before", [0, 300_000])
+@pytest.mark.parametrize("blocks", [2048, 8192, 65_536])
+def test_all_of_what_a_request_came_to_is_known_when_it_is_counted(blocks, before):
+    """Keys of one prompt do not take each other's places, and what was known of them stays."""
+    history = ReuseHistory()
+    for seed in range(before // blocks):
+        come(history, long_prompt(blocks, 1000 + seed))
+    keys = long_prompt(blocks, 1)
+    for number in range(1, 4):
+        come(history, keys[: blocks // 2])
+        assert set(uses(history, keys[: blocks // 2])) == {2 * number - 1}
+        come(history, keys)
+        assert uses(history, keys) == [2 * number] * (blocks // 2) + [number] * (blocks - blocks // 2)
+
+
+def test_what_is_counted_in_parts_is_counted_as_at_once():
+    """One request comes to all of its prompt at one time, whatever comes between its parts."""
+    parts, whole = ReuseHistory(), ReuseHistory()
+    keys, others = long_prompt(300, 1), long_prompt(40, 2)
+    for _ in range(3):
+        for history in (parts, whole):
+            come(history, others)
+        visit, kin = parts.begin(0, len(keys)), 0
+        for start in range(0, len(keys), 100):
+            kin = parts.count(keys, start, start + 100, kin, visit)
+        come(whole, keys)
+        for key in (*keys, *others):
+            assert parts.known(key) == whole.known(key)
+    assert parts.now == whole.now and parts._prompt_blocks == whole._prompt_blocks
+    assert parts._entered == pytest.approx(whole._entered) and parts._reused == pytest.approx(whole._reused)
+    visit = parts.begin(0, len(keys))
+    kin = parts.count(keys, 0, 200, 0, visit)
+    come(parts, keys[200:])  # another request wants them meanwhile
+    parts.count(keys, 200, 300, kin, visit)
+    assert [parts.known(key)[0] for key in (keys[0], keys[-1])] == [5, 5]
+
+
+def test_one_that_is_not_known_stands_for_the_one_beside_it():
+    history, keys = ReuseHistory(), [key_of(number) for number in range(8)]
+    parents = [None, *keys[:4], None, *keys[5:7]]
+    for key in (keys[2], keys[6]):
+        come(history, [key])
+    for order in (1, -1):
+        found = history.stand_ins(keys[::order], parents[::order])[::order]
+        assert found == [keys[2]] * 5 + [keys[6]] * 3
+    assert history.stand_ins(keys[3:5], parents[3:5]) == [keys[2]] * 2, "what lies before is known"
+    assert history.stand_ins(keys[:2], parents[:2]) == keys[:2], "nobody is known"
 
 
 def test_a_kin_tells_what_extends_a_conversation_from_what_begins_one():

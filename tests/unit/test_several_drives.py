@@ -115,7 +115,7 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
 def test_no_segment_gets_the_number_of_a_neighbours():
     """A damaged record has used up those below: until the next start there are no more segments."""
     parts = Parts.make(Config.from_mapping({}), GEOMETRY, Mock())
-    transfers, segments = parts.transfers, Segments(Tier.NVME, parts, NvmeLayout(0, (2,), (1 << 62,)), 1)
+    transfers, segments = parts.transfers, Segments(Tier.NVME, parts, NvmeLayout(0, (2,), 1 << 62), 1)
     segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)], "", b"")
     planned = []
     for _ in range(3):

@@ -361,7 +361,7 @@ def test_what_may_not_leave_does_not_keep_others_from_leaving(eviction, why, mon
 def test_a_parked_row_comes_back_whatever_way_its_follower_goes(eviction, way):
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
-    nvme = NvmeSpace(parts, NvmeLayout(0, (1,), (1 << 62,)), MemoryIndex(), AdmissionPolicy())
+    nvme = NvmeSpace(parts, NvmeLayout(0, (1,), 1 << 62), MemoryIndex(), AdmissionPolicy())
     for number in range(2):
         spec = SegmentSpec(number, 4096, 1)
         nvme.segments.specs[number] = spec

@@ -30,9 +30,17 @@ NEARLY = 0.9
 _Names = Annotated[list[str], typer.Option(metavar="NAME,...", help="As in the configuration.")]
 
 
+OfForm = Annotated[
+    Form,
+    typer.Option(
+        "--form", metavar="FORM", help="How it is written: auto (by its first line), mooncake, azure, jsonl or kvdisk."
+    ),
+]
+
+
 def replay(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help="The trace: plain or gzip.", show_default=False)],
-    form: Annotated[Form, typer.Option("--form", help="How it is written; auto: known by its first line.")] = Form.AUTO,
+    form: OfForm = Form.AUTO,
     block_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of a block; by default the trace's; 512 for mooncake; else 16."),

@@ -191,7 +191,7 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
     if setting.nvme.slots:
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
-        nvme = make_nvme(parts, NvmeLayout(0, (setting.nvme.slots,), (charge_bytes,)), InstantIndex())
+        nvme = make_nvme(parts, NvmeLayout(0, (setting.nvme.slots,), charge_bytes), InstantIndex())
         nvme.restore(_HOME_ID, bytes(FINGERPRINT_BYTES))
     return TierManager(parts, Tiers(cpu, nvme), make_store_policy(setting.store_policy), first_generation=1)
 

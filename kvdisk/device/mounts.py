@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kind of file system a store's directory lies on, and what that means for a store.
+
+A store needs three things of it: a flock that every process on any machine sees, renames and
+``fsync`` that hold after a crash, and O_DIRECT, or at least writes that cost no second copy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from kvdisk.errors import ConfigError
+
+MOUNTINFO_PATH = Path("/proc/self/mountinfo")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+_NETWORK = (
+    "two machines that use it at once may not see each other's locks, and may take one store over from each other"
+)
+_USER_SPACE = "what holds after a crash, and whether others see its locks, is up to a program that kvdisk does not know"
+_OBJECTS = "it keeps objects: it cannot write in place, and does not lock"
+
+REFUSED = {
+    "cifs": _NETWORK,
+    "smb3": _NETWORK,
+    "smbfs": _NETWORK,
+    "afs": _NETWORK,
+    "coda": _NETWORK,
+    "9p": "it has no locks that other machines see, and is no block device of this one",
+    "fuse.sshfs": "it does not lock, and cannot write in place after its connection was lost",
+    "fuse.rclone": _OBJECTS,
+    "fuse.s3fs": _OBJECTS,
+    "fuse.gcsfuse": _OBJECTS,
+    "fuse.goofys": _OBJECTS,
+    "fuse.geesefs": _OBJECTS,
+    "fuse.mount-s3": _OBJECTS,
+    "fuse.blobfuse": _OBJECTS,
+    "fuse.blobfuse2": _OBJECTS,
+}
+"""Kinds on which blocks would be lost or stores taken from each other, and why."""
+
+WARNED = {
+    "nfs": _NETWORK,
+    "nfs4": _NETWORK,
+    "lustre": _NETWORK,
+    "ceph": _NETWORK,
+    "beegfs": _NETWORK,
+    "gpfs": _NETWORK,
+    "pvfs2": _NETWORK,
+    "glusterfs": _NETWORK,
+    "ocfs2": _NETWORK,
+    "gfs2": _NETWORK,
+    "fuse.glusterfs": _NETWORK,
+    "fuse.ceph": _NETWORK,
+    "fuse.ceph-fuse": _NETWORK,
+    "fuse.juicefs": _NETWORK,
+    "tmpfs": "it is memory: what is stored there takes memory, and is gone after a reboot",
+    "ramfs": "it is memory without a bound: what is stored there takes memory, and is gone after a reboot",
+    "overlay": "it is a container's own file system: what is stored there is gone with the container",
+}
+"""Kinds on which a store works, and what a user must know of it."""
+
+
+LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=flock", "localflock", "noflock"})
+"""Options of a mount, of NFS and Lustre, with which no machine sees another's flock."""
+
+
+class Mount(NamedTuple):
+    """Where a file system is mounted, its kind (``nfs4``, ``fuse.sshfs``), and its options."""
+
+    point: str
+    kind: str
+    options: frozenset[str] = frozenset()
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """Return the mounts that a ``mountinfo`` lists, the last one on top; lines that say nothing are
+    left out."""
+    found = []
+    for line in text.splitlines():
+        left, separator, right = line.partition(" - ")
+        fields, more = left.split(" "), right.split(" ")
+        if separator and len(fields) >= 6 and more[0]:
+            options = frozenset(",".join([fields[5], *more[2:]]).split(","))
+            found.append(Mount(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]), more[0], options))
+    return found
+
+
+def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
+    """Return what a path without symlinks lies on; None where no mount holds it."""
+    found = None
+    for mount in mounts:
+        holds = path == mount.point or path.startswith(f"{mount.point.rstrip('/')}/")
+        if holds and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def kind_of(path: Path) -> Mount | None:
+    """Return what a directory lies on, or will when it is made; None where the system does not
+    say."""
+    try:
+        text = MOUNTINFO_PATH.read_text("utf-8", "surrogateescape")
+    except OSError:
+        return None
+    return mount_of(os.path.realpath(path), parse_mounts(text))
+
+
+def check_mount(path: Path) -> str | None:
+    """Return a sentence that a user must know of the file system of a directory; None: there is
+    none. Raises ConfigError where it cannot hold a store."""
+    mount = kind_of(path)
+    if mount is None:
+        return None
+    where = f"store_dirs: {path} is on {mount.kind}"
+    local = sorted(LOCAL_LOCKS & mount.options)
+    why = f"with the option {local[0]} its locks are each machine's own" if local else REFUSED.get(mount.kind)
+    if why:
+        raise ConfigError(f"{where}, which cannot hold a store: {why}; name a directory on a local drive")
+    if why := WARNED.get(mount.kind):
+        return f"{where}: {why}."
+    if mount.kind == "fuse" or mount.kind.startswith("fuse."):
+        return f"{where}: {_USER_SPACE}."
+    return None

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what an engine has open is still there by its path.
+
+A process reads and writes on in a file that was removed. Its bytes stay taken, and nobody else, the
+next start neither, finds it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvdisk.device.home import INDEX_FILE, Home, Place
+from kvdisk.device.segment import DriveFolder, segment_path
+from kvdisk.messages import SegmentSpec
+
+_Identity = tuple[int, int]
+
+
+class HomeWatch:
+    """Compares the files of one's own home with what they were. One thread; waits for the disk.
+
+    ``parts``: files of each segment.
+    """
+
+    def __init__(self, home: Home, parts: int) -> None:
+        self._home = home
+        self._parts = parts
+        self._index = _identity(home.index_path / INDEX_FILE)
+        self._seen: dict[tuple[int, int], _Identity | None] = {}
+        """Of segments by number and rank: what was found first."""
+
+    def index_is_there(self) -> bool:
+        """Whether the index's file is the one that was opened."""
+        return self._home.place() is Place.THERE and _identity(self._home.index_path / INDEX_FILE) == self._index
+
+    def lost_segments(self, segments: Mapping[int, SegmentSpec]) -> frozenset[int]:
+        """Return which segments lack the file of some rank, or have another in its place. A drive
+        that does not say counts as if all were there."""
+        self._seen = {key: found for key, found in self._seen.items() if key[0] in segments}
+        return frozenset(number for number, spec in segments.items() if self._is_lost(spec))
+
+    def _is_lost(self, spec: SegmentSpec) -> bool:
+        folder = self._home.folders[spec.drive]
+        if folder is None:
+            return False
+        if spec.drive == 0:  # by the directory that is open, which may have been moved with all that is in it
+            folder = DriveFolder(self._home.open_path)
+        for rank in range(self._parts):
+            try:
+                found = _identity(segment_path(folder, spec.segment, rank))
+            except OSError:
+                return False
+            if found is None or self._seen.setdefault((spec.segment, rank), found) != found:
+                return True
+        return False
+
+
+def _identity(path: Path) -> _Identity | None:
+    """Return what tells a file from any other; None: there is none. Raises OSError."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino

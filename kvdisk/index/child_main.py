@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that maps LMDB files: the only one that does. See ``child``.
+
+It owns one index, to write, or reads those of others; it answers one question after the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvdisk.blocks import BlockKey
+from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.index.base import ForeignCopy
+from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.records import Operation, Table, decode_blocks, decode_segments, encode_block_key
+
+MOST_OPEN = 64
+"""Indexes of others that the process keeps open. It closes the oldest first."""
+
+
+class Server:
+    """Answers questions: each method that does not begin with _ is one, and yields the parts of its
+    answer. Raises KvdiskError.
+
+    ``pipe``: to the parent.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._own: LmdbTables | None = None
+        self._others: dict[str, tuple[int, LmdbTables]] = {}
+        """Those of others in which keys were looked up."""
+
+    # -- the own index -------------------------------------------------------------------------
+
+    def open(self, path: str, map_bytes: int) -> Iterator[int]:
+        """Own an index, to write. The number of its last transaction."""
+        self._own = LmdbTables(Path(path), map_bytes, is_wanted=self._is_wanted)
+        yield self._own.transaction
+
+    def check(self) -> Iterator[None]:
+        """Go through all of it."""
+        for table in Table:
+            for _ in self._tables.scan(table):
+                pass
+        yield None
+
+    def scan(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """See ``LmdbTables.scan``."""
+        return self._tables.scan(table)
+
+    def commit(self, operations: Sequence[tuple[int, bytes, bytes | None]]) -> Iterator[int]:
+        """Commit; the number of the transaction."""
+        self._tables.commit([Operation(Table(table), key, value) for table, key, value in operations])
+        yield self._tables.transaction
+
+    def append(self, table: Table, items: Sequence[tuple[bytes, bytes]]) -> Iterator[None]:
+        """See ``LmdbTables.append``."""
+        self._tables.append(table, items)
+        yield None
+
+    def recover(self) -> Iterator[None]:
+        """See ``LmdbTables.recover``."""
+        self._tables.recover()
+        yield None
+
+    def close(self) -> Iterator[None]:
+        """Sync and close."""
+        self._tables.close()
+        yield None
+
+    @property
+    def _tables(self) -> LmdbTables:
+        assert self._own is not None
+        return self._own
+
+    def _is_wanted(self) -> bool:
+        # Nothing is sent while an answer is awaited: what can be read is the pipe's end.
+        return not self._pipe.poll()
+
+    # -- those of others -----------------------------------------------------------------------
+
+    def find(
+        self, path: str, home_id: str, epoch: int, keys: Sequence[BlockKey]
+    ) -> Iterator[dict[BlockKey, ForeignCopy]]:
+        """Look keys up; nothing where there is no index."""
+        try:
+            yield _find(self._get(path), home_id, epoch, keys)
+        except KvdiskError as error:
+            self._close(path)
+            if not _is_missing(error):
+                raise
+            yield {}
+
+    def read(self, path: str) -> Iterator[tuple[Table, list[bytes], list[bytes]]]:
+        """Read all of one, blocks before segments; nothing where there is none."""
+        try:
+            with closing(LmdbTables(Path(path), readonly=True)) as tables:
+                # A segment's record is committed before those of its blocks.
+                for table in (Table.BLOCKS, Table.SEGMENTS):
+                    yield table, [], []
+                    for keys, values in tables.scan(table):
+                        yield table, keys, values
+        except KvdiskError as error:
+            if not _is_missing(error):
+                raise
+
+    def _get(self, path: str) -> LmdbTables:
+        inode, known = _inode(path), self._others.get(path)
+        # One that was rebuilt is a new file in the old place.
+        if known is not None and known[0] == inode and known[1].complete:
+            return known[1]
+        self._close(path)
+        tables = LmdbTables(Path(path), readonly=True)
+        self._others[path] = (inode, tables)
+        if len(self._others) > MOST_OPEN:
+            self._close(next(iter(self._others)))
+        return tables
+
+    def _close(self, path: str) -> None:
+        known = self._others.pop(path, None)
+        if known is not None:
+            known[1].close()
+
+
+def _is_missing(error: KvdiskError) -> bool:
+    return isinstance(error, DeviceError) and error.errno == errno.ENOENT
+
+
+def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]) -> dict[BlockKey, ForeignCopy]:
+    names = [encode_block_key(epoch, key) for key in keys]
+    found = [
+        (name, value) for name, value in zip(names, tables.get(Table.BLOCKS, names), strict=True) if value is not None
+    ]
+    records = list(decode_blocks([name for name, _ in found], [value for _, value in found]).records())
+    wanted = {record.slot.segment for record in records}
+    found_segments = [each for part in tables.scan(Table.SEGMENTS) for each in decode_segments(*part)]
+    segments = {each.segment: each for each in found_segments if each.segment in wanted}
+    return {
+        record.key: ForeignCopy(
+            home_id, segments[record.slot.segment], record.slot.index, record.generation, record.stored_s
+        )
+        for record in records
+        if record.slot.segment in segments
+    }
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(Path(path) / "data.mdb", follow_symlinks=False).st_ino
+    except OSError:
+        return -1
+
+
+def main(descriptor: int, make: type[Server] = Server) -> None:
+    """Be the child: answer questions until the parent's end of the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # who ends a group or a service ends the parent, too
+        signal.signal(number, signal.SIG_IGN)
+    with Connection(descriptor) as pipe, suppress(EOFError, ConnectionError):
+        server = make(pipe)
+        pipe.send((True, "started"))
+        while True:
+            what, *asked = pipe.recv()
+            problem: Any = None
+            try:
+                for part in getattr(server, what)(*asked):
+                    pipe.send((True, part))
+            except (KvdiskError, OSError) as error:
+                problem = error if isinstance(error, KvdiskError) else DeviceError(error.errno or errno.EIO, str(error))
+            pipe.send((False, problem))

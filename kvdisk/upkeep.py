@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does for its store beside its steps: it notes that the store is in use, trims what
+others left, and looks whether all that it has open is still there.
+
+See docs/decisions/0046-stores-that-go-away.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from kvdisk.device.cap import ORPHAN_SPARED_S
+from kvdisk.device.home import Home, Place
+from kvdisk.device.store import Store
+from kvdisk.device.watch import HomeWatch
+from kvdisk.mailbox import Mailbox
+from kvdisk.manager.nvme import NvmeSpace
+
+logger = logging.getLogger("kvdisk")
+
+
+class Upkeep:
+    """See the module. ``parts``: files of each segment. One thread calls ``look``, and waits for
+    any of the drives."""
+
+    def __init__(self, store: Store, home: Home, nvme: NvmeSpace, mailbox: Mailbox, parts: int) -> None:
+        self._store = store
+        self._home = home
+        self._nvme = nvme
+        self._mailbox = mailbox
+        self._watch = HomeWatch(home, parts)
+        self._takes_more = True
+        self._told: set[int] = set()
+        """Segments that were found to be lost."""
+
+    def look(self) -> None:
+        """Do it all once. Raises KvdiskError, OSError."""
+        place, said = self._home.place(), []
+        if place is Place.THERE:
+            said += self._mend()
+            if self._takes_more and not self._watch.index_is_there():
+                said.append("its index is gone, so it takes no more blocks until the next start, which makes it anew")
+                self._takes_more = False
+        elif self._takes_more:
+            how = "was moved away" if place is Place.MOVED else "is gone"
+            said.append(f"{self._home.path} {how}, so it takes no more blocks until the next start")
+            self._takes_more = False
+        lost = self._watch.lost_segments(self._nvme.segments.in_place.copy())
+        if fresh := lost - self._told:
+            self._told |= fresh
+            what = "a file of 1 segment is" if len(fresh) == 1 else f"files of {len(fresh)} segments are"
+            said.append(f"{what} gone: what was in there is computed again")
+        if said:
+            text = "kvdisk: others changed engine store %s while it is in use: %s."
+            logger.warning(text, self._home.id, "; ".join(said))
+        if lost or not self._takes_more:  # once more does no harm
+            self._mailbox.post(partial(self._give_up, lost, self._takes_more))
+        if place is Place.THERE:
+            self._keep()
+
+    def _mend(self) -> list[str]:
+        names = self._store.mend(self._home)
+        return [f"{', '.join(names)} had gone, and was made anew"] if names else []
+
+    def _give_up(self, lost: frozenset[int], takes_more: bool) -> None:
+        """Act on what was found, on the scheduler's thread."""
+        if not takes_more:
+            self._nvme.take_no_more()
+        self._nvme.lose(lost)
+
+    def _keep(self) -> None:
+        """Note that the home is in use, and trim orphans.
+
+        An owner may die, and its cap with it; what it leaves is spared for a while, because it may
+        be starting again.
+        """
+        try:
+            self._home.mark_used()
+        finally:  # a full drive, which cannot take the note, is what trimming helps against
+            self._store.trim(self._home.fingerprint, unused_s=ORPHAN_SPARED_S)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory this process may take, and whether all ranks of this host fit into it.
+
+A process is killed by the least limit of all control groups around it, of version 1 or 2, not by
+its own group's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from kvdisk.errors import ConfigError
+
+MACHINE = "this machine"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+class HostMemory(NamedTuple):
+    """What there is. ``where``: what limits it, in words."""
+
+    limit_bytes: int
+    where: str = MACHINE
+
+
+class Deployment(NamedTuple):
+    """How the workers lie. ``ranks``: of an engine. ``engines``: on this host, with equal settings:
+    data-parallel ranks. ``hosts``: that the ranks of an engine are spread over."""
+
+    ranks: int = 1
+    engines: int = 1
+    hosts: int = 1
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of all engines on this host."""
+        return -(-self.ranks // self.hosts) * self.engines
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return the memory of the machine, or the least that a control group around this process may
+    take, if that is less. ``root``: where ``/proc`` and ``/sys`` are."""
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([HostMemory(machine_bytes), *_limits(root)], key=lambda each: each.limit_bytes)
+
+
+def check_host_memory(rank_bytes: int, deployment: Deployment, memory: HostMemory | None = None) -> None:
+    """Raise ConfigError where the ranks of this host do not fit into its memory. ``rank_bytes``: of
+    one rank. ``memory``: None: this host's."""
+    limit_bytes, where = memory or host_memory()
+    needed_bytes = rank_bytes * deployment.ranks_here
+    if needed_bytes <= limit_bytes:
+        return
+    engines = f" of {deployment.engines} engines" if deployment.engines > 1 else ""
+    ranks = f"{deployment.ranks_here} ranks{engines} need" if deployment.ranks_here > 1 else "A rank needs"
+    raise ConfigError(
+        f"{ranks} {_gib(needed_bytes)} of host memory, and {where} has {_gib(limit_bytes)}; lower cpu_bytes."
+    )
+
+
+def _gib(count_bytes: int) -> str:
+    return f"{count_bytes / (1 << 30):,.2f} GiB"
+
+
+# -- control groups ------------------------------------------------------------------------------
+
+
+def _limits(root: Path) -> Iterator[HostMemory]:
+    """Yield the limits of the groups that this process is in, from its own up to the highest one
+    that is mounted here."""
+    try:
+        own = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
+        mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+    except OSError:
+        return  # a kernel without them
+    groups: dict[str, str] = {}
+    for _, controllers, group in (line.split(":", 2) for line in own.splitlines() if line.count(":") > 1):
+        if not controllers:
+            groups["cgroup2"] = group
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = group
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = [*after.split(" "), "", "", ""][:3]
+        if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
+            mounted, point = (_plain(field) for field in before.split(" ")[3:5])
+            read = _limits_of_version_2 if kind == "cgroup2" else _limits_of_version_1
+            top = root / point.lstrip("/")
+            yield from read(top, _below(mounted, groups[kind]))
+
+
+def _below(mounted: str, group: str) -> PurePosixPath:
+    """Return where a group lies below a mount that begins at the group ``mounted``. A group that
+    is not below it is in another namespace: then what is mounted is all that can be seen."""
+    if ".." not in PurePosixPath(group).parts and PurePosixPath(group).is_relative_to(mounted):
+        return PurePosixPath(group).relative_to(mounted)
+    return PurePosixPath()
+
+
+def _limits_of_version_2(top: Path, below: PurePosixPath) -> Iterator[HostMemory]:
+    for group in (below, *below.parents):
+        limit_bytes = _number(top / group / "memory.max")
+        if limit_bytes is not None:
+            yield HostMemory(limit_bytes, _named(group))
+
+
+def _limits_of_version_1(top: Path, below: PurePosixPath) -> Iterator[HostMemory]:
+    """The same of version 1, where a group may be apart from those above it."""
+    own = top / below
+    try:
+        facts = dict(line.split(" ", 1) for line in (own / "memory.stat").read_text().splitlines())
+        # The least of all, also of those above the mount.
+        yield HostMemory(int(facts["hierarchical_memory_limit"]), _named(below))
+    except (OSError, ValueError, KeyError):
+        pass
+    is_apart = _number(own / "memory.use_hierarchy") == 0
+    for group in (below, *([] if is_apart else below.parents)):
+        limit_bytes = _number(top / group / "memory.limit_in_bytes")
+        if limit_bytes is not None:
+            yield HostMemory(limit_bytes, _named(group))
+
+
+def _named(group: PurePosixPath) -> str:
+    return f"this container (control group /{group})" if group.parts else "this container"
+
+
+def _number(file: Path) -> int | None:
+    """Return the number in a file; None for "max", or without one."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _plain(field: str) -> str:
+    """Return a path of mountinfo, which has spaces in octal digits."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)

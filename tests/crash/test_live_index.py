@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends, hangs or cuts short the index of an engine under load: its requests go on, one
+sentence says what is kept no more, and the next engine serves what is on the drive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live_children import SEED, Child
+from support.live_audit import audit
+from support.live_engine import LiveEngine
+from support.live_load import LiveLoad, LoadShape
+from support.live_model import LiveModel
+from support.live_process import ProcessSettings
+from support.waits import WAIT_S, lives, until
+
+from kvdisk import assembly
+from kvdisk.index import commit_writer, lmdb_index
+from kvdisk.index.base import IndexState
+from kvdisk.messages import JobKind
+
+MODEL = LiveModel(windowed=True)
+STEPS = 150
+GONE = "takes no new blocks on NVMe until the next start"
+ANOTHER = "another process goes on with it"
+LATE = "a commit has not ended"
+REBUILT = "kvdisk rebuilt the index"
+
+
+def cut(name: str, units: int) -> Callable[[LiveEngine], None]:
+    def harm(engine: LiveEngine) -> None:
+        assert engine.parts.home is not None
+        os.truncate(engine.parts.home.index_path / name, units * 4096)
+
+    return harm
+
+
+def sent(number: int) -> Callable[[LiveEngine], None]:
+    def harm(engine: LiveEngine) -> None:
+        assert engine.parts.index is not None and engine.parts.index.pid is not None
+        os.kill(engine.parts.index.pid, number)
+
+    return harm
+
+
+CASES = {
+    "data.mdb is emptied": (cut("data.mdb", 0), GONE, True),
+    "data.mdb is cut": (cut("data.mdb", 3), GONE, True),
+    "lock.mdb is emptied": (cut("lock.mdb", 0), ANOTHER, False),
+    "killed": (sent(signal.SIGKILL), ANOTHER, False),
+    "of an unreadable place": (sent(signal.SIGBUS), ANOTHER, False),
+    "stopped": (sent(signal.SIGSTOP), LATE, False),
+}
+
+
+def started(store: Path) -> LiveEngine:
+    return LiveEngine(MODEL.config(str(store), blocks=24, segment_blocks=4, store_decode=True), MODEL)
+
+
+def load_on(engine: LiveEngine, seed: int) -> LiveLoad:
+    return LiveLoad(engine, seed, LoadShape(width=3, forgets=0.5))
+
+
+def run(load: LiveLoad, done: Callable[[], object], what: str) -> None:
+    def step() -> object:
+        load.step()
+        return done()
+
+    until(step, what)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_index_that_is_lost_under_load(case, quick_path, caplog, monkeypatch, request):
+    harm, said, rebuilds = CASES[case]
+    monkeypatch.setattr(commit_writer, "LATE_S", 0.5 if said == LATE else WAIT_S)
+    if said == LATE:
+        monkeypatch.setattr(assembly, "_CLOSE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(lmdb_index, "CLOSE_TIMEOUT_S", 0.1)
+    engine = started(quick_path / "store")
+    request.addfinalizer(engine.close)
+    load, stats, index = load_on(engine, SEED), engine.manager.stats, engine.parts.index
+    run(load, lambda: stats["hit_tokens.nvme"] and stats["evicted_blocks.nvme"], "hits and evictions")
+    assert "data.mdb" not in Path("/proc/self/maps").read_text(), "the engine does not map its index"
+    pid = index.pid
+    harm(engine)
+    run(load, lambda: said in caplog.text, said)
+    jobs = engine.counting.jobs[JobKind.DEMOTE]
+    hits, finished, steps = stats["hit_tokens.nvme"], load.finished, engine.step_count
+    run(load, lambda: engine.step_count > steps + STEPS and stats["hit_tokens.nvme"] > hits, "hits go on")
+    assert load.finished > finished
+    load.end()
+    if said == GONE:
+        assert index.poll().state is IndexState.GONE
+        assert engine.counting.jobs[JobKind.DEMOTE] <= jobs + 1, "nothing more is written"
+    if said == ANOTHER:
+        assert index.pid != pid
+        audit(engine)
+    assert len([text for text in caplog.messages if "index" in text]) == 1, caplog.messages
+    engine.close()
+    assert not lives(pid)
+    caplog.clear()
+    after = started(quick_path / "store")
+    request.addfinalizer(after.close)
+    assert (REBUILT in caplog.text) == rebuilds, caplog.messages
+    audit(after)
+    load = load_on(after, SEED)
+    run(load, lambda: after.manager.stats["hit_tokens.nvme"], "hits of what was there")
+    load.end()
+    audit(after)
+    after.close()
+
+
+def test_an_engine_that_is_killed_leaves_no_process_behind(tmp_path):
+    """Its index's process ends the commit that it is at, and the next engine takes the store over
+    after that."""
+    settings = ProcessSettings(str(tmp_path / "store"), seed=SEED, commit_s=0.0)
+    with Child(tmp_path, settings) as child:
+        child.wait_serving()
+        until(lambda: child.count("demoted_blocks"), "blocks on NVMe")
+        found = children_of(child.pid)
+        assert found
+        child.assert_killed()
+        until(lambda: not any(map(lives, found)), "the end of its processes")
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from support.live_engine import LiveEngine
+from support.live_model import LiveModel
+model = LiveModel()
+engine = LiveEngine(model.config(sys.argv[1], blocks=24), model)
+engine.serve(["abcdefgh" * 4])
+assert engine.parts.index.poll().committed > 0
+print("lmdb" in sys.modules, "data.mdb" in Path("/proc/self/maps").read_text())
+engine.close()
+"""
+
+
+def test_an_engine_neither_imports_lmdb_nor_maps_its_files(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "False False\n"

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same machine with prompts that are longer than every bound of a step: searches that end
+early, questions that are cut, and prompts that are counted and looked at in parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from machines import run_machine
+from support import manager_sizes as on
+from support.manager_parts import Sizes
+
+from kvdisk.manager import demand, demotions, neighbours, prefetch, remote, stores
+from kvdisk.manager.demand import Demand
+from kvdisk.manager.demotions import Demotions
+from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.remote import RemoteCopies
+from kvdisk.manager.stores import StorePlanner
+
+BOUNDS = (
+    (TailFirst, "MAX_STEPS", 1),
+    (TailFirst, "MAX_SKIPPED", 2),
+    (demand, "MOST_COUNTED", 2),
+    (stores, "MOST_REACHED", 2),
+    (stores, "MOST_LEFT", 3),
+    (demotions, "MAX_DEMOTE_MOVES", 3),
+    (demotions, "MAX_DEMOTE_JOBS", 1),
+    (prefetch, "MAX_PROMOTE_MOVES", 2),
+    (neighbours, "MOST_KEYS", 3),
+    (neighbours, "MOST_HINTS", 6),
+    (remote, "MOST_KEYS", 3),
+    (remote, "MOST_HINTS", 6),
+    (remote, "MOST_SEND_MOVES", 2),
+    (remote, "MOST_QUEUED", 4),
+)
+_LONG = ("aabbccddeeffgghht", "aabbccddeeffgghhii", "aabbccddjjkkllmmt", "nnooppqqrrsstt", "aabbt", "uuvvwwxxyyzzaabbt")
+SIZES = {
+    "one group": replace(on.ONE_GROUP, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
+    "two groups": replace(
+        on.WINDOW, block_count=32, cpu_slots=(6, 10), segment_slots=(4, 6), segments=2, prompts=_LONG
+    ),
+    "queue": replace(on.QUEUE, block_count=20, cpu_slots=(12,), segment_slots=(8,), segments=2, prompts=_LONG),
+    "remote": replace(on.REMOTE, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
+    "NVMe alone": replace(on.NVME_ONLY, block_count=20, segment_slots=(6,), segments=2, prompts=_LONG),
+}
+
+
+@pytest.fixture
+def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Low bounds, and how often each kind of them ended something."""
+    for owner, name, value in BOUNDS:
+        assert hasattr(owner, name)
+        monkeypatch.setattr(owner, name, value)
+    counts: Counter[str] = Counter()
+
+    def watch(owner: type, name: str, note: Callable[..., Any]) -> None:
+        real = getattr(owner, name)
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = real(self, *args, **kwargs)
+            counts.update({key: 1 for key, is_so in note(self, args, answer).items() if is_so})
+            return answer
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(TailFirst, "victims", lambda order, *_: {"a search ended early": order.ended_early})
+    watch(Demand, "step", lambda demand, *_: {"a prompt was counted in parts": demand._uncounted})
+    watch(
+        StorePlanner, "_next_blocks", lambda _, args, __: {"more was reached than a step looks at": args[0].is_behind}
+    )
+    watch(Demotions, "plan", lambda self, *_: {"a backlog was longer than a step's jobs": self.total})
+    watch(
+        NeighbourCopies,
+        "ask",
+        lambda self, *_: {
+            "neighbours were asked in parts": any(len(each) >= 3 for each in self._unanswered.values()),
+        },
+    )
+    watch(
+        RemoteCopies,
+        "ask",
+        lambda self, *_: {
+            "the remote store was asked in parts": any(sum(map(len, each)) >= 3 for each in self._unanswered.values()),
+        },
+    )
+    return counts
+
+
+EVERYWHERE = ("a search ended early", "a prompt was counted in parts", "more was reached than a step looks at")
+ALSO = {
+    "one group": ("a backlog was longer than a step's jobs", "neighbours were asked in parts"),
+    "two groups": ("a backlog was longer than a step's jobs",),
+    "remote": ("the remote store was asked in parts",),
+}
+
+
+@pytest.mark.parametrize(("name", "sizes"), SIZES.items(), ids=SIZES)
+def test_the_invariants_hold_of_prompts_longer_than_every_bound(name: str, sizes: Sizes, crossed: Counter[str]) -> None:
+    run_machine(sizes, examples=30)
+    missing = [what for what in (*EVERYWHERE, *ALSO.get(name, ())) if not crossed[what]]
+    assert not missing, f"it never happened, so nothing is shown about it: {missing}, of {crossed}"

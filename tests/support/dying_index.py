@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of an index, as one that dies at a commit: of a file beside the index that says when.
+
+Its text is a word, ``before`` or ``after``, which says what of the commit is done. Each file is one
+death.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdisk.index import child_main
+from kvdisk.index.child_main import Server
+
+ORDERS = "orders"
+"""In the index's directory."""
+
+
+class DyingServer(Server):
+    """See the module."""
+
+    def open(self, path: str, map_bytes: int) -> Iterator[int]:
+        self._orders = Path(path) / ORDERS
+        return super().open(path, map_bytes)
+
+    def commit(self, operations: Sequence[Any]) -> Iterator[int]:
+        order = self._orders.read_text() if self._orders.exists() else ""
+        self._orders.unlink(missing_ok=True)
+        if order == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = list(super().commit(operations))
+        if order == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from number
+
+
+def main(descriptor: int) -> None:
+    """Be the child."""
+    child_main.main(descriptor, DyingServer)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drive does not take all of: it gets prompts whole, in all their groups, whatever the sizes
+of these."""
+
+from __future__ import annotations
+
+import pytest
+from support.manager_parts import DAY_S
+from tier_bench import TierBench
+
+from kvdisk.blocks import Tier, make_block_key
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import demotions
+
+PAYLOADS = {"small and large": (4096, 16384), "large and small": (16384, 4096), "three": (8192, 4096, 28672)}
+PROMPTS = 60
+BLOCKS = 4
+"""Of a prompt, in each group."""
+LARGE_MEMORY, SMALL_MEMORY = 3 * PROMPTS * BLOCKS, PROMPTS * BLOCKS // 3
+
+
+def prompt_of(number: int) -> str:
+    return f"{number:02}" * BLOCKS
+
+
+class Bench(TierBench):
+    """Groups of full attention with blocks of several sizes, and more stored than is written."""
+
+    def __init__(self, payloads: tuple[int, ...], memory_blocks: int, **how: object) -> None:
+        geometry = Geometry(tuple(GroupGeometry(at, 2, size) for at, size in enumerate(payloads)), 1, 2)
+        super().__init__(
+            [memory_blocks] * len(payloads),
+            [PROMPTS * BLOCKS] * len(payloads),
+            geometry=geometry,
+            gpu_blocks=1000,
+            segments=2,
+            nvme_admission="all",
+            **how,
+        )
+        self.idle()
+
+    def whole(self) -> list[int]:
+        """Return the prompts all of whose blocks of all groups are on the drive."""
+        groups = range(len(self.sizes.geometry.groups))
+        return [number for number in range(PROMPTS) if all(self.there(number, group) == BLOCKS for group in groups)]
+
+    def there(self, number: int, group: int) -> int:
+        ends = range(2, 2 * BLOCKS + 1, 2)
+        rows = [self.catalog.find(make_block_key(prompt_of(number)[:end].encode(), group)) for end in ends]
+        return sum(row >= 0 and self.catalog.readable(row, Tier.NVME) for row in rows)
+
+    def written_prompts(self) -> float:
+        """Return how many whole prompts all that was written would be."""
+        groups = self.sizes.geometry.groups
+        written = sum(
+            self.there(number, at) * each.slot_bytes for at, each in enumerate(groups) for number in range(PROMPTS)
+        )
+        return written / (BLOCKS * sum(each.slot_bytes for each in groups))
+
+    def come_one_by_one(self, seconds: float) -> None:
+        for number in range(PROMPTS):
+            self.add(prompt_of(number))
+            while self.engine.requests:
+                self.step(16, seconds=seconds)
+
+
+@pytest.mark.parametrize("memory_blocks", [LARGE_MEMORY, SMALL_MEMORY])
+@pytest.mark.parametrize("payloads", PAYLOADS.values(), ids=PAYLOADS)
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_under_a_budget_prompts_are_written_whole(share, payloads, memory_blocks):
+    """The drive gets the budget's share of the prompts, and can serve nearly all of it."""
+    bench = Bench(payloads, memory_blocks, nvme_write_bytes_per_day=int(share * PROMPTS * 44 * 4096))
+    bench.come_one_by_one(DAY_S / PROMPTS / 4)
+    for _ in range(40):
+        bench.step(seconds=0.5)
+    written = bench.written_prompts()
+    assert 2 < written < PROMPTS / 2
+    assert len(bench.whole()) >= 0.85 * written - 1
+
+
+@pytest.mark.parametrize("memory_blocks", [LARGE_MEMORY, SMALL_MEMORY])
+@pytest.mark.parametrize("payloads", PAYLOADS.values(), ids=PAYLOADS)
+def test_a_drive_that_lags_behind_gets_prompts_whole(payloads, memory_blocks, monkeypatch):
+    monkeypatch.setattr(demotions, "MAX_DEMOTE_JOBS", 1)
+    monkeypatch.setattr(demotions, "MAX_DEMOTE_MOVES", BLOCKS)
+    bench = Bench(payloads, memory_blocks)
+    bench.come_one_by_one(0.01)
+    written = bench.written_prompts()
+    assert 10 < written < PROMPTS / 2
+    assert len(bench.whole()) >= 0.85 * written - 1
+    bench.restart()
+    assert len(bench.whole()) >= 0.85 * written - 1

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``make`` does of itself where a package of the system is missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import install
+import pytest
+
+APT = """#!/bin/sh
+echo "$@" >>{log}
+[ "$1" = install ] && {act}
+exit 0
+"""
+
+
+@pytest.fixture
+def apt(tmp_path, monkeypatch):
+    """Makes an ``apt-get``, the only program there is; returns what it was told."""
+    log = tmp_path / "told"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+    def make(act: str = "true"):
+        program = tmp_path / "bin" / "apt-get"
+        program.parent.mkdir()
+        program.write_text(APT.format(log=log, act=act))
+        program.chmod(0o755)
+        return lambda: log.read_text().splitlines() if log.exists() else []
+
+    return make
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    """Runs the whole for an environment in which pip may do nothing."""
+    monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path / ".venv")])
+
+    def no_download(*_):
+        raise AssertionError("pip was to download")
+
+    monkeypatch.setattr(install.Installer, "_step", no_download)
+    return install.main
+
+
+def lose(monkeypatch, path):
+    """Have a library missing until there is this file."""
+    monkeypatch.setattr(install, "loads", lambda _library: path.exists())
+
+
+def test_root_installs_what_vllm_links_to(tmp_path, monkeypatch, apt):
+    library = tmp_path / "libnuma"
+    lose(monkeypatch, library)
+    told = apt(f": >{library}")
+    install.install_libraries()
+    assert told() == ["update -qq", "install -y -qq --no-install-recommends libnuma1"]
+    install.install_libraries()
+    assert len(told()) == 2, "what is there is not installed again"
+
+
+@pytest.mark.parametrize("how", ["apt fails", "apt does nothing", "no apt", "not root"])
+def test_else_one_sentence_names_the_package_before_anything_is_made(tmp_path, monkeypatch, apt, main, capsys, how):
+    lose(monkeypatch, tmp_path / "libnuma")
+    if how != "no apt":
+        told = apt("exit 100" if how == "apt fails" else "true")
+    if how == "not root":
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main() == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "needs libnuma.so.1" in sentence and "the package libnuma1" in sentence
+    assert not (tmp_path / ".venv").exists()
+    assert how != "not root" or told() == []
+
+
+def test_the_documentation_needs_no_library_of_vllm(tmp_path, monkeypatch, main):
+    lose(monkeypatch, tmp_path / "libnuma")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--docs"])
+    monkeypatch.setattr(install.Installer, "make_venv", lambda _self: None)
+    with pytest.raises(AssertionError, match="pip was to download"):
+        main()
+
+
+def test_a_library_that_is_listed_and_damaged_is_missing(tmp_path):
+    (tmp_path / "lib.so").write_bytes(b"")
+    assert not install.loads(str(tmp_path / "lib.so"))
+    assert install.loads("libc.so.6")
+
+
+def test_root_installs_what_makes_environments(tmp_path, monkeypatch, apt):
+    """As on Debian, whose Python has ``ensurepip`` in a package of its own."""
+    there = tmp_path / "ensurepip"
+    told = apt(f": >{there}")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ -e {there} ] || exit 1\nmkdir -p "$4"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", str(python))
+    install.Installer(tmp_path / ".venv", "").make_venv()
+    assert told() == ["update -qq", "install -y -qq --no-install-recommends python3.11-venv"]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are longer than the bounds of a step: what a bound ends goes on in the next one."""
+
+from __future__ import annotations
+
+import pytest
+from tier_bench import GEOMETRY, TierBench
+
+from kvdisk.blocks import Tier
+from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.eviction import TailFirst
+
+GROUPS = {
+    "one group": GEOMETRY,
+    "seven groups": Geometry(
+        (GroupGeometry(0, 2, 4096), *(GroupGeometry(at, 2, 4096, window_tokens=8) for at in range(1, 7))), 1, 2
+    ),
+}
+TIERS = {"memory": ("cpu_slots",), "NVMe": ("nvme_slots",), "both": ("cpu_slots", "nvme_slots")}
+LENGTH = 80
+
+
+def prompt_of(number: int, blocks: int = LENGTH // 2) -> str:
+    """Return a prompt that has nothing in common with others."""
+    return chr(ord("a") + number) * (2 * blocks)
+
+
+def hit_of(bench: TierBench, prompt: str) -> int | None:
+    """Return how many tokens of a prompt can be loaded."""
+    hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]
+    bench.manager.new_request("asks", hashes, len(prompt))
+    return bench.manager.lookup("asks", 0, len(prompt) + 1, bench.engine.now)
+
+
+@pytest.fixture
+def cut_short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Bounds of a search that any of the prompts here is longer than; which searches they ended."""
+    monkeypatch.setattr(TailFirst, "MAX_STEPS", 1)
+    ended, search = [], TailFirst.victims
+
+    def victims(order: TailFirst, *asked: object) -> list[int]:
+        found = search(order, *asked)  # type: ignore[arg-type]
+        ended.append(order.ended_early)
+        return found
+
+    monkeypatch.setattr(TailFirst, "victims", victims)
+    return ended
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+def test_behind_a_long_prompt_the_next_one_is_stored_whole(tiers, geometry, cut_short):
+    """The search for what may leave looks at a part of the old prompt only, and goes on by itself:
+    one request is all that there is."""
+    slots = (len(geometry.groups) * LENGTH * 3 // 4,)
+    bench = TierBench(
+        **dict.fromkeys(tiers, slots), geometry=geometry, gpu_blocks=2000, nvme_admission="all", min_load_tokens=0
+    )
+    bench.serve("zz")  # while a segment is made, windows go on
+    bench.serve(prompt_of(0))
+    bench.add(prompt_of(1), finishing=False)
+    for _ in range(60):
+        bench.step(8)
+    assert any(cut_short)
+    assert hit_of(bench, prompt_of(1)) == LENGTH
+
+
+def test_what_an_ended_request_could_not_store_yet_is_stored_once_the_search_gets_there(cut_short):
+    bench = TierBench((LENGTH - 2,), gpu_blocks=200)
+    bench.serve(prompt_of(0))
+    bench.add(prompt_of(1))
+    while bench.engine.requests:
+        bench.step(8)
+    assert cut_short[-1], "it ends while a search goes on"
+    bench.idle()
+    assert bench.held(prompt_of(1), Tier.CPU) == [True] * (LENGTH // 2)
+
+
+def test_tails_that_may_not_leave_are_passed_over_for_a_while_only(monkeypatch):
+    """Searches that pass over what is held go on from where they ended, and once around."""
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 3)
+    bench = TierBench((12,))
+    for number in range(12):
+        bench.serve(prompt_of(number, 1))
+    rows = [bench.rows(prompt_of(number, 1))[0] for number in range(12)]
+    bench.catalog.pin(rows[:10], Tier.CPU)
+    (order,) = bench.parts.cpu._orders
+    found = [order.victims(1, bench.catalog.evictable_in(Tier.CPU)) for _ in range(4)]
+    assert found == [[], [], [], [rows[10]]]
+    bench.catalog.pin(rows[10:], Tier.CPU)
+    ended = []
+    for _ in range(6):
+        assert not order.victims(1, bench.catalog.evictable_in(Tier.CPU))
+        ended.append(order.ended_early)
+    assert ended[0] and not ended[-1], "it goes around for ever"
+    bench.catalog.unpin(rows, Tier.CPU)
