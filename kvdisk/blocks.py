@@ -61,6 +61,8 @@ class Slot(NamedTuple):
 
 BY_KEY = Slot(0, 0)
 """The place of every block in a tier that names blocks by key."""
+BY_KEY_OVER = Slot(0, 1)
+"""The same of a block that is to be written over what is there."""
 
 
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:

@@ -270,8 +270,10 @@ class Config:
     Example: "mooncake://10.0.0.1:50051"
     """
     remote_options: tuple[tuple[str, str], ...] = _setting((), _parse_options)
-    """Settings of `remote`. Of a bucket as [obstore](https://developmentseed.org/obstore/) names
-    them; what is not said is taken from the environment, as the clients of these stores do. Of
+    """Settings of `remote`, all as text. Of a bucket as
+    [obstore](https://developmentseed.org/obstore/) names them, those of its HTTP client
+    (`allow_http`, `timeout`, `proxy_url` ...) included; what is not said is taken from the
+    environment, as the clients of these stores do. Of
     Mooncake as its `setup` names them: `protocol` (`"tcp"`, or `"rdma"`), `rdma_devices` (all),
     `metadata_server` (`"P2PHANDSHAKE"`), `local_hostname` (the address that the master sees),
     `tenant_id`, and `global_segment_size`, bytes that each process of the engine adds to the store

@@ -22,7 +22,8 @@ class JobKind(IntEnum):
     STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
     slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to
     the GPU block. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified. In place
-    of the NVMe slot of the last three there may be the remote store, as ``BY_KEY``.
+    of the NVMe slot of the last three there may be the remote store, as ``BY_KEY``, or of a DEMOTE
+    as ``BY_KEY_OVER``.
     OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the
     plan.
     """
@@ -193,7 +194,8 @@ class Report:
     ``released``: by job, on how many ranks its late moves have ended; never before the job's
     result. ``copied``: by store that has not ended, on how many ranks it has stopped reading the
     GPU. ``off``: a rank has switched itself off, and results may be missing: the scheduler's half
-    switches itself off too.
+    switches itself off too. ``remote_pause_s``: a rank has begun to leave reads from the remote
+    store alone, for so many seconds from now on.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
@@ -201,6 +203,7 @@ class Report:
     copied: dict[JobId, int] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     off: bool = False
+    remote_pause_s: float = 0.0
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report of the same step to this one; a move failed if any rank failed
@@ -217,9 +220,11 @@ class Report:
                 counts[job_id] = counts.get(job_id, 0) + ranks
         self.stats.merge(other.stats)
         self.off |= other.off
+        self.remote_pause_s = max(self.remote_pause_s, other.remote_pause_s)
         return self
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not (self.results or self.released or self.copied or self.off) and self.stats.empty
+        news = self.results or self.released or self.copied or self.off or self.remote_pause_s
+        return not news and self.stats.empty

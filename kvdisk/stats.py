@@ -215,7 +215,8 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "remote_paused",
             _G,
-            "1 while the remote store is not asked, as it did not answer, else 0; only where there is one",
+            "1 while the remote store is not asked, or not read on some rank, as it did not answer, else 0; only "
+            "where there is one",
         ),
         Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),
     )

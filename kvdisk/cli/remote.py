@@ -11,6 +11,7 @@ import logging
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from kvdisk.config import Config
 from kvdisk.device.header import payload_checksum, read_header
 from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
-from kvdisk.remote.base import ObjectOp, RemoteObject, Result, object_name
+from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES
 from kvdisk.remote.s3 import PAGE_OBJECTS, SCHEMES, Listed, S3Bucket, why_failed
 
@@ -55,17 +56,18 @@ MOST_LISTED = 200_000
 SAMPLE = 100
 SHOWN = 14
 _PLACES = 16
-_BATCH_BYTES = 64 << 20
-_BATCH_BLOCKS = 256
+_BATCH_BYTES, _BATCH_OBJECTS = 64 << 20, 64
+_BATCH_NAMES = 256
 _LEAST_DEADLINE_S = 30.0
 _POLL_S = 1.0
 logging.getLogger("kvdisk.remote").addHandler(logging.NullHandler())  # the commands say it themselves
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
+MOST_SILENT = 3
+"""Batches in a row of which nothing was answered: then no more are asked for."""
 _WORDS = {
-    Result.BAD: "its seal is not ours, or its length has changed",
     Result.LATE: "it did not come in time",
     Result.REFUSED: "it was not asked for, as others had failed",
-    Result.FAILED: "it cannot be read",
+    Result.FAILED: "reading it failed",
 }
 
 
@@ -113,21 +115,24 @@ class WrongObject:
 @dataclass
 class RemoteVerdict:
     """What was found of so many objects. ``gone``: of those that were listed, before they were
-    read."""
+    read; ``late``: of those that did not come in time, which says nothing of them; ``unread``: of
+    those that were not asked for, or could not be read."""
 
     url: str
     seed: int
     objects: int = 0
     read_bytes: int = 0
     gone: int = 0
+    late: list[str] = field(default_factory=list)
+    unread: list[WrongObject] = field(default_factory=list)
     wrong: list[WrongObject] = field(default_factory=list)
     seconds: float = 0.0
     stopped: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong in what was read."""
-        return not self.wrong
+        """Whether all was read that is there, and nothing of it is wrong."""
+        return not (self.wrong or self.late or self.unread)
 
 
 def remote_config(named: str | None, directories: Sequence[Path] | None = None) -> Config:
@@ -181,8 +186,9 @@ def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], pa
     """Return those blocks of which all parts are there; None where the store does not answer."""
     namespace, found = Namespace(bytes.fromhex(fingerprint), FILE_EPOCH), set(keys)
     with closing(open_remote(config)) as objects:
-        for start in range(0, len(keys), _BATCH_BLOCKS):
-            some = [(key, part) for key in keys[start : start + _BATCH_BLOCKS] for part in range(parts)]
+        blocks = max(1, _BATCH_NAMES // parts)
+        for start in range(0, len(keys), blocks):
+            some = [(key, part) for key in keys[start : start + blocks] for part in range(parts)]
             asked = [RemoteObject(object_name(namespace, key, part, parts)) for key, part in some]
             objects.submit(ObjectOp.EXISTS, asked)
             while not (ended := objects.poll(_POLL_S)):
@@ -218,26 +224,48 @@ def verify_remote(config: Config, count: int, seed: int) -> RemoteVerdict:
     seal_bytes = SEAL_BYTES if config.remote_key_file else 0
     try:
         with closing(open_remote(config)) as objects:
-            for some in _batches(chosen):
-                buffers = [bytearray(max(0, one.size_bytes - seal_bytes)) for one in some]
-                objects.submit(
-                    ObjectOp.GET,
-                    [RemoteObject(one.name, memoryview(buffer)) for one, buffer in zip(some, buffers, strict=True)],
-                )
-                while not (ended := objects.poll(_POLL_S)):
-                    pass
-                for one, buffer, result in zip(some, buffers, ended[0].results, strict=True):
-                    _judge(verdict, one, buffer, result)
+            _read_all(objects, chosen, seal_bytes, verdict)
     except KeyboardInterrupt:
         verdict.stopped = True
     verdict.seconds = round(time.monotonic() - started_s, 3)
     return verdict
 
 
+def _read_all(objects: Objects, chosen: Sequence[Listed], seal_bytes: int, verdict: RemoteVerdict) -> None:
+    """Read and judge objects. What is late of many is asked for again, with fewer beside it: alone
+    it may come in time. Waits while the store is left alone, unless nothing is answered any
+    more."""
+    waiting, silent = deque(_batches(chosen)), 0
+    while waiting:
+        some = waiting.popleft()
+        if silent >= MOST_SILENT:
+            verdict.late += [one.name for one in some]
+            continue
+        while objects.pause_s:
+            time.sleep(min(_POLL_S, objects.pause_s))
+        buffers = [bytearray(max(0, one.size_bytes - seal_bytes)) for one in some]
+        asked = [RemoteObject(one.name, memoryview(buffer)) for one, buffer in zip(some, buffers, strict=True)]
+        objects.submit(ObjectOp.GET, asked)
+        while not (ended := objects.poll(_POLL_S)):
+            pass
+        results = ended[0].results
+        silent = silent + 1 if ANSWERS.isdisjoint(results) else 0
+        late = [one for one, result in zip(some, results, strict=True) if result is Result.LATE]
+        if len(some) > 1 and late and silent < MOST_SILENT:
+            half = -(-len(late) // 2)
+            waiting.extendleft(reversed([each for each in (late[:half], late[half:]) if each]))
+        else:
+            verdict.late += [one.name for one in late]
+        for one, buffer, result in zip(some, buffers, results, strict=True):
+            if result is not Result.LATE:
+                _judge(verdict, one, buffer, result)
+
+
 def _batches(chosen: Sequence[Listed]) -> Iterator[list[Listed]]:
     some: list[Listed] = []
     for one in chosen:
-        if some and sum(each.size_bytes for each in some) + one.size_bytes > _BATCH_BYTES:
+        is_full = sum(each.size_bytes for each in some) + one.size_bytes > _BATCH_BYTES or len(some) >= _BATCH_OBJECTS
+        if some and is_full:
             yield some
             some = []
         some.append(one)
@@ -249,10 +277,12 @@ def _judge(verdict: RemoteVerdict, one: Listed, body: bytearray, result: Result)
     if result is Result.ABSENT:
         verdict.gone += 1
         return
+    if result in _WORDS:
+        verdict.unread.append(WrongObject(one.name, "read", _WORDS[result]))
+        return
     verdict.objects += 1
-    if result is not Result.OK:
-        check = "seal" if result is Result.BAD else "read"
-        verdict.wrong.append(WrongObject(one.name, check, _WORDS[result]))
+    if result is Result.BAD:
+        verdict.wrong.append(WrongObject(one.name, "seal", "its seal is not ours, or its length has changed"))
         return
     verdict.read_bytes += one.size_bytes
     wrong = check_object(one.name, memoryview(body))
@@ -313,10 +343,19 @@ def print_remote_verdict(verdict: RemoteVerdict, console: Console, most: int | N
     lines.add_row("Read", f"{plural(verdict.objects, 'object')}, {took}; seed {verdict.seed}")
     if verdict.gone:
         lines.add_row("Gone", f"{plural(verdict.gone, 'object')}, before they were read")
+    if verdict.late:
+        lines.add_row("Late", f"{plural(len(verdict.late), 'object')}: with a higher remote_deadline_s they may come")
+    if verdict.unread:
+        lines.add_row("Not read", f"{plural(len(verdict.unread), 'object')}: {verdict.unread[0].what}")
     stopped = "stopped before the end; " if verdict.stopped else ""
-    good = "all that was read is good" if verdict.objects else "nothing is there to read"
-    bad = f"{plural(len(verdict.wrong), 'object')} wrong: no engine uses them; delete them, and they are sent again"
-    lines.add_row("Result", Text(stopped + (good if verdict.ok else bad), "green" if verdict.ok else "bold red"))
+    unread = len(verdict.late) + len(verdict.unread)
+    good = (
+        "all that was read is good" if verdict.objects else "nothing was read" if unread else "nothing is there to read"
+    )
+    bad = f"{plural(len(verdict.wrong), 'object')} wrong: no engine uses them; who computes one writes it over"
+    rest = f"; of {number(unread)} nothing is known" if unread else ""
+    style = "bold red" if verdict.wrong else "bold yellow" if unread else "green"
+    lines.add_row("Result", Text(stopped + (bad if verdict.wrong else good) + rest, style))
     console.print(lines)
     wrong = [f"{one.what}: {one.name}" for one in verdict.wrong]
     print_list("Wrong", wrong, console, most, "--all or --json lists them")

@@ -248,6 +248,10 @@ class LoadPlanner(HasParts):
         if request.limits.most_load_tokens is not None:
             limit = min(limit, local_tokens + request.limits.most_load_tokens)
         self._hints.refresh(request, now)
+        may_hit = limit // self._geometry.step_tokens * self._geometry.step_tokens > local_tokens
+        if may_hit and not request.gave_up_waiting and self._hints.is_asking(request) and self._may_wait(request, now):
+            self._hits.waits(request, now)  # at once: many may wait, and with each answer a hit may be longer
+            return None
         hints = self._hints.usable
         hit, coming = request.lookups.hits(
             self._catalog,
@@ -262,10 +266,8 @@ class LoadPlanner(HasParts):
         if loader is not None:
             request.await_load(loader)
         if not request.gave_up_waiting:
-            step = self._geometry.step_tokens
-            asking = coming < limit // step * step and self._hints.is_asking(request)
             being_read = self._is_being_read(request, local_tokens, hit)
-            comes = coming > hit or asking or being_read or loader is not None
+            comes = coming > hit or being_read or loader is not None
             if comes and self._may_wait(request, now):
                 self._state.read_awaited |= being_read and self._transfers.count(JobKind.PROMOTE) > 0
                 self._hits.waits(request, now)
@@ -377,9 +379,11 @@ class LoadPlanner(HasParts):
         landing = self._tiers.landing_tier
         if landing is None:
             return
-        vacant = [
-            read for read in reads if read.source not in {None, landing.tier} and self._is_vacant(read, landing.tier)
-        ]
+        # In the order of the prompt: where room is short, as much is kept of every group.
+        vacant = sorted(
+            (read for read in reads if read.source not in {None, landing.tier} and self._is_vacant(read, landing.tier)),
+            key=lambda read: (read.position + 1) * self._geometry.groups[read.group].block_tokens,
+        )
         by_class: dict[int, list[Read]] = {}
         for read in compress(vacant, landing.admits([read.key for read in vacant], [read.parent for read in vacant])):
             by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)

@@ -81,7 +81,7 @@ class TierManager(HasParts):
         near = NeighbourCopies(parts, neighbours)
         self._demotions = [Demotions(parts, *pair, near) for pair in tiers.pairs]
         self._remote = _make_remote(parts, remote)
-        self._hints = Hints(near, self._remote)
+        self._hints = Hints(near, self._remote, parts.state)
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
         demand = self._demand = Demand(
@@ -244,7 +244,7 @@ class TierManager(HasParts):
             space.admission.note_room(*space.free_and_total)
         self._ages.end_some()
         self._kv_hints.refresh(now)
-        self._hints.absorb(now)
+        self._hints.begin_step(now)
         self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
         for demotions in self._demotions:
             demotions.plan(now)
@@ -268,6 +268,7 @@ class TierManager(HasParts):
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""
         self.stats.merge(report.stats)
+        self._remote.note_time(now)
         ended = self._transfers.absorb(report)
         if report.results or report.released or report.copied:
             self._heard_s = now
@@ -280,6 +281,8 @@ class TierManager(HasParts):
                 self._threshold.settled(record, now)
         for record in ended.released:
             self._settlement.release(record)
+        if report.remote_pause_s:
+            self._remote.pause(report.remote_pause_s, now)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
         """Learn which GPU blocks of a step no load has filled. Call it before ``settle`` of the
@@ -447,8 +450,8 @@ class Gauges:
         found["queued_jobs.files"] = sum(count(kind) for kind in JobKind if kind not in moves)
         for space in self._tiers:
             found |= space.gauges()
-        if (answers := self._remote.answers) is not None:
-            found["remote_paused"] = float(not answers)
+        if (paused := self._remote.is_paused) is not None:
+            found["remote_paused"] = float(paused)
         if self._tiers.landing_tier is not None:
             found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
         return found

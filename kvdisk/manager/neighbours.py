@@ -10,22 +10,19 @@ space on the drive. Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
-from itertools import compress
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
-from kvdisk.index.base import ForeignCopy, Neighbours
-from kvdisk.manager.catalog import READY
+from kvdisk.index.base import Answer, ForeignCopy, Neighbours
 from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.questions import MOST_HINTS, Questions
 from kvdisk.manager.requests import RequestState
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
 MOST_KEYS = 16384
-"""Keys of one question: of a longer prompt, the first."""
-MOST_HINTS = 65536
-"""Copies remembered, about 350 bytes each; the first heard of are forgotten first."""
+"""Keys of one question, over all groups: for the rest of a longer prompt it is asked again."""
 MOST_REJECTED = 8192
 MOST_FILE_JOBS = 1024
 """With so many segments being opened or dropped no hint is used: where files hang, each load would
@@ -34,8 +31,6 @@ HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 MOST_FORGOTTEN = 256
 """Copies that are forgotten at a time: bounds a step."""
-
-_NOT_READY = bytes(presence != READY for presence in range(256))
 
 
 class NeighbourCopies(HasParts):
@@ -47,14 +42,13 @@ class NeighbourCopies(HasParts):
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
         super().__init__(parts)
         self._neighbours = neighbours
+        self._questions = Questions(parts, self._send, lambda: MOST_KEYS, "foreign_questions")
         self.hints: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
         """Copies that neighbours named, and when, the oldest first. Read only, but for this
         class."""
         self.changes = 0
         """Rises with each change of which keys are in ``hints``."""
         self._rejected: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
-        self._unanswered: dict[int, list[BlockKey]] = {}
-        self._last_ticket = 0
         self._next_segment = FOREIGN_SEGMENTS
         self._numbers: dict[ForeignSegment, int] = {}
         self._open: dict[int, SegmentSpec] = {}
@@ -66,41 +60,48 @@ class NeighbourCopies(HasParts):
     def ask(self, request: RequestState) -> None:
         """Ask the neighbours for what of a request's blocks this engine has not got. ``keys`` are
         up to date."""
-        neighbours = self._neighbours
-        if neighbours is None or not neighbours.any:
-            return
-        presences = self._catalog.presences
-        missing = [key for keys in request.keys for key in compress(keys, presences(keys).translate(_NOT_READY))]
-        if not missing:
-            return
-        self._last_ticket += 1
-        del missing[MOST_KEYS:]
-        if neighbours.ask(self._last_ticket, FILE_EPOCH, missing):
-            self._unanswered[self._last_ticket] = missing
-            request.question = self._last_ticket
-            self._stats.add("foreign_questions")
+        if self._neighbours is not None and self._neighbours.any:
+            request.question = self._questions.ask(request)
+
+    def _send(self, ticket: int, missing: list[list[BlockKey]]) -> bool:
+        assert self._neighbours is not None
+        return self._neighbours.ask(ticket, FILE_EPOCH, [key for keys in missing for key in keys])
 
     def is_asking(self, request: RequestState) -> bool:
         """Whether the answer to a request's question is still to come."""
-        return request.question in self._unanswered and self._neighbours is not None and self._neighbours.any
+        return self._questions.is_open(request.question) and self._neighbours is not None and self._neighbours.any
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget hints that are too old."""
+        """Take in the answers that have come, as far as the step allows it, ask for the rest, and
+        forget hints that are too old."""
         if self._neighbours is None:
             return
-        for answer in self._neighbours.poll():
+        self._questions.take_in(self._take_in(answer, now) for answer in self._neighbours.poll())
+        if self._neighbours.any:
+            self._questions.go_on()
+        else:
+            self._questions.drop_waiting()
+        for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
+            key = next(iter(self.hints))
+            if now - self.hints[key][1] <= HINT_LIFE_S:
+                break
             self.changes += 1
-            for key in self._unanswered.pop(answer.ticket, ()):
+            del self.hints[key]
+
+    def _take_in(self, answer: Answer, now: float) -> Iterator[None]:
+        question = self._questions.answered(answer.ticket)
+        for keys in () if question is None else question.missing:
+            for key in keys:
+                self.changes += 1
                 self.hints.pop(key, None)
                 hinted = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
                 if hinted is not None:
                     self.hints[key] = (hinted, now)
-        for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
-            key = next(iter(self.hints))
-            if len(self.hints) <= MOST_HINTS and now - self.hints[key][1] <= HINT_LIFE_S:
-                break
-            self.changes += 1
-            del self.hints[key]
+                    if len(self.hints) > MOST_HINTS:
+                        self.hints.popitem(last=False)
+                yield
+        if question is not None:
+            self._questions.ended(question, self.hints)
 
     def _is_fit(self, key: BlockKey, copy: ForeignCopy) -> bool:
         groups, group = self._geometry.groups, group_of(key)
@@ -130,7 +131,7 @@ class NeighbourCopies(HasParts):
         self._neighbours = None
         self.changes += 1
         self.hints.clear()
-        self._unanswered.clear()
+        self._questions.clear()
 
     # -- loads ---------------------------------------------------------------------------------
 

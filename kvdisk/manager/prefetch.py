@@ -9,6 +9,7 @@ disk. A promoted copy is an ordinary CPU copy: once evicted, its request reads t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
 from itertools import islice
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
@@ -32,7 +33,9 @@ that still wait."""
 MOST_SEEN = 16
 """Requests at the head of the queue that one step passes over or looks at."""
 MOST_FOUND = 4
-"""Requests whose hits one step looks for."""
+MOST_FOUND_KEYS = 4096
+"""Requests whose hits one step looks for, and their blocks; one is looked for however long it
+is."""
 MOST_ASKED = 16
 """Prefetches that KV hints ask for and that have not begun, or are not planned to their end."""
 
@@ -133,13 +136,14 @@ class Promotions(HasParts):
             for asked in list(self._asked):
                 self._end(asked)
             return
-        found = 0
+        found = found_keys = 0
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
             self._hints.renew(request)
             if wanted is None:
-                if found == MOST_FOUND or self._hints.is_asking(request):
+                if found == MOST_FOUND or found_keys >= MOST_FOUND_KEYS or self._hints.is_asking(request):
                     continue
                 found += 1
+                found_keys += sum(map(len, request.keys))
                 wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
             while wanted and not self._is_full(self._is_far(wanted[0])):
                 if not self._plan_job(request.request_id, wanted):
@@ -169,7 +173,8 @@ class Promotions(HasParts):
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, presences = self._catalog, reachable(self._catalog, self._hints.usable)
+        catalog, hints = self._catalog, self._hints.usable
+        presences = reachable(catalog, hints)
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
         hit = Lookups().find(presences, self._geometry, request.keys, 0, limit).coming
@@ -178,11 +183,11 @@ class Promotions(HasParts):
         for group in self._geometry.groups:
             keys = request.keys[group.group]
             self._demand.reach(request, group.group, min(1, hit // group.block_tokens))
-            for position in range(first_needed(group, 0, hit), hit // group.block_tokens):
-                row = catalog.find(keys[position])
+            first, last = first_needed(group, 0, hit), hit // group.block_tokens
+            for position, row in enumerate(catalog.find_all(keys[first:last]), first):
                 if row >= 0 and catalog.state(row, self._landing.tier) == READY:
                     held.append(row)
-                elif self._is_wanted(keys[position]):
+                elif self._is_wanted(keys[position], row, hints):
                     read = Read(keys[position], keys[position - 1] if position else None)
                     found.append((position * group.block_tokens, read))
         if not found:
@@ -194,24 +199,26 @@ class Promotions(HasParts):
         )
         return deque(read for start_tokens, read in found if start_tokens < end_tokens)
 
-    def _is_wanted(self, key: BlockKey) -> bool:
-        """Whether a drive has a block that neither the GPU nor memory has or gets."""
-        catalog, row = self._catalog, self._catalog.find(key)
+    def _is_wanted(self, key: BlockKey, row: int, hints: Collection[BlockKey]) -> bool:
+        """Whether a drive has a block, in this row of the catalog, or ``hints``, that neither the
+        GPU nor memory has or gets."""
+        catalog = self._catalog
         assert self._landing is not None
         if self._gpu_loads.loader_of(key) is not None or self._context.is_cached(key):
             return False
         if row < 0:
-            return key in self._hints.usable
+            return key in hints
         return catalog.state(row, self._landing.tier) == ABSENT and catalog.readable_tier(row) is not None
 
     def _plan_job(self, request_id: str, wanted: _Wanted) -> bool:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
         assert self._landing is not None
         picked: list[Read] = []
-        far = self._is_far(wanted[0])
+        far, hints = self._is_far(wanted[0]), self._hints.usable
         while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_far(wanted[0]) is far:
             read = wanted.popleft()
-            if self._is_wanted(read.key) and self._landing.admits((read.key,), (read.parent,))[0]:
+            row = self._catalog.find(read.key)
+            if self._is_wanted(read.key, row, hints) and self._landing.admits((read.key,), (read.parent,))[0]:
                 picked.append(read)
         slots = self._take_slots(request_id, picked)
         made: list[Read] = []

@@ -11,24 +11,28 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import compress, islice
+from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
-from kvdisk.blocks import BY_KEY, BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.blocks import BY_KEY, BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import STEP_KEYS, HasParts, Parts, StepState
+from kvdisk.manager.questions import MOST_HINTS, Question, Questions
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
-from kvdisk.remote.base import RemoteIndex
+from kvdisk.remote.base import RemoteAnswer, RemoteIndex
 
 MOST_KEYS = 16384
-"""Blocks of one question: of a longer prompt, the first."""
-MOST_HINTS = 65536
+"""Blocks of one question, over all groups: for the rest of a longer prompt it is asked again."""
 MOST_REJECTED = 8192
+FIRST_DOUBT_S, LONGEST_DOUBT_S = 60.0, 3600.0
+"""How long an object that has failed its check is not read again, though it is there; each time
+twice as long."""
 MOST_FORGOTTEN = 256
 """Hints that are forgotten at a time: bounds a step."""
 MOST_QUEUED = 16384
@@ -41,6 +45,63 @@ ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked, or after half of ``hint_life_s``, asks
 again."""
 _BAD = frozenset({Reason.HEADER, Reason.CHECKSUM})
+_ANSWERS = frozenset({None, Reason.ABSENT, *_BAD})
+"""What came of a read that it has answered."""
+
+
+@dataclass(slots=True)
+class _Bad:
+    """An object that has failed its check. ``doubt_s``: for how long it is not read, until
+    ``until_s``; ``is_replaced``: this engine has written it over, which it does once."""
+
+    doubt_s: float
+    until_s: float
+    is_replaced: bool = False
+
+
+class BadObjects:
+    """Blocks whose object has failed its check. Who computes one writes it over; meanwhile somebody
+    else may have."""
+
+    def __init__(self) -> None:
+        self._bad: OrderedDict[BlockKey, _Bad] = OrderedDict()
+
+    def note(self, key: BlockKey, now: float) -> None:
+        """It has failed, once more maybe."""
+        known = self._bad.pop(key, None)
+        doubt_s = FIRST_DOUBT_S if known is None else min(2 * known.doubt_s, LONGEST_DOUBT_S)
+        self._bad[key] = _Bad(doubt_s, now + doubt_s, known is not None and known.is_replaced)
+        if len(self._bad) > MOST_REJECTED:
+            self._bad.popitem(last=False)
+
+    def note_sound(self, key: BlockKey) -> None:
+        """It has passed: somebody has repaired it."""
+        known = self._bad.get(key)
+        if known is not None and not known.is_replaced:
+            del self._bad[key]
+
+    def begin_replacing(self, key: BlockKey) -> None:
+        """It is being written over."""
+        known = self._bad.get(key)
+        if known is not None:
+            known.is_replaced = True
+
+    def end_replacing(self, key: BlockKey, *, failed: bool) -> None:
+        """It was written over, or could not be."""
+        known = self._bad.get(key)
+        if known is not None:
+            known.is_replaced = not failed
+            known.until_s = known.until_s if failed else 0.0
+
+    def may_be_read(self, key: BlockKey, now: float) -> bool:
+        """Whether it is worth a read, if it is there."""
+        known = self._bad.get(key)
+        return known is None or now >= known.until_s
+
+    def is_to_replace(self, key: BlockKey) -> bool | None:
+        """Whether to write it over; None: it has not failed."""
+        known = self._bad.get(key)
+        return None if known is None else not known.is_replaced
 
 
 class RemoteCopies(HasParts):
@@ -69,18 +130,53 @@ class RemoteCopies(HasParts):
         class."""
         self.changes = 0
         """Rises with each change of which keys are in ``hints``."""
-        self._rejected: OrderedDict[BlockKey, None] = OrderedDict()
-        self._unanswered: dict[int, Sequence[Sequence[BlockKey]]] = {}
-        self._last_ticket = 0
-        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
+        self.bad = BadObjects()
+        self._questions = Questions(parts, self._send, lambda: MOST_KEYS, "remote_questions")
+        self._queue: OrderedDict[BlockKey, bool] = OrderedDict()
+        """Blocks to send, and whether to write over what is there."""
         self._jobs: list[JobId] = []
+        self._now_s = 0.0
+        self._paused_until_s = 0.0
+        """Until when some rank leaves it alone."""
+        self._is_doubted = False
+        """Some rank has left it alone, and no read has been answered since."""
+        self._reads = 0
+        """Blocks that are just being read from it."""
+        self._is_usable = index is not None
 
-    # -- questions -----------------------------------------------------------------------------
+    # -- whether it answers --------------------------------------------------------------------
 
     @property
-    def answers(self) -> bool | None:
-        """Whether it is asked now; None: there is none."""
-        return None if self._index is None else self._index.any
+    def is_paused(self) -> bool | None:
+        """Whether questions are left alone, or reads on some rank; None: there is no store."""
+        index = self._index
+        return None if index is None else not index.any or self._now_s < self._paused_until_s
+
+    @property
+    def usable_hints(self) -> Collection[BlockKey]:
+        """What of ``hints`` a lookup may count as READY now: nothing while questions or reads are
+        left alone, or the last question failed. After a pause of reads one request at a time may,
+        until a read was answered."""
+        return self.hints if self._is_usable else ()
+
+    def pause(self, seconds: float, now: float) -> None:
+        """Some rank leaves it alone for so long from now on."""
+        self._paused_until_s = max(self._paused_until_s, now + seconds)
+        self._is_doubted = True
+        self._look(now)
+
+    def note_time(self, now: float) -> None:
+        """Learn what time it is, before jobs are settled."""
+        self._now_s = now
+
+    def _look(self, now: float) -> None:
+        """Learn whether its hints can be used."""
+        index, before = self._index, self._is_usable
+        may_try = now >= self._paused_until_s and not (self._is_doubted and self._reads)
+        self._is_usable = index is not None and index.any and index.is_sound and may_try
+        self.changes += self._is_usable is not before
+
+    # -- questions -----------------------------------------------------------------------------
 
     @property
     def hint_life_s(self) -> float:
@@ -89,56 +185,76 @@ class RemoteCopies(HasParts):
 
     def ask(self, request: RequestState, nearer: Collection[BlockKey]) -> None:
         """Ask for what of a request's blocks neither this engine has nor is in ``nearer``."""
-        index, left = self._index, MOST_KEYS
-        if index is None or not index.any:
-            return
-        chains: list[list[BlockKey]] = []
-        alone: list[BlockKey] = []
-        for group, keys in zip(self._geometry.groups, request.keys, strict=True):
-            found = zip(keys, self._catalog.presences(keys), strict=True)
-            missing = [key for key, presence in found if presence != READY and key not in nearer][:left]
-            left -= len(missing)
-            if group.state_tokens is not None:
-                alone += missing
-            elif missing:
-                chains.append(missing)
-        if not chains and not alone:
-            return
-        self._last_ticket += 1
-        if index.ask(self._last_ticket, chains, alone):
-            self._unanswered[self._last_ticket] = [*chains, alone]
-            request.remote_question = self._last_ticket
-            self._stats.add("remote_questions")
+        if self._index is not None and self._index.any:
+            self._questions.known = nearer
+            request.remote_question = self._questions.ask(request)
+
+    def _send(self, ticket: int, missing: list[list[BlockKey]]) -> bool:
+        assert self._index is not None
+        groups = self._geometry.groups
+        chains = [keys for group, keys in zip(groups, missing, strict=True) if group.state_tokens is None and keys]
+        states = [
+            key for group, keys in zip(groups, missing, strict=True) if group.state_tokens is not None for key in keys
+        ]
+        return self._index.ask(ticket, chains, self._by_place(states))
+
+    def _by_place(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return blocks of several groups, each group's from one place of a prompt on, in the order
+        of the prompt: so that what is cut off is cut off alike in every group."""
+        groups = self._geometry.groups
+        if len(groups) == 1:
+            return list(keys)
+        ends = [0] * len(groups)
+        places: list[int] = []
+        for key in keys:
+            group = group_of(key)
+            ends[group] += groups[group].block_tokens
+            places.append(ends[group])
+        return [keys[at] for at in sorted(range(len(keys)), key=places.__getitem__)]
 
     def is_asking(self, request: RequestState) -> bool:
         """Whether the answer to a request's question is still to come."""
-        return request.remote_question in self._unanswered and self._index is not None and self._index.any
+        return self._questions.is_open(request.remote_question) and self._index is not None and self._index.any
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget hints that are too old."""
+        """Take in the answers that have come, as far as the step allows it, ask for the rest, and
+        forget hints that are too old."""
+        self._now_s = now
+        self._look(now)
         if self._index is None:
             return
-        for answer in self._index.poll():
-            found = frozenset(answer.found)
-            for keys in self._unanswered.pop(answer.ticket, ()):
-                for key in keys if answer.is_whole else ():
-                    if key in self.hints and key not in found:
-                        self._forget(key)
-            self._hint(answer.found, now)
+        self._questions.take_in(self._take_in(answer, now) for answer in self._index.poll())
+        if self._index.any:
+            self._questions.go_on()
+        else:
+            self._questions.drop_waiting()
         life_s = self.hint_life_s
         for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
             key = next(iter(self.hints))
-            if len(self.hints) <= MOST_HINTS and now - self.hints[key] <= life_s:
+            if now - self.hints[key] <= life_s:
                 break
             self._forget(key)
 
-    def _hint(self, keys: Sequence[BlockKey], now: float) -> None:
-        count = len(self.hints)
-        for key in keys:
-            if key not in self._rejected:
-                self.hints[key] = now
-                self.hints.move_to_end(key)
-        self.changes += len(self.hints) != count
+    def _take_in(self, answer: RemoteAnswer, now: float) -> Iterator[None]:
+        question: Question | None = self._questions.answered(answer.ticket)
+        found = frozenset(answer.found)
+        for keys in () if question is None else question.missing:
+            for key in keys:
+                if key in found:
+                    self._hint(key, now)
+                elif answer.is_whole and key in self.hints:
+                    self._forget(key)
+                yield
+        if question is not None:
+            self._questions.ended(question, self.hints)
+
+    def _hint(self, key: BlockKey, now: float) -> None:
+        if self.bad.may_be_read(key, now):
+            self.changes += key not in self.hints
+            self.hints[key] = now
+            self.hints.move_to_end(key)
+            if len(self.hints) > MOST_HINTS:
+                self._forget(next(iter(self.hints)))
 
     def _forget(self, key: BlockKey) -> None:
         self.changes += 1
@@ -149,40 +265,49 @@ class RemoteCopies(HasParts):
         of the files."""
         self._index = None
         self.changes += 1
-        for each in (self.hints, self._unanswered, self._queue):
+        self._look(self._now_s)
+        for each in (self.hints, self._questions, self._queue):
             each.clear()
 
     # -- loads ---------------------------------------------------------------------------------
 
     def take(self) -> tuple[Tier, Slot, int]:
         """Return where a move reads a block that is in ``hints``, and the generation that a copy of
-        it here gets."""
+        it here gets. ``loaded`` follows."""
         self._state.generation += 1
+        self._reads += 1
+        self._look(self._now_s)
         return self.tier, BY_KEY, self._state.generation
 
     def loaded(self, move: Move, reason: Reason | None) -> None:
         """End the read of a block."""
+        self._reads -= 1
+        if reason is None:
+            self.bad.note_sound(move.key)
         if reason in _BAD:
             self._stats.add("remote_rejects")
-            self._rejected[move.key] = None
-            if len(self._rejected) > MOST_REJECTED:
-                self._rejected.popitem(last=False)
+            self.bad.note(move.key, self._now_s)
         if reason in _BAD or reason is Reason.ABSENT:
             self._forget(move.key)
+        if reason in _ANSWERS:
+            self._is_doubted = False
+        self._look(self._now_s)
 
     # -- sending -------------------------------------------------------------------------------
 
     def offer(self, rows: Sequence[int]) -> None:
-        """Queue those copies in memory that it admits, and is not thought to have."""
+        """Queue those copies in memory that it admits, and is not thought to have; and those whose
+        object here has failed its check, whatever it admits."""
         if self._index is None or self.admission is None:
             return
         keys, states = self._catalog.keys, self._catalog.columns(self.source).states
-        wanted = [keys[row] for row in rows if states[row] == READY]
-        known = (self._queue, self.hints, self._rejected)
-        wanted = [key for key in wanted if not any(key in each for each in known)]
+        ready = [keys[row] for row in rows if states[row] == READY and keys[row] not in self._queue]
+        bad = [self.bad.is_to_replace(key) for key in ready]
+        wanted = [key for key, is_bad in zip(ready, bad, strict=True) if is_bad is None and key not in self.hints]
         if not self.admission.is_open:
             wanted = list(compress(wanted, self.admission.admits(wanted)))
-        self._queue.update(dict.fromkeys(wanted[: max(0, MOST_QUEUED - len(self._queue))]))
+        wanted = self._by_place([*compress(ready, bad), *wanted])[: max(0, MOST_QUEUED - len(self._queue))]
+        self._queue.update((key, self.bad.is_to_replace(key) is True) for key in wanted)
 
     def can_go_on(self, now: float) -> bool:
         """Whether blocks that wait to be sent may be."""
@@ -198,16 +323,17 @@ class RemoteCopies(HasParts):
             if len(self._jobs) >= MOST_SEND_JOBS or not self.can_go_on(now):
                 return
             most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
-            keys = list(islice(self._queue, min(MOST_SEND_MOVES, most)))
-            for key in keys:
-                del self._queue[key]
+            keys, is_over = self._next(min(MOST_SEND_MOVES, most))
             catalog, states = self._catalog, self._catalog.columns(self.source).states
             rows = [row for row in catalog.find_all(keys) if row != NONE and states[row] == READY]
             if not rows:
                 continue
             catalog.pin(rows, self.source)
+            place = BY_KEY_OVER if is_over else BY_KEY
+            for row in rows if is_over else ():
+                self.bad.begin_replacing(catalog.keys[row])
             moves = [
-                Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: BY_KEY})
+                Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: place})
                 for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
             ]
             details = [MoveDetail(row, source=self.source) for row in rows]
@@ -217,18 +343,31 @@ class RemoteCopies(HasParts):
                 self._budget.spend(1, sent * parts)
             self._jobs.append(self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch).job.id)
 
+    def _next(self, most: int) -> tuple[list[BlockKey], bool]:
+        """Take blocks from the queue, as many as follow each other that are to be written over, or
+        not; return them and which."""
+        keys: list[BlockKey] = []
+        is_over = next(iter(self._queue.values()))
+        while self._queue and len(keys) < most and next(iter(self._queue.values())) is is_over:
+            keys.append(self._queue.popitem(last=False)[0])
+        return keys, is_over
+
     def sent(self, record: JobRecord, now: float) -> None:
         """Note what a settled job has sent there."""
-        there = [move.key for at, move in enumerate(record.job.moves) if at not in record.failed]
-        self._stats.add("sent_blocks", len(there))
-        if self._index is not None and record.job.epoch == self._state.epoch:
-            self._hint(there, now)
+        moves = record.job.moves
+        self._stats.add("sent_blocks", len(moves) - len(record.failed))
+        for at, move in enumerate(moves):
+            if move.slots[self.tier] == BY_KEY_OVER:
+                self.bad.end_replacing(move.key, failed=at in record.failed)
+            if at not in record.failed and self._index is not None and record.job.epoch == self._state.epoch:
+                self._hint(move.key, now)
 
 
 class Hints:
     """What others are thought to have, the nearest first: neighbours, then the remote store."""
 
-    def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies) -> None:
+    def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies, state: StepState | None = None) -> None:
+        self._state = StepState() if state is None else state
         self.neighbours = neighbours
         self.remote = remote
         self._asked: list[RequestState] = []
@@ -243,8 +382,13 @@ class Hints:
     @property
     def usable(self) -> Collection[BlockKey]:
         """Return the keys that a lookup may count as READY now."""
-        near, far = self.neighbours.usable_hints, self.remote.hints
+        near, far = self.neighbours.usable_hints, self.remote.usable_hints
         return _Either(near, far) if near and far else near or far
+
+    @property
+    def known(self) -> Collection[BlockKey]:
+        """Return the keys of all that others are thought to have, though it may not be read now."""
+        return _Either(self.neighbours.hints, self.remote.hints)
 
     def ask(self, request: RequestState) -> None:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
@@ -281,6 +425,12 @@ class Hints:
         self._asked.clear()
         self.neighbours.absorb(now)
         self.remote.absorb(now)
+
+    def begin_step(self, now: float) -> None:
+        """Allow as much work as a step may have, and begin with it."""
+        self._state.keys_left = STEP_KEYS
+        self._state.steps += 1
+        self.absorb(now)
 
     def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a block, and its generation; None: no hint names it. What it

@@ -414,7 +414,7 @@ class StorePlanner(HasParts):
         offered = {offer.key for offer, _ in missing}
         first = [offer for offer, _ in missing if offer.parent is not None and offer.parent not in offered]
         rows = self._catalog.find_all([offer.parent for offer in first if offer.parent is not None])
-        groups, hints = self._geometry.groups, self._hints.usable
+        groups, hints = self._geometry.groups, self._hints.known
         gone = {
             offer.key
             for offer, row in zip(first, rows, strict=True)

@@ -22,10 +22,12 @@ class ObjectOp(Enum):
     """What is asked of each object of a batch.
 
     PUT: have it there, with the buffer's bytes if nothing of that length is there yet: the first
-    write wins. GET: fill the buffer. EXISTS: is it there?
+    write wins. REPLACE: have just these bytes there, whatever there is. GET: fill the buffer.
+    EXISTS: is it there?
     """
 
     PUT = "put"
+    REPLACE = "replace"
     GET = "get"
     EXISTS = "exists"
 
@@ -77,6 +79,15 @@ class Objects(Protocol):
         """Whether reads are tried now: False while the store is left alone."""
 
     @property
+    def is_sound(self) -> bool:
+        """Whether reads are tried and the last ones were answered: False from a pause's beginning
+        until a read is answered."""
+
+    @property
+    def pause_s(self) -> float:
+        """For how long from now on reads are left alone; 0: they are tried."""
+
+    @property
     def hint_life_s(self) -> float:
         """How long what it has said to be there is believed to be."""
 
@@ -109,6 +120,10 @@ class RemoteIndex(Protocol):
     @property
     def any(self) -> bool:
         """Whether questions are tried now."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the last questions that were tried were answered."""
 
     @property
     def hint_life_s(self) -> float:
@@ -148,6 +163,16 @@ class Health:
     def is_open(self) -> bool:
         """Whether a batch may be sent now."""
         return not self._pause_s or (self._trial is None and self._clock() >= self._until_s)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no pause has begun since it has answered."""
+        return not self._pause_s
+
+    @property
+    def pause_s(self) -> float:
+        """How long the pause goes on that is under way."""
+        return max(0.0, self._until_s - self._clock()) if self._pause_s else 0.0
 
     def begin(self, ticket: int) -> bool:
         """Whether to send a batch. It then has to end."""

@@ -13,7 +13,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -57,9 +57,9 @@ class Bucket(Protocol):
         what it has returned; None: it is not there. Of one that is not ``byte_count`` long it is
         given anything that is not so long either. Others may still change what is in the buffer."""
 
-    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None]) -> None:
-        """Have an object of that length there: where there is none, write what ``fill`` puts into
-        the buffer that it is called with."""
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
+        """Have an object of that length there: where there is none, or with ``over`` whatever there
+        is, write what ``fill`` puts into the buffer that it is called with."""
 
     def close(self) -> None:
         """Let go of what it holds, once, when nothing is under way any more."""
@@ -117,7 +117,12 @@ class BucketObjects:
         self._key = key
         self._log = QuietLog(clock, logger)
         self._reads, self._puts = Health(clock), Health(clock)
-        self._ways = {ObjectOp.PUT: self._put, ObjectOp.GET: self._get, ObjectOp.EXISTS: self._exists}
+        self._ways: dict[ObjectOp, Callable[[RemoteObject], Coroutine[Any, Any, Result]]] = {
+            ObjectOp.PUT: self._put,
+            ObjectOp.REPLACE: partial(self._put, over=True),
+            ObjectOp.GET: self._get,
+            ObjectOp.EXISTS: self._exists,
+        }
         self._last_ticket = 0
         self._under_way: dict[int, tuple[ObjectOp, int]] = {}
         """By ticket: what was asked, of how many objects."""
@@ -135,6 +140,16 @@ class BucketObjects:
     def answers(self) -> bool:
         """See ``Objects.answers``."""
         return self._reads.is_open
+
+    @property
+    def is_sound(self) -> bool:
+        """See ``Objects.is_sound``."""
+        return self._reads.is_sound
+
+    @property
+    def pause_s(self) -> float:
+        """See ``Objects.pause_s``."""
+        return self._reads.pause_s
 
     @property
     def hint_life_s(self) -> float:
@@ -181,7 +196,7 @@ class BucketObjects:
             self._under_way.clear()
 
     def _health(self, op: ObjectOp) -> Health:
-        return self._puts if op is ObjectOp.PUT else self._reads
+        return self._puts if op in {ObjectOp.PUT, ObjectOp.REPLACE} else self._reads
 
     # -- the client's thread -------------------------------------------------------------------
 
@@ -239,8 +254,8 @@ class BucketObjects:
             return Result.BAD
         return Result.OK
 
-    async def _put(self, asked: RemoteObject) -> Result:
-        await self._bucket.put(asked.name, self._stored_bytes(asked), partial(self._fill, asked))
+    async def _put(self, asked: RemoteObject, *, over: bool = False) -> Result:
+        await self._bucket.put(asked.name, self._stored_bytes(asked), partial(self._fill, asked), over=over)
         return Result.OK
 
     def _fill(self, asked: RemoteObject, memory: Any) -> None:

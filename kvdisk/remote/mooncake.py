@@ -47,9 +47,15 @@ _OPTIONS = {
     "local_hostname": "",
     "tenant_id": "default",
 }
+_WRITES = frozenset({ObjectOp.PUT, ObjectOp.REPLACE})
 _START_S = 60.0
 _CLOSE_S = 2.0
-_MEANINGS = {-200: "no room is left", -800: "a node does not answer", -900: "the master does not answer"}
+_MEANINGS = {
+    -200: "no room is left",
+    mooncake_process.MISSING: "it left while it was written",
+    -800: "a node does not answer",
+    -900: "the master does not answer",
+}
 
 
 class MooncakeError(Exception):
@@ -82,7 +88,7 @@ class MooncakeBucket:
         self._settings = _settings(url, options)
         self._deadline_s = deadline_s
         self._waiting: dict[ObjectOp, deque[_Asked]] = {
-            op: deque() for op in (ObjectOp.EXISTS, ObjectOp.GET, ObjectOp.PUT)
+            op: deque() for op in (ObjectOp.EXISTS, ObjectOp.GET, ObjectOp.PUT, ObjectOp.REPLACE)
         }
         """In the order in which they are served."""
         self._running: dict[int, list[_Asked]] = {}
@@ -101,9 +107,9 @@ class MooncakeBucket:
         found: Result | None = await self._ask(ObjectOp.GET, name, byte_count, take)
         return found
 
-    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None]) -> None:
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
         """See ``Bucket.put``."""
-        await self._ask(ObjectOp.PUT, name, byte_count, fill)
+        await self._ask(ObjectOp.REPLACE if over else ObjectOp.PUT, name, byte_count, fill)
 
     def close(self) -> None:
         """See ``Bucket.close``."""
@@ -144,7 +150,7 @@ class MooncakeBucket:
                     self._child = _Child(self._settings, self._deadline_s)
                 self._child.watch(self._hear)
                 parts = self._child.parts(room, [asked.byte_count for asked in group])
-                if group[0].op is ObjectOp.PUT:
+                if group[0].op in _WRITES:
                     for asked, part in zip(group, parts, strict=True):
                         asked.use(part)
                 self._child.send(room, group[0].op, [asked.name for asked in group], list(map(len, parts)))
@@ -178,15 +184,15 @@ class MooncakeBucket:
 
 
 def _end(asked: _Asked, code: int, part: memoryview) -> None:
-    """Give a request its answer. ``code``: of EXISTS 0 or 1, of GET the object's length, of PUT 0;
-    or what went wrong, below 0."""
+    """Give a request its answer. ``code``: of EXISTS 0 or 1, of GET the object's length, of writes
+    0; or what went wrong, below 0."""
     if asked.future.done():
         return
     if asked.op is ObjectOp.EXISTS and code >= 0:
         asked.future.set_result(code)
     elif asked.op is ObjectOp.GET and (code >= 0 or code == mooncake_process.TOO_LONG):
         asked.future.set_result(asked.use(part[: max(0, code)]))
-    elif (asked.op is ObjectOp.PUT and code == 0) or code == mooncake_process.MISSING:
+    elif code == (0 if asked.op in _WRITES else mooncake_process.MISSING):
         asked.future.set_result(None)
     else:
         _fail([asked], f"{_MEANINGS.get(code, 'it failed')} ({code})")

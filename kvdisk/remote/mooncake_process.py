@@ -97,9 +97,9 @@ class Room:
             return found
         self._map(store, room_bytes)
         starts = [self._address + end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
-        return (
-            list(store.batch_get_into(names, starts, lengths)) if op == "get" else _put(store, names, starts, lengths)
-        )
+        if op == "get":
+            return list(store.batch_get_into(names, starts, lengths))
+        return _put(store, names, starts, lengths, over=op == "replace")
 
     def _map(self, store: Any, byte_count: int) -> None:
         """Have all of the room registered, which may have grown."""
@@ -115,8 +115,9 @@ class Room:
         self._memory = memory
 
 
-def _put(store: Any, names: list[str], starts: list[int], lengths: list[int]) -> Sequence[int]:
-    """Have objects there; those of another length are replaced, which a put of its own does not."""
+def _put(store: Any, names: list[str], starts: list[int], lengths: list[int], *, over: bool) -> Sequence[int]:
+    """Have objects there; those of another length, or with ``over`` all, are replaced, which a put
+    of its own does not."""
     codes = dict.fromkeys(range(len(names)), 0)
     new = []
     for at, there in enumerate(store.batch_is_exist(names)):
@@ -125,7 +126,7 @@ def _put(store: Any, names: list[str], starts: list[int], lengths: list[int]) ->
             new.append(at)
         elif found < 0:
             codes[at] = found
-        elif found != lengths[at]:
+        elif over or found != lengths[at]:
             codes[at] = store.upsert_from(names[at], starts[at], lengths[at])
     if new:
         asked = [[each[at] for at in new] for each in (names, starts, lengths)]

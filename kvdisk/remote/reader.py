@@ -15,12 +15,16 @@ from kvdisk.blocks import BlockKey
 from kvdisk.remote.base import ObjectOp, Objects, RemoteAnswer, RemoteObject, Result
 
 MOST_QUESTIONS = 256
+MOST_FAILED_ROUNDS = 8
+"""Rounds of a question in which some objects were not answered: these are asked for again."""
 MOST_ALONE = 256
 """Of blocks that are of use alone, the last so many are asked for."""
 WAYS = 16
 _LOOK_INTERVAL_S = 0.25
 _POLL_S = 0.01
 _CLOSE_TIMEOUT_S = 10.0
+_THERE = {Result.OK: True, Result.ABSENT: False}
+"""The answers to EXISTS."""
 
 
 class ChainSearch:
@@ -41,9 +45,10 @@ class ChainSearch:
         ways = min(WAYS, count)
         return [start + way * count // ways for way in range(ways)]
 
-    def learn(self, there: dict[int, bool]) -> None:
-        """Take in the answers to all the ``probes``."""
-        self.gone = min([at for at, found in there.items() if not found], default=self.gone)
+    def learn(self, there: dict[int, bool | None]) -> None:
+        """Take in the answers to the ``probes``; None: there was none, so that it may be asked for
+        again."""
+        self.gone = min([at for at, found in there.items() if found is False], default=self.gone)
         self.there = max([at + 1 for at, found in there.items() if found and at < self.gone], default=self.there)
 
 
@@ -55,35 +60,41 @@ class _Question:
         self.ticket = ticket
         self._keys = [*chains, alone[-MOST_ALONE:]]
         self._searches = [ChainSearch(len(chain)) for chain in chains]
+        self._alone = list(range(len(self._keys[-1])))
+        """Positions of those of which nothing is known yet."""
         self._found: list[BlockKey] = []
         self._asked: list[tuple[int, int]] = []
-        self._begun = False
+        self._failed_rounds = 0
+        self._is_over = False
 
     def next(self) -> list[BlockKey]:
-        """Return the blocks to ask for next; none: it is answered."""
+        """Return the blocks to ask for next; none: it is answered, or given up."""
         self._asked = [(chain, at) for chain, search in enumerate(self._searches) for at in search.probes()]
-        if not self._begun:
-            self._begun = True
-            self._asked += [(len(self._searches), at) for at in range(len(self._keys[-1]))]
-        return [self._keys[chain][at] for chain, at in self._asked]
+        self._asked += [(len(self._searches), at) for at in self._alone]
+        return [] if self._is_over else [self._keys[chain][at] for chain, at in self._asked]
 
     def learn(self, results: Sequence[Result]) -> None:
-        """Take in what came of the blocks of ``next``."""
-        answers: dict[int, dict[int, bool]] = {}
+        """Take in what came of the blocks of ``next``. Those that were not answered are asked for
+        again, unless none was, or it happens too often."""
+        answers: dict[int, dict[int, bool | None]] = {}
         for (chain, at), result in zip(self._asked, results, strict=True):
-            answers.setdefault(chain, {})[at] = result is Result.OK
+            answers.setdefault(chain, {})[at] = _THERE.get(result)
         for chain, there in answers.items():
             if chain < len(self._searches):
                 self._searches[chain].learn(there)
             else:
                 self._found += [self._keys[chain][at] for at, found in there.items() if found]
+                self._alone = [at for at, found in there.items() if found is None]
+        self._failed_rounds += not _THERE.keys() >= set(results)
+        self._is_over = self._failed_rounds >= MOST_FAILED_ROUNDS or _THERE.keys().isdisjoint(results)
 
     @property
     def answer(self) -> RemoteAnswer:
         """What is known so far."""
         pairs = zip(self._searches, self._keys, strict=False)
         chained = [key for search, keys in pairs for key in keys[: search.there]]
-        return RemoteAnswer(self.ticket, chained + self._found)
+        is_whole = not self._alone and all(search.there >= search.gone for search in self._searches)
+        return RemoteAnswer(self.ticket, chained + self._found, is_whole)
 
 
 class RemoteReader:
@@ -94,7 +105,7 @@ class RemoteReader:
         self._objects = objects
         self._name_of = name_of
         self.hint_life_s = objects.hint_life_s
-        self._any = True
+        self._any = self._is_sound = True
         self._questions: deque[_Question] = deque()
         self._answers: deque[RemoteAnswer] = deque()
         self._asked: dict[int, _Question] = {}
@@ -110,6 +121,11 @@ class RemoteReader:
     def any(self) -> bool:
         """See ``RemoteIndex.any``."""
         return self._any
+
+    @property
+    def is_sound(self) -> bool:
+        """See ``RemoteIndex.is_sound``."""
+        return self._is_sound
 
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
         """See ``RemoteIndex.ask``."""
@@ -139,14 +155,13 @@ class RemoteReader:
                     self._wake.clear()
                 while self._questions:
                     self._go_on(self._questions.popleft())
-                for outcome in self._objects.poll(_POLL_S):
+                outcomes = self._objects.poll(_POLL_S)
+                # Before the answers: who has one shall know what it is worth.
+                self._any, self._is_sound = self._objects.answers, self._objects.is_sound
+                for outcome in outcomes:
                     question = self._asked.pop(outcome.ticket)
-                    if {Result.OK, Result.ABSENT}.issuperset(outcome.results):
-                        question.learn(outcome.results)
-                        self._go_on(question)
-                    else:
-                        self._answers.append(question.answer._replace(is_whole=False))
-                self._any = self._objects.answers
+                    question.learn(outcome.results)
+                    self._go_on(question)
         finally:
             self._any = False
             self._objects.close()

@@ -19,11 +19,47 @@ PAGE_OBJECTS = 1000
 """As many as a store names in one answer."""
 _RETRIES = 2
 _FIRST_RETRY_S = 0.05
-_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
-_WRONG_CREDENTIALS = frozenset(
-    {"SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AuthenticationFailed"}
+_MEANINGS = (
+    ({"NoSuchBucket", "ContainerNotFound"}, "there is no such bucket"),
+    (
+        {"SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AuthenticationFailed"},
+        "the credentials are wrong",
+    ),
+    ({"RequestTimeTooSkewed", "RequestExpired"}, "the clock of this host is not that of the store"),
+    (
+        {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"},
+        "the bucket is at another address, or of another region",
+    ),
 )
+"""What the stores' codes mean."""
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_PREFIXES = {"s3": "aws_", "gs": "google_", "az": "azure_"}
+CLIENT_OPTIONS = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+"""obstore's settings of its HTTP client, whatever the store: given as one of a store they make it
+panic. Each may have the prefix of its kind of store."""
+_NOT_HERE = {"default_headers": "is no text", "bucket": "is in the address", "container_name": "is in the address"}
 _CREDENTIALS_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 DENIED = "the credentials lack the right"
 
@@ -40,9 +76,9 @@ class S3Bucket:
     """See ``client.Bucket``.
 
     ``url``: ``s3://bucket/prefix`` or another. ``options``: obstore's settings of
-    that kind of store, such as ``aws_endpoint``; what they lack is taken from the environment as
-    its clients do. ``deadline_s``: after which the caller gives a request up. Nothing is asked
-    yet. Raises ConfigError.
+    that kind of store, such as ``aws_endpoint``, and of its HTTP client; what they lack is taken
+    from the environment as its clients do. ``deadline_s``: after which the caller gives a request
+    up. Nothing is asked yet. Raises ConfigError.
     """
 
     parallel = 64
@@ -70,11 +106,17 @@ class S3Bucket:
         given = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
         plain = any(value.startswith("http://") for value in given)
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": plain}
-        try:
-            self._store = from_url(url, config=dict(options), client_options=client, retry_config=retries)
-        except Exception as error:  # of several kinds, for one cause
-            said = str(error).partition("\n")[0].rstrip(". ")
-            raise ConfigError(f"remote {url!r} cannot be used: {said}.") from error
+
+        def make(some: Mapping[str, str]) -> Any:
+            store, more = divide_options(url, some)
+            return from_url(url, config=store, client_options=client | more, retry_config=retries)
+
+        self._store, wrong = _try_to(make, options)
+        if wrong is not None:
+            without = {each: {name: options[name] for name in options if name != each} for each in options}
+            culprit = next((name for name, some in without.items() if _try_to(make, some)[1] is None), "")
+            named = f"remote_options {culprit!r}: " if culprit and culprit not in wrong else ""
+            raise ConfigError(f"remote {url!r} cannot be used: {named}{wrong}.")
 
     async def exists(self, name: str) -> bool:
         """See ``Bucket.exists``."""
@@ -88,9 +130,9 @@ class S3Bucket:
             return None
         return take(await found.bytes_async() if found.meta["size"] == byte_count else b"")
 
-    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None]) -> None:
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
         """See ``Bucket.put``."""
-        if await self._size(name) == byte_count:
+        if not over and await self._size(name) == byte_count:
             return
         body = np.empty(byte_count, np.uint8)
         fill(body)
@@ -125,6 +167,32 @@ class S3Bucket:
         self._obstore.delete(self._store, name)
 
 
+def divide_options(url: str, options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return which of ``remote_options`` are of the store, and which of its HTTP client. Raises
+    ConfigError."""
+    store: dict[str, str] = {}
+    client: dict[str, Any] = {}
+    for name, value in options.items():
+        bare = name.lower().removeprefix(_PREFIXES[url.partition("://")[0]])
+        if bare in _NOT_HERE:
+            raise ConfigError(f"remote_options cannot have {name!r}, which {_NOT_HERE[bare]}.")
+        if bare in CLIENT_OPTIONS:
+            client[bare] = value
+        else:
+            store[name] = value
+    return store, client
+
+
+def _try_to(make: Callable[[Mapping[str, str]], Any], options: Mapping[str, str]) -> tuple[Any, str | None]:
+    """Return what is made, or why it cannot be. Raises ConfigError."""
+    try:
+        return make(options), None
+    except (ConfigError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of several kinds, for one cause; a panic of its code is no Exception
+        return None, str(error).partition("\n")[0].rstrip(". ")
+
+
 def _listed(name: str, size_bytes: int, stored: datetime) -> Listed:
     return Listed(name, size_bytes, int(stored.timestamp()))
 
@@ -133,10 +201,9 @@ def why_failed(text: str) -> str:
     """Say in a few words why a request failed. ``text``: of its exception."""
     found = re.search(r"<Code>(\w+)</Code>", text)
     code = found[1] if found else ""
-    if code in _NO_BUCKET:
-        return "there is no such bucket"
-    if code in _WRONG_CREDENTIALS:
-        return f"the credentials are wrong ({code})"
+    for codes, meaning in _MEANINGS:
+        if code in codes:
+            return f"{meaning} ({code})"
     if any(server in text for server in _CREDENTIALS_SERVERS):
         return "there are no credentials, neither in remote_options nor in the environment"
     if "403 Forbidden" in text or "401 Unauthorized" in text:

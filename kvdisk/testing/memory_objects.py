@@ -15,7 +15,8 @@ class MemoryObjects:
     longer than that FAILs.
     """
 
-    answers = True
+    answers = is_sound = True
+    pause_s = 0.0
     hint_life_s = 60.0
 
     def __init__(self, contents: dict[str, bytes] | None = None, most_bytes: int = 1 << 30) -> None:
@@ -44,7 +45,7 @@ class MemoryObjects:
         if op is ObjectOp.EXISTS:
             return Result.ABSENT if found is None else Result.OK
         fits = found is not None and len(found) == len(asked.buffer)
-        if op is ObjectOp.PUT and not fits:
+        if op is ObjectOp.REPLACE or (op is ObjectOp.PUT and not fits):
             if sum(map(len, self.contents.values())) + len(asked.buffer) > self._most_bytes:
                 return Result.FAILED
             self.contents[asked.name] = bytes(asked.buffer)

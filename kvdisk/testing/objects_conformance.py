@@ -121,6 +121,16 @@ class ObjectsConformance(ObjectsCase):
         assert self.put(1, second) is Result.OK
         assert self.get(1, 4096) == (Result.OK, first)
 
+    def test_a_replacement_is_written_whatever_there_is(self) -> None:
+        body = make_bytes(4096, 1)
+        for number, wrong in enumerate((None, make_bytes(4096, 2), body[: self.least_bytes])):
+            if wrong is not None:
+                self.write(self.name(number), wrong)
+            asked = RemoteObject(self.name(number), memoryview(body))
+            assert self.end(ObjectOp.REPLACE, asked) == (Result.OK,)
+            assert self.get(number, 4096) == (Result.OK, body)
+        assert self.objects.is_sound and self.objects.pause_s == 0.0
+
     def test_what_has_another_length_is_bad_and_the_next_put_replaces_it(self) -> None:
         body = make_bytes(4096, 1)
         for wrong in (body[: self.least_bytes], body[:-1], body + b"x", make_bytes(1 << 20, 2)):

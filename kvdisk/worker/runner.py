@@ -241,6 +241,8 @@ class Runner:
         """Return what has ended since the last call."""
         report, self._report = self._report, Report()
         report.stats = self._stats.take()
+        if self._remote_io is not None:
+            report.remote_pause_s = self._remote_io.new_pause_s()
         return report
 
     def halt(self) -> None:
@@ -458,6 +460,8 @@ class Runner:
         ended = [] if self._remote_io is None else list(self._remote_io.ended(wait_s))
         for part, failed in ended:
             self._count(part, len(part.positions) - len(failed))
+            for position in [at for at, reason in failed.items() if reason is Reason.HEADER]:
+                self._warn_of_object(part, position, "length or seal")
             self._drop(part, failed)
             self._advance(part)
         broken = {part.work.job.id for part, failed in ended if not _UNANSWERED.isdisjoint(failed.values())}
@@ -506,8 +510,16 @@ class Runner:
         self._load_by_host(part, unknown)
         for position, reason in bad.items():
             move = part.work.job.moves[position]
-            self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")
+            if part.route.by_key:
+                self._warn_of_object(part, position, "header" if reason is Reason.HEADER else "checksum")
+            else:
+                self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")
         self._drop(part, bad)
+
+    def _warn_of_object(self, part: Part, position: int, what: str) -> None:
+        assert self._remote_io is not None
+        name = self._remote_io.name_of(part, position)
+        self._log.warn(f"object's {what}", f"wrong {what}: object {name} of the remote store is not used")
 
     def _leave_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
         """The drive has failed moves on the GPU's way: use it less, and load them by the host's.

@@ -181,17 +181,18 @@ class TestS3Failures(S3Case):
         try:
             asked = [RemoteObject(self.name(1), memoryview(buffer)) for buffer in buffers]
             assert self.end(ObjectOp.GET, *asked) == (Result.LATE,) * 16
-            assert not self.objects.answers
+            assert not self.objects.answers and not self.objects.is_sound
+            assert self.objects.pause_s == FIRST_PAUSE_S
             assert self.exists(*range(100)) == (Result.REFUSED,) * 100
             assert self.put(2, body) is Result.LATE, "puts have a pause of their own"
             assert self.put(2, body) is Result.REFUSED
         finally:
             self.server.resume()
         self.clock_s += FIRST_PAUSE_S
-        assert self.objects.answers
+        assert self.objects.answers and not self.objects.is_sound and self.objects.pause_s == 0.0
         buffer = bytearray(len(body))
         self.until_ok(ObjectOp.GET, 1, buffer)
-        assert buffer == body
+        assert buffer == body and self.objects.is_sound
         assert not any(map(any, buffers)), "what was late came after all"
 
     def test_a_server_that_is_killed_and_comes_back_empty(self, body) -> None:

@@ -13,7 +13,11 @@ import pytest
 from obstore.store import from_url
 from support.live_engine import LiveEngine
 from support.live_model import LiveModel
+from support.s3_proxy import S3Proxy
 from support.waits import until
+
+from kvdisk.cli.remote import check_object
+from kvdisk.remote import base
 
 PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
 
@@ -139,6 +143,84 @@ def test_foreign_bytes_are_never_served(start, s3_server, url, tmp_path, sealed:
     before = stats["remote_rejects"]
     two.serve(PROMPTS)
     assert stats["remote_rejects"] == before, "what was bad is not asked for again"
+
+
+def test_what_was_damaged_is_written_over_and_another_host_loads_it(start, s3_server, url) -> None:
+    """Bits that flipped in objects of the right length, in the header and behind it."""
+    model = LiveModel()
+    start(model).serve(PROMPTS)
+    bucket = from_url(url, config=s3_server.options, client_options={"allow_http": True})
+    names = sorted(meta["path"] for page in obstore.list(bucket) for meta in page)
+    for at, name in enumerate(names):
+        body = bytearray(obstore.get(bucket, name).bytes())
+        body[(100, 4096 + 5)[at % 2]] ^= 0x10
+        obstore.put(bucket, name, bytes(body))
+    two = start(model, remote_admission="reuse(16)")
+    two.serve(PROMPTS)
+    assert two.manager.stats["remote_rejects"] > 0
+    wrong = [name for name in names if check_object(name, memoryview(obstore.get(bucket, name).bytes().to_bytes()))]
+    assert len(wrong) < len(names) - 20, "what was computed again was not written over"
+    rejected = set(two.manager._remote.bad._bad)
+    assert not {name for name in wrong if bytes.fromhex(name.split("/")[-2]) in rejected}
+    three = start(model)
+    three.serve(PROMPTS)
+    assert has_loaded(three) > 20
+
+
+def is_paused(engine: LiveEngine) -> bool:
+    return engine.manager.gauges.read()["remote_paused"] == 1
+
+
+@pytest.fixture
+def long_pauses(monkeypatch) -> None:
+    """A store that has failed is left alone for longer than a test takes."""
+    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(base, name, 3600.0)
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_of_a_server_that_was_killed_nothing_is_promised(start, s3_server) -> None:
+    model = LiveModel()
+    start(model).serve(PROMPTS)
+    two = start(model, drive=False, cpu_bytes="192KiB", prefetch=False)
+    two.serve(PROMPTS[:1])
+    remote = two.manager._remote
+    assert remote.hints and set(remote.hints) <= set(remote.usable_hints)
+    s3_server.kill()
+    try:
+        two.serve(PROMPTS[1:3])
+        assert is_paused(two)
+        assert remote.hints and not remote.usable_hints
+        assert any(two.manager._catalog.find(key) < 0 for key in remote.hints), "memory has all that is known"
+        before = dict(two.manager.stats.counts)
+        two.serve(PROMPTS)
+        for name in ("failed_loads", "hit_blocks.remote", "failed_promotions"):
+            assert two.manager.stats[name] == before.get(name, 0), name
+    finally:
+        s3_server.start()
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_where_only_reads_fail_nothing_is_promised_after_the_first(start, s3_server) -> None:
+    model = LiveModel()
+    start(model).serve(PROMPTS)
+    proxy = S3Proxy(s3_server.options["aws_endpoint"])
+    try:
+        options = s3_server.options | {"aws_endpoint": proxy.address}
+        two = start(model, remote_options=options, prefetch=False, remote_admission="reuse(16)")
+        two.serve(PROMPTS[:1])
+        assert has_loaded(two) > 0 and not is_paused(two)
+        proxy.failing = {"GET"}
+        two.serve(PROMPTS[2:3])
+        assert two.manager.stats["failed_loads"] > 0
+        assert is_paused(two), "the rank that has failed has said so"
+        before = dict(two.manager.stats.counts)
+        two.serve(PROMPTS[3:])
+        assert two.manager.stats["remote_questions"] > before["remote_questions"], "questions are answered"
+        for name in ("failed_loads", "hit_blocks.remote"):
+            assert two.manager.stats[name] == before.get(name, 0), name
+    finally:
+        proxy.close()
 
 
 def test_without_the_key_nothing_is_found(start, tmp_path) -> None:

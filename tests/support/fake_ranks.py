@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_key
+from kvdisk.blocks import BY_KEY_OVER, BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
 from kvdisk.worker.routes import Leg, route_of
 from support.fake_engine import StepWork
@@ -335,7 +335,8 @@ class FakeRank:
         elif leg in _DEVICE_LEGS and Tier.REMOTE in move.slots:
             name = work.job.epoch, move.key, self.rank
             if leg is Leg.WRITE:
-                self.remote.objects.setdefault(name, content)
+                there = {} if move.slots[Tier.REMOTE] == BY_KEY_OVER else self.remote.objects
+                self.remote.objects[name] = there.get(name, content)
             elif name not in self.remote.objects:
                 return Reason.ABSENT
             else:

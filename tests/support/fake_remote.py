@@ -34,6 +34,10 @@ class FakeRemote:
     def waiting(self) -> int:
         return len(self._questions)
 
+    @property
+    def is_sound(self) -> bool:
+        return self.any
+
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
         if len(self._questions) >= self._most_questions:
             return False

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, Slot, Tier, group_of, make_block_key
+from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
-from kvdisk.manager.remote import MOST_SEND_JOBS
+from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import FIRST, STAYS
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
@@ -76,6 +76,9 @@ class ManagerWatch(Watch):
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
+    _bad_objects: dict[BlockKey, float] = field(default_factory=dict)
+    """Blocks whose object has failed its check, and when, until this engine has written it over."""
+    _written_over: set[BlockKey] = field(default_factory=set)
     _io_errors: list[Move] = field(default_factory=list)
     """Reads that failed with IO_ERROR, of the report that is being settled."""
     _pinned: set[BlockKey] = field(default_factory=set)
@@ -265,7 +268,7 @@ class ManagerWatch(Watch):
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
             if job.kind in _READS:
-                assert _source(move) not in self._bad_copies, "a copy that failed to load is loaded again"
+                assert not self._is_bad(move), "a copy that failed to load is loaded again"
                 foreign = is_neighbours(move.slots.get(Tier.NVME))
                 foreign |= Tier.REMOTE in move.slots
                 assert not foreign or self.weights[job.epoch] == 0, "another engine's block, of other weights"
@@ -286,7 +289,17 @@ class ManagerWatch(Watch):
                 may_enter = admission == "learned" or self._is_admitted(admission, move.key, hopes)
                 self._note_pinned()
                 may_enter |= move.key in self._pinned
+                if move.slots.get(Tier.REMOTE) == BY_KEY_OVER:
+                    may_enter |= move.key in self._bad_objects
+                    assert move.key not in self._written_over, "an object is written over twice"
                 assert may_enter, "a block has entered a tier that does not admit it"
+
+    def _is_bad(self, move: Move) -> bool:
+        """Whether what a read is planned of has failed its check. An object is tried again after a
+        while: somebody may have repaired it."""
+        if Tier.REMOTE in move.slots:
+            return self.engine.now < self._bad_objects.get(move.key, -FIRST_DOUBT_S) + FIRST_DOUBT_S
+        return _source(move) in self._bad_copies
 
     def _spend(self, written_bytes: int) -> None:
         """A second account of the bytes written to NVMe, beside the product's."""
@@ -358,7 +371,12 @@ class ManagerWatch(Watch):
                 self.reads.settled(job)
                 self._changes += 1
                 late = self._late[job_id][1] if self._late_ranks[job_id] else ()
-                for position, reason in self._failures.pop(job_id, {}).items():
+                failures = self._failures.pop(job_id, {})
+                over = [at for at, move in enumerate(job.moves) if move.slots.get(Tier.REMOTE) == BY_KEY_OVER]
+                for key in [job.moves[at].key for at in over if at not in failures]:
+                    self._written_over.add(key)
+                    self._bad_objects.pop(key, None)
+                for position, reason in failures.items():
                     self._note_failure(job, owner, position, reason, position in late)
         for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
             del self._late[job_id], self._late_ranks[job_id]
@@ -374,6 +392,8 @@ class ManagerWatch(Watch):
         move = job.moves[position]
         if Tier.REMOTE in move.slots and reason not in {Reason.HEADER, Reason.CHECKSUM}:
             pass  # its bytes may be as good as before, and what is gone may come back
+        elif Tier.REMOTE in move.slots and job.kind in _READS:
+            self._bad_objects[move.key] = self.engine.now
         elif job.kind in _READS and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
             if reason is Reason.IO_ERROR:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ import pytest
 from cli_stores import PLAIN, json_of, refused, run, run_here
 from mass_stores import Layer
 from obstore.store import from_url
+from support.s3_proxy import S3Proxy
 from support.s3_server import RIGHTS
 from test_cli_why import PROMPT, answered, described, keys_of, put
 
 from kvdisk.assembly import open_remote
 from kvdisk.blocks import make_block_key
 from kvdisk.cli import check, remote
-from kvdisk.cli.remote import check_object, survey_remote, verify_remote
+from kvdisk.cli.remote import RemoteVerdict, check_object, survey_remote, verify_remote
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.geometry import HEADER_BYTES, Namespace
-from kvdisk.remote.base import ObjectOp, RemoteObject, Result, object_name
-from kvdisk.remote.s3 import why_failed
+from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result, object_name
+from kvdisk.remote.s3 import Listed, why_failed
+from kvdisk.testing.memory_objects import MemoryObjects
 
 PAYLOAD_BYTES = 5000
 SLOT_BYTES = HEADER_BYTES + 8192
@@ -116,6 +119,18 @@ def test_what_is_wrong_is_one_sentence(there, options, settings, said):
     assert "An engine can start with this" in shown and done.stderr == ""
     works = said.startswith(("writing", "no right"))
     assert ("and shares blocks once the remote store works." in shown) is not works
+
+
+def test_a_clock_that_is_wrong_is_no_missing_right(there):
+    proxy = S3Proxy()
+    proxy.failing, proxy.said = {"GET", "HEAD", "PUT"}, (403, "RequestTimeTooSkewed")
+    try:
+        done = run_here("check", there.file({"aws_endpoint": proxy.address}))
+    finally:
+        proxy.close()
+    shown = " ".join(done.stdout.split())
+    assert "the clock of this host is not that of the store (RequestTimeTooSkewed)" in shown
+    assert "right to list" not in shown
 
 
 def test_who_only_reads_needs_no_right_to_write(there):
@@ -274,6 +289,64 @@ def test_a_key_file_tells_what_somebody_else_wrote(there, tmp_path):
     obstore.put(there.bucket, name, b"short")
     (wrong,) = json_of("verify", "--remote", there.file(**sealed), code=1)["wrong"]
     assert wrong["name"] == name
+
+
+class Slow(MemoryObjects):
+    """A store that answers in time where it is asked for few objects together, and never of
+    ``stuck``."""
+
+    def __init__(self, objects: Sequence[tuple[str, bytearray]], together: int, stuck: str = "") -> None:
+        super().__init__({name: bytes(body) for name, body in objects})
+        self._together, self._stuck = together, stuck
+        self.batches: list[int] = []
+
+    def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
+        self.batches.append(len(batch))
+        return super().submit(op, batch)
+
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
+        names = [one.name for _, _, batch in self._batches for one in batch]
+        (outcome,) = super().poll(timeout_s)
+        late = [at >= self._together or name == self._stuck for at, name in enumerate(names)]
+        results = (Result.LATE if is_late else one for is_late, one in zip(late, outcome.results, strict=True))
+        return [outcome._replace(results=tuple(results))]
+
+
+def read_with(objects: Slow, slots: Sequence[tuple[str, bytearray]]) -> RemoteVerdict:
+    verdict = RemoteVerdict("s3://nowhere", 0)
+    remote._read_all(objects, [Listed(name, len(body), 0) for name, body in slots], 0, verdict)
+    return verdict
+
+
+def test_what_is_late_beside_others_is_read_alone():
+    slots = [slot_of(number) for number in range(50)]
+    verdict = read_with(Slow(slots, together=1), slots)
+    assert (verdict.objects, verdict.ok) == (50, True)
+
+
+def test_what_is_always_late_is_neither_wrong_nor_good(there, monkeypatch):
+    slots = [slot_of(number) for number in range(5)]
+    slots[1][1][HEADER_BYTES + 9] ^= 1
+    verdict = read_with(Slow(slots, together=64, stuck=slots[3][0]), slots)
+    assert verdict.late == [slots[3][0]] and not verdict.ok
+    assert [(one.name, one.check) for one in verdict.wrong] == [(slots[1][0], "checksum")]
+    assert verdict.objects == 4
+    there.fill(there.config())
+    filled = [slot_of(at // RANKS, at % RANKS) for at in range(OBJECTS)]
+    monkeypatch.setattr(remote, "open_remote", lambda _: Slow(filled, together=64, stuck=filled[0][0]))
+    found = json_of("verify", "--remote", there.file(), code=1)
+    assert (found["late"], found["wrong"], found["objects"]) == ([filled[0][0]], [], OBJECTS - 1)
+    shown = " ".join(run_here("verify", "--remote", there.file()).stdout.split())
+    assert "all that was read is good; of 1 nothing is known" in shown
+    assert "1 object: with a higher remote_deadline_s" in shown
+
+
+def test_of_a_store_that_answers_nothing_more_is_not_asked_for_ever():
+    slots = [slot_of(number) for number in range(1000)]
+    objects = Slow(slots, together=0)
+    verdict = read_with(objects, slots)
+    assert len(verdict.late) == 1000 and not verdict.wrong and not verdict.objects
+    assert len(objects.batches) <= 3
 
 
 def test_what_is_gone_when_it_is_read_is_no_fault(there, monkeypatch):

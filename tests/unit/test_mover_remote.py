@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 from ranks import FINGERPRINT, GROUPS, Rank, keeping, move
 
+from kvdisk.blocks import BY_KEY_OVER, Tier
 from kvdisk.device.header import read_header
 from kvdisk.geometry import Namespace
-from kvdisk.messages import JobKind, Reason
+from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.remote.base import ObjectsOutcome, Result, object_name
 from kvdisk.testing.memory_objects import MemoryObjects
 
@@ -170,3 +171,44 @@ def test_of_a_job_that_has_failed_nothing_more_is_asked_for(rank, store, before,
         assert Reason.CANCELLED in reasons and set(reasons) > {Reason.CANCELLED}
     store.instead = None
     assert rank.do(JobKind.LOAD, loads()) == {} and payloads(rank) == before
+
+
+def test_a_pause_is_told_once_and_so_is_the_next(rank, store, before):
+    def told() -> list[float]:
+        """Have a load fail; return the pauses that are reported, and what the next turn says."""
+        store.instead, store.pause_s = Result.FAILED, 2.0
+        moves = loads()
+        rank.mover.submit(Plan((rank.job(JobKind.LOAD, moves),)))
+        reports = []
+        while sum(len(result.failed) for report in reports for result in report.results.values()) < len(moves):
+            rank.mover.turn()
+            reports.append(rank.mover.poll())
+        rank.mover.turn()
+        return [report.remote_pause_s for report in [*reports, rank.mover.poll()] if report.remote_pause_s]
+
+    assert told() == [2.0]
+    assert told() == [2.0], "another pause, though nobody saw the first one end"
+
+
+def test_an_object_that_is_bad_is_named_in_the_log_and_the_reason_comes_first(rank, store, before, caplog):
+    names = [name_of(b, g) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+    body = bytearray(store.contents[names[1]])
+    body[4096 + 5] ^= 1
+    store.contents |= {names[0]: store.contents[names[2]], names[1]: bytes(body), names[3]: b"short"}
+    rank.do(JobKind.LOAD, loads())
+    said = {record.getMessage() for record in caplog.records}
+    for what, at in (("header", 0), ("checksum", 1), ("length or seal", 3)):
+        assert f"kvdisk: wrong {what}: object {names[at]} of the remote store is not used" in said
+
+
+def test_a_write_over_replaces_what_is_there(rank, store, before):
+    names = [name_of(b, g) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+    right = dict(store.contents)
+    store.contents |= {name: bytes(len(right[name])) for name in names}
+    places = [(b, g, rank.cpu(g, at)) for at, (b, g) in enumerate(zip(BLOCKS, GROUP_OF, strict=True))]
+    moves = [move(b, g, cpu=slot, remote=True) for b, g, slot in places]
+    assert rank.do(JobKind.DEMOTE, moves) == {}
+    assert store.contents != right, "the first write wins"
+    over = [one._replace(slots={**one.slots, Tier.REMOTE: BY_KEY_OVER}) for one in moves]
+    assert rank.do(JobKind.DEMOTE, over) == {}
+    assert store.contents == right

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from support.waits import WAIT_S
 
+from kvdisk.remote import mooncake, mooncake_process
 from kvdisk.remote.base import ObjectOp, RemoteObject
 from kvdisk.remote.client import BucketObjects
 
@@ -35,3 +38,16 @@ def test_a_store_that_fails_most_of_a_batch_is_left_alone(good, bad, answers):
     assert objects.poll(WAIT_S)
     assert objects.answers is answers
     objects.close()
+
+
+@pytest.mark.parametrize("op", [ObjectOp.PUT, ObjectOp.REPLACE])
+def test_what_left_mooncake_while_it_was_written_was_not_written(op):
+    async def ending(code: int, asked_op: ObjectOp) -> asyncio.Future:
+        asked = mooncake._Asked(asked_op, "name", 1, len, asyncio.get_running_loop().create_future())
+        mooncake._end(asked, code, memoryview(b"x"))
+        return asked.future
+
+    lost = asyncio.run(ending(mooncake_process.MISSING, op))
+    assert isinstance(lost.exception(), mooncake.MooncakeError)
+    assert asyncio.run(ending(0, op)).result() is None
+    assert asyncio.run(ending(mooncake_process.MISSING, ObjectOp.GET)).result() is None

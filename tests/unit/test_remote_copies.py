@@ -9,16 +9,18 @@ from support.fake_remote import FakeRemote
 from support.fake_slots import TORN, Content
 from tier_bench import GEOMETRY, TierBench, keys_of
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import Tier, group_of
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import FILE_EPOCH
+from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
+from kvdisk.manager import remote
 from kvdisk.manager.prefetch import MAX_PROMOTE_JOBS
-from kvdisk.manager.remote import ASK_AGAIN_S
-from kvdisk.messages import JobKind
+from kvdisk.manager.remote import ASK_AGAIN_S, FIRST_DOUBT_S
+from kvdisk.messages import Job, JobKind, Report
 
 PROMPT, FOUR = "aabbccx", "jjkkllmmx"
 OTHERS = ("ddx", "eex", "ffx", "ggx", "hhx", "iix")
 (BLOCK_BYTES,) = GEOMETRY.slot_sizes
+TWO_GROUPS = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)
 
 
 class Sharing(TierBench):
@@ -38,6 +40,14 @@ class Sharing(TierBench):
     @property
     def sent(self) -> int:
         return len(self.remote.objects)
+
+    def ask(self, prompt: str) -> None:
+        """Let a request come that the store is asked for, and end. The GPU has forgotten all."""
+        self.engine.pool.forget_all()
+        self.add(prompt)
+        self.step()
+        self.remote.answer()
+        self.finish()
 
     def queue(self, prompt: str) -> None:
         """Let a request wait behind one that runs on."""
@@ -125,6 +135,147 @@ def test_while_it_waits_for_room_to_be_read_ahead_it_is_asked_for_again():
     next(iter(engine.engine.requests.values())).finishing = True
     engine.finish()
     assert engine.stats["hit_tokens.remote"] + engine.stats["hit_tokens.cpu"] == 10
+
+
+# -- a store that does not answer --------------------------------------------------------------
+
+
+def waiting(*prompts: str, **how: object) -> Sharing:
+    """An engine that knows that the store has these prompts, which wait for another request."""
+    engine = Sharing(prefetch=False, **how)
+    for prompt in prompts:
+        engine.serve(prompt)
+    engine.succeed()
+    engine.engine.most_running = 1
+    engine.add("z", finishing=False)
+    engine.step()
+    for prompt in prompts:
+        engine.add(prompt)
+    engine.step()
+    engine.remote.answer()
+    engine.step()
+    assert set().union(*map(keys_of, prompts)) <= set(engine.manager._remote.hints)
+    next(iter(engine.engine.requests.values())).finishing = True
+    return engine
+
+
+def paused(engine: Sharing) -> float:
+    return engine.manager.gauges.read()["remote_paused"]
+
+
+def test_what_is_known_of_a_store_whose_questions_are_not_answered_is_not_promised():
+    engine = waiting(PROMPT)
+    engine.remote.any = False
+    engine.finish()
+    assert engine.stats["hit_tokens.remote"] == 0 and paused(engine) == 1
+
+
+def test_what_a_store_has_whose_reads_a_rank_leaves_alone_is_not_promised():
+    engine = waiting(PROMPT, OTHERS[0])
+    engine.rank._report.remote_pause_s = 5.0
+    engine.step()
+    assert paused(engine) == 1
+    while len(engine.engine.requests) > 1:
+        engine.step()
+    assert engine.stats["hit_tokens.remote"] == 0
+    engine.advance(5.0)
+    engine.finish()
+    assert engine.stats["hit_tokens.remote"] == 2, "the pause is over"
+    assert paused(engine) == 0, "a read was answered"
+
+
+def test_after_a_pause_of_reads_one_request_tries_it():
+    engine = waiting(PROMPT, FOUR, OTHERS[0])
+    engine.rank._report.remote_pause_s = 5.0
+    engine.step()
+    engine.advance(5.0)
+    engine.engine.most_running = 8
+    engine.step(32, work=False)
+    assert engine.parts.transfers.count(JobKind.LOAD) == 1
+    engine.finish()
+    assert 0 < engine.stats["hit_tokens.remote"] <= 8
+    assert paused(engine) == 0
+
+
+def test_the_longest_pause_of_all_ranks_counts():
+    report = Report(remote_pause_s=2.0).merge(Report(remote_pause_s=7.0)).merge(Report())
+    assert report.remote_pause_s == 7.0 and not report.empty
+
+
+# -- objects that are bad ----------------------------------------------------------------------
+
+
+def with_bad(engine: Sharing, prompt: str) -> dict[object, Content]:
+    """Let the store have a prompt whose bytes are wrong; return what is right."""
+    other = Sharing()
+    other.serve(prompt)
+    engine.remote.objects.update({name: one._replace(payload=TORN) for name, one in other.remote.objects.items()})
+    return dict(other.remote.objects)
+
+
+def is_right(engine: Sharing, right: dict[object, Content]) -> list[bool]:
+    return [engine.remote.objects[name].payload == one.payload for name, one in right.items()]
+
+
+def test_a_bad_object_is_written_over_once_by_who_computes_it():
+    """Whatever else is admitted."""
+    engine = Sharing(remote_admission="reuse(16)", cpu_slots=(8,), prefetch=False)
+    right = with_bad(engine, PROMPT)
+    engine.ask(PROMPT)
+    assert engine.stats["remote_rejects"] > 0
+    assert all(is_right(engine, right))
+    sent = engine.stats["sent_blocks"]
+    with_bad(engine, PROMPT)
+    for prompt in (FOUR, *OTHERS):
+        engine.serve(prompt, cold=True)
+    engine.ask(PROMPT)
+    assert not any(is_right(engine, right)), "it is not written over again"
+    assert engine.stats["sent_blocks"] == sent
+
+
+def test_who_may_not_write_uses_what_somebody_has_repaired():
+    engine = Sharing(remote_read_only=True, cpu_slots=(8,), prefetch=False)
+    right = with_bad(engine, PROMPT)
+    engine.ask(PROMPT)
+    assert engine.stats["remote_rejects"] > 0 and not any(is_right(engine, right))
+    engine.remote.objects.update(right)
+    for prompt in (FOUR, *OTHERS):
+        engine.serve(prompt, cold=True)
+    engine.advance(FIRST_DOUBT_S)
+    before = engine.stats["hit_tokens.remote"]
+    engine.ask(PROMPT)
+    assert engine.stats["hit_tokens.remote"] == before + 6
+
+
+# -- several groups ----------------------------------------------------------------------------
+
+
+def test_where_little_can_be_queued_it_is_of_all_groups(monkeypatch):
+    monkeypatch.setattr(remote, "MOST_QUEUED", 8)
+    engine = Sharing(geometry=TWO_GROUPS)
+    engine.remote.any = False
+    engine.serve("aabbccddeeffgghhx")
+    rows = sorted(engine.catalog.rows(), key=lambda row: group_of(engine.catalog.keys[row]))
+    far = engine.manager._remote
+    far.hints.clear()
+    far.offer(rows)
+    queued = [group_of(key) for key in far._queue]
+    assert queued.count(0) == queued.count(1) == 4
+
+
+def test_where_memory_is_short_what_is_read_is_kept_of_all_groups():
+    one = Sharing(geometry=TWO_GROUPS)
+    one.serve("aabbccddeeffgghhx")
+    engine = Sharing(geometry=TWO_GROUPS, cpu_slots=(8,), prefetch=False)
+    engine.remote.objects.update(one.remote.objects)
+    engine.add("aabbccddeeffgghhx")
+    loads: list[Job] = []
+    for _ in range(20):
+        engine.remote.answer()
+        loads += [job for job in engine.step(32).jobs if job.kind is JobKind.LOAD]
+    kept = [group_of(move.key) for move in loads[0].moves if Tier.CPU in move.slots]
+    assert len(loads[0].moves) == 16 and kept.count(0) == kept.count(1) == 4
+    engine.finish()
 
 
 # -- reading ahead -----------------------------------------------------------------------------

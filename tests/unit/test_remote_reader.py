@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -120,16 +121,59 @@ def test_a_store_that_fails_has_nothing(result):
     store.result = result
     store.answers = False
     reader = open_reader(store)
+    store.is_sound = False
     reader.ask(1, [chain], chain)
     assert await_answers(reader, 1) == [(1, [], False)]
+    assert not reader.is_sound, "who has an answer knows what it is worth"
     end_s = time.monotonic() + WAIT_S
     while reader.any:
         assert time.monotonic() < end_s
-    store.result, store.answers = None, True
+    store.result, store.answers, store.is_sound = None, True, True
     while not reader.any:
         assert time.monotonic() < end_s, "nobody looks whether it answers again"
     reader.ask(2, [chain], [])
     assert await_answers(reader, 1) == [(2, chain, True)]
+    reader.close()
+
+
+class Shaky(Store):
+    """Of each ten objects or so that it is asked for, one is not answered."""
+
+    def __init__(self, there: Sequence[BlockKey], seed: int) -> None:
+        super().__init__(there)
+        self._rng = random.Random(seed)
+
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
+        def fail(result: Result) -> Result:
+            return self._rng.choice((Result.FAILED, Result.LATE)) if self._rng.random() < 0.1 else result
+
+        return [each._replace(results=tuple(map(fail, each.results))) for each in super().poll(timeout_s)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_one_object_in_ten_is_not_answered_the_rest_is_known(seed):
+    chain, alone = keys_of(1, 800), keys_of(2, 200)
+    store = Shaky(chain + alone[::2], seed)
+    reader = open_reader(store)
+    reader.ask(1, [chain], alone)
+    (answer,) = await_answers(reader, 1)
+    assert set(answer.found) == {*chain, *alone[::2]} and answer.is_whole
+    assert len(store.batches) < 12
+    reader.close()
+
+
+def test_an_object_that_is_never_answered_costs_what_is_behind_it_and_no_more():
+    class Broken(Store):
+        def _do(self, op: ObjectOp, asked: RemoteObject) -> Result:
+            return Result.FAILED if asked.name == keys_of(1, 800)[-1].hex() else super()._do(op, asked)
+
+    chain = keys_of(1, 800)
+    store = Broken(chain)
+    reader = open_reader(store)
+    reader.ask(1, [chain], [])
+    (answer,) = await_answers(reader, 1)
+    assert answer.found == chain[:-1] and not answer.is_whole
+    assert len(store.batches) < 20
     reader.close()
 
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others are asked of requests' prompts, stretch after stretch. Scheduler thread only.
+
+A hit needs blocks of every KV-cache group at the same places. So a question is cut by tokens, alike
+in every group: it is first for what is missing of a stretch of the prompt, and when that is
+answered for the next one, for as long as no chain has a hole. Looking for what is missing, and
+taking answers in, take time of the step: ``StepState.keys_left`` bounds both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import compress, islice
+from typing import Final
+
+from kvdisk.blocks import BlockKey
+from kvdisk.manager.catalog import READY
+from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.requests import RequestState
+
+MOST_WAITING: Final = 8192
+"""Requests whose question waits for its turn. Of those that come then nothing is asked."""
+MOST_HINTS: Final = 1 << 18
+"""Blocks that others are thought to have, about 350 bytes each of neighbours, and 150 of the remote
+store; the first heard of are forgotten first."""
+_READY = bytes([READY])
+_NOT_READY = bytes(presence != READY for presence in range(256))
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """What is asked for a request. ``tokens``: up to where it was looked at; ``asked``: blocks that
+    were asked for by now. ``missing``: of the stretch under way, by group."""
+
+    number: int
+    request: RequestState
+    tokens: int = 0
+    asked: int = 0
+    missing: list[list[BlockKey]] = field(default_factory=list)
+
+
+class Questions(HasParts):
+    """The questions to one index, and its answers.
+
+    ``send``: asks it for the missing blocks of one stretch, by group, with a ticket, and returns
+    whether that was taken. ``most_keys``: of a stretch. ``counter``: of the requests for which it
+    was asked. ``known``: what need not be asked for.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        send: Callable[[int, list[list[BlockKey]]], bool],
+        most_keys: Callable[[], int],
+        counter: str,
+    ) -> None:
+        super().__init__(parts)
+        self._send = send
+        self._counter = counter
+        self._most_keys = most_keys
+        self.known: Collection[BlockKey] = ()
+        self._last_number = self._last_ticket = 0
+        self._refused_step = -1
+        """When the index would take no more."""
+        self._waiting: deque[Question] = deque()
+        self._open: set[int] = set()
+        self._under_way: dict[int, Question] = {}
+        """By ticket."""
+        self._answers: deque[Iterator[None]] = deque()
+        """What has come and is not taken in yet."""
+
+    def ask(self, request: RequestState) -> int:
+        """Ask for what is missing of a request's prompt, now or soon; return the question's number.
+        ``keys`` are up to date."""
+        self._last_number += 1
+        if len(self._waiting) < MOST_WAITING:
+            self._open.add(self._last_number)
+            self._waiting.append(Question(self._last_number, request))
+            self.go_on()
+        return self._last_number
+
+    def is_open(self, number: int) -> bool:
+        """Whether something of a question is not answered yet."""
+        return number in self._open
+
+    def take_in(self, answers: Iterable[Iterator[None]]) -> None:
+        """Take answers in, as far as the step allows it, those that came before first. Each yields
+        once a block."""
+        self._answers.extend(answers)
+        while self._answers and self._state.keys_left > 0:
+            done = sum(1 for _ in islice(self._answers[0], self._state.keys_left))
+            if done < self._state.keys_left:
+                self._answers.popleft()  # it has ended
+            self._state.keys_left -= max(1, done)
+
+    def answered(self, ticket: int) -> Question | None:
+        """Return the question whose stretch was answered; ``ended`` follows when the answer is
+        taken in."""
+        return self._under_way.pop(ticket, None)
+
+    def ended(self, question: Question, found: Collection[BlockKey]) -> None:
+        """The answer to a stretch is taken in: go on with the next, unless a chain has a hole in
+        it."""
+        groups = zip(self._geometry.groups, question.missing, strict=True)
+        lacking = [key for group, keys in groups if group.reads_all for key in keys if key not in found]
+        question.missing = []
+        is_whole = not self._catalog.presences(lacking).strip(_READY)
+        if is_whole and self._has_more(question) and question.asked < MOST_HINTS // 2:  # or it pushes out its own head
+            self._waiting.appendleft(question)
+        else:
+            self._open.discard(question.number)
+
+    def go_on(self) -> None:
+        """Send what waits, as far as the step allows it, and the index takes it."""
+        while self._waiting and self._state.keys_left > 0 and self._refused_step != self._state.steps:
+            question = self._waiting[0]
+            if not self._has_more(question):
+                self._open.discard(self._waiting.popleft().number)
+                continue
+            start = question.tokens
+            self._look_at_next(question)
+            if any(question.missing):
+                self._last_ticket += 1
+                if not self._send(self._last_ticket, question.missing):
+                    question.tokens = start  # some of it may be here by the next time
+                    self._refused_step = self._state.steps
+                    return
+                self._stats.add(self._counter, int(not question.asked))
+                question.asked += sum(map(len, question.missing))
+                self._under_way[self._last_ticket] = self._waiting.popleft()
+
+    def drop_waiting(self) -> None:
+        """Send nothing of what waits: the index is not asked now."""
+        self._open.difference_update([question.number for question in self._waiting])
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        """Forget all questions and answers."""
+        for each in (self._waiting, self._open, self._under_way, self._answers):
+            each.clear()
+
+    def _has_more(self, question: Question) -> bool:
+        """Whether a part of the prompt was not looked at yet."""
+        groups = zip(self._geometry.groups, question.request.keys, strict=True)
+        return any(len(keys) * group.block_tokens > question.tokens for group, keys in groups)
+
+    def _look_at_next(self, question: Question) -> None:
+        """Look for what is missing of the next stretch."""
+        groups, step = self._geometry.groups, self._geometry.step_tokens
+        step_keys = sum(step // group.block_tokens for group in groups)
+        start = question.tokens
+        end = question.tokens = start + max(1, self._most_keys() // step_keys) * step
+        question.missing = []
+        for group, keys in zip(groups, question.request.keys, strict=True):
+            some = keys[start // group.block_tokens : end // group.block_tokens]
+            missing = compress(some, self._catalog.presences(some).translate(_NOT_READY))
+            question.missing.append([key for key in missing if key not in self.known])
+            self._state.keys_left -= len(some)
