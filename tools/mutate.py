@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -94,11 +95,11 @@ def main() -> int:
         return done.returncode
     found = re.findall(r"^\s*(\S+): (\S.*)$", mutmut("results").stdout, re.MULTILINE)
     survivors = [name for name, state in found if state == "survived"]
-    others = [state for _, state in found if state != "survived"]
+    others = Counter(state for _, state in found if state != "survived")
     for name in survivors[:MOST_SHOWN]:
         print(mutmut("show", name).stdout)
-    left = f", and {len(others)} were not judged ({', '.join(sorted(set(others)))})" if others else ""
-    print(f"kvdisk: {len(survivors)} changes survived{left}")
+    left = "".join(f"; {state}: {count}" for state, count in sorted(others.items()))
+    print(f"kvdisk: changes that survived: {len(survivors)}{left}")
     return 1 if survivors else 0
 
 
