@@ -4,9 +4,11 @@
 Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
 owner holds a shared flock on its home's ``lock``, and on the home's directory, for its life,
-through descriptors that it opened itself: those that came by a fork would be the parent's. A home
-whose locks can be taken exclusively is unowned, unless another machine has used it a moment ago.
-That is tried only under the store's ``lock``, so two who try never take each other for an owner.
+through descriptors that it opened itself: those that came by a fork would be the parent's. The
+process that has the index open holds a lock of its own on that, which the next owner awaits: see
+``Home.await_index``. A home whose locks can be taken exclusively is unowned, unless another machine
+has used it a moment ago. That is tried only under the store's ``lock``, so two who try never take
+each other for an owner.
 
 A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
 into one that another engine owns.

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from support.live_process import ProcessSettings
 from support.waits import WAIT_S, lives, until
 
 from kvdisk import assembly
+from kvdisk.device import home as homes
+from kvdisk.device.listing import list_homes
 from kvdisk.index import commit_writer, lmdb_index
 from kvdisk.index.base import IndexState
 from kvdisk.messages import JobKind
@@ -133,6 +136,51 @@ def children_of(pid: int) -> list[int]:
     return [
         int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
     ]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_next_engine_waits_for_a_commit_that_a_killed_one_has_under_way(ends, tmp_path, caplog, monkeypatch):
+    """Or leaves that engine store alone, where the commit does not end: it is written to later."""
+    monkeypatch.setattr(homes, "INDEX_WAIT_S", WAIT_S if ends else 0.2)
+    settings = ProcessSettings(str(tmp_path / "store"), seed=SEED, blocks=24, commit_s=0.0)
+    with Child(tmp_path, settings) as child:
+        child.wait_serving()
+        until(lambda: child.count("demoted_blocks"), "blocks on NVMe")
+        found = children_of(child.pid)
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+        child.assert_killed()
+    (old,) = list_homes(tmp_path / "store")
+
+    def go_on() -> None:
+        for pid in found:
+            os.kill(pid, signal.SIGCONT)
+
+    def go_on_when_taken_over() -> None:
+        until(lambda: [home.id for home in list_homes(tmp_path / "store")] != [old.id], "a takeover")
+        go_on()
+
+    resuming = threading.Thread(target=go_on_when_taken_over)
+    if ends:
+        resuming.start()
+    engine = LiveEngine(settings.config(), settings.live_model())
+    if ends:
+        resuming.join()
+        assert not any(map(lives, found))
+    else:
+        assert engine.parts.home.fresh and "leaves engine store" in caplog.text
+        assert engine.parts.neighbours is not None
+        go_on()
+    engine.run_until_quiet()
+    audit(engine)
+    engine.close()
+    until(lambda: not any(map(lives, found)), "the end of the processes")
+    last = LiveEngine(settings.config(), settings.live_model())
+    assert len(list_homes(tmp_path / "store")) == 1 + (not ends)
+    assert not last.parts.home.fresh
+    last.run_until_quiet()
+    assert audit(last) > 0, "the store of the one that was killed, the fullest"
+    last.close()
 
 
 PROGRAM = """
