@@ -47,6 +47,14 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return min([HostMemory(machine_bytes), *_limits(root)], key=lambda each: each.limit_bytes)
 
 
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """Return what can be taken now of the machine, and of each control group around this process.
+    ``root``: as above."""
+    found = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    free = [int(found["MemAvailable"].split()[0]) << 10]
+    return min(free + [left for group in control_groups(root) if (left := _left_in(group)) is not None])
+
+
 def check_host_memory(rank_bytes: int, deployment: Deployment, memory: HostMemory | None = None) -> None:
     """Raise ConfigError where the ranks of this host do not fit into its memory. ``rank_bytes``: of
     one rank. ``memory``: None: this host's."""
@@ -68,9 +76,17 @@ def _gib(count_bytes: int) -> str:
 # -- control groups ------------------------------------------------------------------------------
 
 
-def _limits(root: Path) -> Iterator[HostMemory]:
-    """Yield the limits of the groups that this process is in, from its own up to the highest one
-    that is mounted here."""
+class ControlGroup(NamedTuple):
+    """A control group around this process. ``version``: 1 or 2. ``name``: below what is mounted."""
+
+    path: Path
+    version: int
+    name: PurePosixPath
+
+
+def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
+    """Yield the groups that limit this process's memory, of each version from its own up to the
+    highest one that is mounted here."""
     try:
         own = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
         mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
@@ -87,9 +103,44 @@ def _limits(root: Path) -> Iterator[HostMemory]:
         kind, _, options = [*after.split(" "), "", "", ""][:3]
         if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
             mounted, point = (_plain(field) for field in before.split(" ")[3:5])
-            read = _limits_of_version_2 if kind == "cgroup2" else _limits_of_version_1
-            top = root / point.lstrip("/")
-            yield from read(top, _below(mounted, groups[kind]))
+            top, below, version = root / point.lstrip("/"), _below(mounted, groups[kind]), 2 if kind == "cgroup2" else 1
+            # Of version 1 a group may be apart from those above it.
+            is_apart = version == 1 and _number(top / below / "memory.use_hierarchy") == 0
+            for name in (below, *([] if is_apart else below.parents)):
+                yield ControlGroup(top / name, version, name)
+
+
+def _limits(root: Path) -> Iterator[HostMemory]:
+    """Yield the limits of the groups around this process."""
+    for group in control_groups(root):
+        file = "memory.max" if group.version == 2 else "memory.limit_in_bytes"
+        # Of version 1 also the least of all, with those above the mount.
+        for limit_bytes in (_number(group.path / file), _facts(group).get("hierarchical_memory_limit")):
+            if limit_bytes is not None:
+                yield HostMemory(limit_bytes, _named(group.name))
+
+
+def _facts(group: ControlGroup) -> dict[str, int]:
+    """Return what a group's ``memory.stat`` says; nothing where there is none."""
+    try:
+        lines = (group.path / "memory.stat").read_text().splitlines()
+        return {name: int(value) for name, value in (line.split(" ", 1) for line in lines)}
+    except (OSError, ValueError):
+        return {}
+
+
+def _left_in(group: ControlGroup) -> int | None:
+    """Return what a group may still take, with what caches of files could give back; None where it
+    has no limit."""
+    limit, used, cache = (
+        ("memory.max", "memory.current", "inactive_file")
+        if group.version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    limit_bytes, used_bytes = _number(group.path / limit), _number(group.path / used)
+    if limit_bytes is None or used_bytes is None:
+        return None
+    return limit_bytes - used_bytes + _facts(group).get(cache, 0)
 
 
 def _below(mounted: str, group: str) -> PurePosixPath:
@@ -98,29 +149,6 @@ def _below(mounted: str, group: str) -> PurePosixPath:
     if ".." not in PurePosixPath(group).parts and PurePosixPath(group).is_relative_to(mounted):
         return PurePosixPath(group).relative_to(mounted)
     return PurePosixPath()
-
-
-def _limits_of_version_2(top: Path, below: PurePosixPath) -> Iterator[HostMemory]:
-    for group in (below, *below.parents):
-        limit_bytes = _number(top / group / "memory.max")
-        if limit_bytes is not None:
-            yield HostMemory(limit_bytes, _named(group))
-
-
-def _limits_of_version_1(top: Path, below: PurePosixPath) -> Iterator[HostMemory]:
-    """The same of version 1, where a group may be apart from those above it."""
-    own = top / below
-    try:
-        facts = dict(line.split(" ", 1) for line in (own / "memory.stat").read_text().splitlines())
-        # The least of all, also of those above the mount.
-        yield HostMemory(int(facts["hierarchical_memory_limit"]), _named(below))
-    except (OSError, ValueError, KeyError):
-        pass
-    is_apart = _number(own / "memory.use_hierarchy") == 0
-    for group in (below, *([] if is_apart else below.parents)):
-        limit_bytes = _number(top / group / "memory.limit_in_bytes")
-        if limit_bytes is not None:
-            yield HostMemory(limit_bytes, _named(group))
 
 
 def _named(group: PurePosixPath) -> str:

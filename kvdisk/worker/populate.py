@@ -13,12 +13,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import Event, Thread, get_native_id
 
 import numpy as np
 
 from kvdisk.worker.arena import Arena
+from kvdisk.worker.host_memory import free_memory_bytes
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -29,10 +29,6 @@ LEFT_FREE_BYTES = 1 << 30
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, of Linux 5.14 and later."""
 _LOWEST_PRIORITY = 19
-
-MEMORY_INFO = Path("/proc/meminfo")
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
 
 
 class Populating:
@@ -84,34 +80,3 @@ def _populate(address: int, byte_count: int) -> bool:
     if libc.madvise(*place, _POPULATE_WRITE) == 0:
         return True
     return ctypes.get_errno() == errno.EINVAL and libc.mlock(*place) == 0 and libc.munlock(*place) == 0
-
-
-def free_memory_bytes() -> int:
-    """Return what can be taken now of the machine, and of each control group that this process is
-    in; what caches of files could give back counts as free."""
-    found = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
-    free = [int(found["MemAvailable"].split()[0]) << 10]
-    with suppress(OSError):
-        for line in OWN_GROUP.read_text().splitlines():
-            _, kinds, own = line.split(":", 2)
-            if not kinds or "memory" in kinds.split(","):
-                root = CONTROL_GROUPS / "memory" if kinds else CONTROL_GROUPS
-                place = root / own.lstrip("/")
-                free += [left for group in (place, *place.parents) if (left := _left_in(group, not kinds)) is not None]
-    return min(free)
-
-
-def _left_in(group: Path, is_second: bool) -> int | None:
-    """Return what a control group of version 2, or 1, may still take; None where it has no
-    limit."""
-    limit, used, cache = (
-        ("memory.max", "memory.current", "inactive_file")
-        if is_second
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    )
-    try:
-        left = int((group / limit).read_text()) - int((group / used).read_text())
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return left + int(counts.get(cache, 0))
-    except (OSError, ValueError):  # "max", or no group
-        return None

@@ -15,7 +15,7 @@ import pytest
 from kvdisk.assembly import check_sizes
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
-from kvdisk.worker.host_memory import MACHINE, Deployment, HostMemory, check_host_memory, host_memory
+from kvdisk.worker.host_memory import MACHINE, Deployment, HostMemory, check_host_memory, free_memory_bytes, host_memory
 
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 GIB = 1 << 30
@@ -185,3 +185,21 @@ def test_cpu_bytes_beside_the_machine_with_any_number_of_ranks():
     half = Config(cpu_bytes=MACHINE_BYTES * 6 // 10)
     with pytest.raises(ConfigError, match="2 ranks of 2 engines"):
         check_sizes(half, Deployment(engines=2))
+
+
+def test_what_is_free_is_the_least_of_the_machine_and_all_groups(tmp_path):
+    own = "4:cpu,memory:/b/c\n1:name=systemd:/\n0::/a/own"
+    mounts = f"{VERSION_2.format(root='/', point=V2)}\n{VERSION_1.format(root='/', point=V1)}"
+    place = tree(tmp_path, own, mounts, {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB"})
+    assert free_memory_bytes(place) == 4000 << 10, "they say nothing"
+    second = {"memory.max": 3_000_000, "memory.current": 1_000_000, "memory.stat": "anon 5\ninactive_file 500000"}
+    tree(tmp_path, own, mounts, {f"{V2}/a/own/memory.max": "max", f"{V2}/a/own/memory.current": 100})
+    tree(tmp_path, own, mounts, {f"{V2}/a/{name}": text for name, text in second.items()})
+    assert free_memory_bytes(place) == 2_500_000, "its parent has a limit"
+    first = {"limit_in_bytes": 1_000_000, "usage_in_bytes": 1_000_000, "stat": "total_inactive_file 20000"}
+    tree(tmp_path, own, mounts, {f"{V1}/b/memory.{name}": text for name, text in first.items()})
+    assert free_memory_bytes(place) == 20_000, "of version 1"
+
+
+def test_of_this_machine_it_is_a_number():
+    assert free_memory_bytes() > 0

@@ -14,7 +14,7 @@ from support.waits import until
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.worker import populate
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.populate import LEFT_FREE_BYTES, PIECE_BYTES, Populating, free_memory_bytes
+from kvdisk.worker.populate import LEFT_FREE_BYTES, PIECE_BYTES, Populating
 
 PIECES = 5
 PLENTY = 1 << 50
@@ -91,32 +91,3 @@ def test_close_ends_it_after_the_piece_that_is_under_way(arenas):
     closing.join(60)
     assert not closing.is_alive()
     assert pieces_taken(arenas) == [1, 0]
-
-
-def test_what_is_free_is_the_least_of_the_machine_and_all_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(populate, "MEMORY_INFO", tmp_path / "meminfo")
-    monkeypatch.setattr(populate, "OWN_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(populate, "CONTROL_GROUPS", tmp_path / "groups")
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    assert free_memory_bytes() == 4000 << 10, "there are no groups"
-    (tmp_path / "cgroup").write_text("4:cpu,memory:/b/c\n1:name=systemd:/\n0::/a/own\n")
-    assert free_memory_bytes() == 4000 << 10, "they say nothing"
-
-    def limit(group: str, most: object, used: int, cache: int) -> None:
-        place = tmp_path / "groups" / group
-        place.mkdir(parents=True, exist_ok=True)
-        second = not group.startswith("memory")
-        names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        for name, value in zip(names, (most, used), strict=True):
-            (place / name).write_text(f"{value}\n")
-        (place / "memory.stat").write_text(f"anon 5\n{'' if second else 'total_'}inactive_file {cache}\n")
-
-    limit("a/own", "max", 100, 0)
-    limit("a", 3_000_000, 1_000_000, 500_000)
-    assert free_memory_bytes() == 2_500_000, "its parent has a limit"
-    limit("memory/b", 1_000_000, 1_000_000, 20_000)
-    assert free_memory_bytes() == 20_000, "of version 1"
-
-
-def test_of_this_machine_it_is_a_number():
-    assert free_memory_bytes() > 0
