@@ -5,9 +5,9 @@ Under the first of a store's directories lie ``STORE``, ``lock`` and
 ``homes/<id>/{HOME,lock,index/,segments/}``; see ``drives`` for the others. Every process of an
 owner holds a shared flock on its home's ``lock`` for its life, through a descriptor that it opened
 itself: one that came by a fork would be the parent's. The process that has the index open holds a
-lock of its own on that, which the next owner awaits: see ``Home.await_index``. A home whose lock can
-be taken exclusively is unowned. That is tried only under the store's ``lock``, so two who try never take each other for an
-owner.
+lock of its own on that, which the next owner awaits: see ``Home.await_index``. A home whose lock
+can be taken exclusively is unowned. That is tried only under the store's ``lock``, so two who try
+never take each other for an owner.
 
 A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
 into one that another engine owns.
