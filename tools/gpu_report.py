@@ -2,15 +2,19 @@
 """All that only a GPU machine can show, in one go: the GPU's tests, how fast bytes get to its
 blocks and back, and what that costs the model.
 
-Run it with nothing but kvdisk and torch installed; vLLM is not needed::
+Run it with nothing but kvdisk's packages and torch installed; vLLM is not needed, and kvdisk is
+taken from this checkout::
 
     python tools/gpu_report.py --dir /nvme/somewhere --json report.json
 
-It prints tables and a verdict per goal for docs/measurements/gpu.md, in less than eight minutes
-(``--minutes``), and writes the same as JSON. Without a GPU it says so and ends with 2; with failed
-tests it ends with 1. The directory should be on the drive that kvdisk shall use; what is written
-there (``--file-bytes``) is removed. ``--host`` needs no GPU: it measures stores and loads between
-blocks in host memory and slots there or on the drive, beside a plain copy and the drive alone.
+It is of use wherever it is cut: what matters most comes first, each measure runs in a process of
+its own with a limit, and is written as JSON and printed when it has ended; SIGTERM has it print
+what there is. At the end it prints tables and a verdict per goal for docs/measurements/gpu.md, in
+``--minutes``, the tests included. Without a GPU it says so and ends with 2; with failed tests, or
+wrong bytes, it ends with 1. The directory should be on the drive that kvdisk shall use; what is
+written there (``--file-bytes``) is removed. ``--host`` needs no GPU: it measures stores and loads
+between blocks in host memory and slots there or on the drive, beside a plain copy and the drive
+alone.
 """
 
 from __future__ import annotations
@@ -18,107 +22,77 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
-
-from machine import Machine
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from kvdisk.blocks import JobId, Slot, Tier, make_block_key
-from kvdisk.device.base import Device, Op, Transfer
-from kvdisk.device.gds import GdsDevice, gds_unavailable
-from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import await_batches
-from kvdisk.errors import ConfigError
-from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, Geometry, GroupGeometry, round_up, slot_offset
-from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
-from kvdisk.worker.arena import Arena
-from kvdisk.worker.direct import Direct
-from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import OpenFile, Resources
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvdisk.worker.copier import CudaLanes as Lanes
-    from kvdisk.worker.copier import HostCopier
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_GPU = "gpu_report: there is no CUDA GPU here (torch finds none), so there is nothing to report."
-MIB = 1 << 20
-BLOCK_BYTES = (64 << 10, 256 << 10, 2 * MIB, 8 * MIB)
-STAGING_BYTES = 128 * MIB
-PART_BYTES, MOST_PARTS = 8 * MIB, 4
-SCRATCH_BYTES = 64 * MIB
-TESTS_S = 150
-LARGE_CACHE_BYTES = 20 << 30
-"""More than torch's index arithmetic of 32 bits reaches with words of 8 bytes."""
-LARGE_COPY, GATHERED, DRIVE, POSIX, STRAIGHT = (
-    "one large copy",
-    "gathered",
-    "the drive alone",
-    "drive, pinned memory",
-    "drive, gds, straight",
+sys.path.insert(0, str(ROOT))  # kvdisk need not be installed
+
+from gpu_measures import (  # noqa: E402
+    ALONE,
+    BESIDE_LOADS,
+    BESIDE_STORES,
+    BLOCKS_FIRST,
+    COPIES,
+    DRIVE,
+    LARGE_CACHE_BLOCK_BYTES,
+    LARGE_CACHE_BYTES,
+    LARGE_COPY,
+    LAYERS_FIRST,
+    MIB,
+    MLA,
+    MLA_BYTES,
+    MODEL,
+    MOVES,
+    POSIX,
+    PYTHON_MODEL,
+    SHAPES,
+    STRAIGHT,
+    THREADS,
+    Memory,
+    Pace,
+    Speed,
+    large_cache,
+    measure_beside,
+    measure_both,
+    measure_drive,
+    measure_large_cache,
+    measure_memory,
+    measure_plain,
+    memory_name,
 )
-COPIES, MOVES = ("gather", "scatter"), ("store", "load", "load unverified")
-THREADS = (1, 2, 4)
+from machine import Machine  # noqa: E402
+from one_by_one import Failure, run_apart, run_here  # noqa: E402
+from rich import box  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from kvdisk.device import aio  # noqa: E402
+from kvdisk.device.gds import gds_unavailable  # noqa: E402
+
+if TYPE_CHECKING:
+    from kvdisk.worker.copier import CudaLanes as Lanes
+
+NO_GPU = "gpu_report: there is no CUDA GPU here (torch finds none), so there is nothing to report."
+BLOCK_BYTES = (2 * MIB, 256 << 10, 64 << 10, 8 * MIB)
+DIRECTORIES = (Path(), Path("/nvme"), Path("/var/tmp"), Path("/tmp"), Path("/dev/shm"))  # noqa: S108
+DESCRIBE_S, TESTS_S, TEST_S, MEASURE_S, LEAST_S = 60.0, 150.0, 60, 60.0, 5.0
 GOAL_BYTES, LEAST, MOST_LOSS, UNTOUCHED_BYTES = 256 << 10, 0.9, 0.03, 64 * MIB
 
 
-class Shape(NamedTuple):
-    """How a group's layers lie. ``kinds``: bytes of a token of each kind of layer, which take turns
-    in the payload; ``blocks_first``: whether all of a block lies together."""
-
-    name: str
-    layers: int
-    kinds: tuple[int, ...]
-    blocks_first: bool = False
-
-
-LAYERS_FIRST = Shape("layers outermost", 32, (8,))
-BLOCKS_FIRST = Shape("blocks outermost", 32, (8,), blocks_first=True)
-MLA = Shape("MLA with indexer", 61, (1152, 132))
-LARGE_CACHE = LAYERS_FIRST._replace(name=f"layers outermost, cache of {LARGE_CACHE_BYTES >> 30} GiB")
-SHAPES = (LAYERS_FIRST, BLOCKS_FIRST)
-MLA_BYTES = 64 * MLA.layers * sum(MLA.kinds)
-"""Of a block of 64 tokens."""
-
-
-@dataclass
-class Speed:
-    """How fast something was. ``samples``: bytes (of the model: steps) a second; none where ``why``
-    says why not."""
-
-    route: str
-    what: str
-    block_bytes: int
-    samples: list[float] = field(default_factory=list)
-    why: str = ""
-
-    @property
-    def median(self) -> float:
-        """Of the samples; 0 without any."""
-        return statistics.median(self.samples) if self.samples else 0.0
-
-    @property
-    def words(self) -> str:
-        """The median, in GB/s."""
-        return self.why or f"{self.median / 1e9:.2f}"
+class CutError(BaseException):
+    """The report was told to end."""
 
 
 @dataclass
@@ -134,7 +108,8 @@ class Verdict:
 @dataclass
 class Report:
     """What is printed, and written as JSON. ``took_s``: all of it; ``taken_bytes``: of the first
-    GPU's memory, by a rank on the second one; -1: not known, ``second`` says why."""
+    GPU's memory, by a rank on the second one; -1: not known, ``second`` says why; ``cut``: what
+    ended the report before its end."""
 
     machine: dict[str, str]
     tests: dict[str, Any] = field(default_factory=dict)
@@ -144,25 +119,49 @@ class Report:
     second: str = "there is one GPU"
     verdicts: list[Verdict] = field(default_factory=list)
     took_s: float = 0.0
+    cut: str = ""
+
+
+class Measure(NamedTuple):
+    """One of what is measured. ``size``: of its blocks; ``act`` yields speeds."""
+
+    name: str
+    size: int
+    act: Callable[[], Iterable[Speed]]
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def first_line(error: Exception) -> str:
-    """Return what an error says, for a table."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def speed_of(byte_count: int, act: Callable[[], None]) -> float:
-    """Return bytes per second of something that is done when it returns."""
-    began_s = time.perf_counter()
-    act()
-    return byte_count / (time.perf_counter() - began_s)
-
-
 # -- the machine and the tests --------------------------------------------------------------------
+
+
+def choose_directory(candidates: Sequence[Path]) -> Path:
+    """Return the first directory on whose drive the kernel's queue serves files, else the first
+    that takes direct files, else the first that takes any. Raises OSError."""
+    ranked: dict[int, Path] = {}
+    for directory in candidates:
+        for rank, flags in ((1, os.O_DIRECT), (2, 0)):
+            with suppress(OSError):
+                fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
+                try:
+                    ranked.setdefault(0 if aio.serves(fd) else rank, directory.resolve())
+                finally:
+                    os.close(fd)
+                break
+    if not ranked:
+        raise OSError(f"no file can be made in {', '.join(map(str, candidates))}")
+    return ranked[min(ranked)]
+
+
+def drive_queue_words() -> str:
+    """Return what submits to the drive."""
+    try:
+        aio.library()
+    except OSError as error:
+        return f"Python threads ({error.strerror})"
+    return "a thread of C, where the file system allows it"
 
 
 def describe_machine(directory: Path) -> dict[str, str]:
@@ -170,6 +169,7 @@ def describe_machine(directory: Path) -> dict[str, str]:
     import torch
 
     found = {"machine": Machine.here(directory).sentence, "torch": torch.__version__}
+    found |= {"directory": str(directory), "drive queue": drive_queue_words()}
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         found |= {"gpu": gpu.name, "gpu_bytes": str(gpu.total_memory), "cuda": str(torch.version.cuda)}
@@ -177,457 +177,70 @@ def describe_machine(directory: Path) -> dict[str, str]:
     return found
 
 
-def run_tests(directory: Path) -> dict[str, Any]:
-    """Run tests/gpu, on files of the directory; return counts and the last lines."""
-    with tempfile.TemporaryDirectory(dir=directory) as base:
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
-        try:
-            done = subprocess.run(
-                [*command, "--basetemp", str(Path(base) / "tests"), "tests/gpu"],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=TESTS_S,
-            )
-        except subprocess.TimeoutExpired:
-            return {"code": 1, "last_lines": [f"the tests did not end in {TESTS_S} s"]}
-    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout)}
-    return {"code": done.returncode, **counts, "last_lines": done.stdout.splitlines()[-15:]}
+def describe_gpu(directory: Path) -> Iterator[tuple[dict[str, str], str] | None]:
+    """Yield the machine, and why there is no GPUDirect; None where torch finds no GPU."""
+    try:
+        make_lanes()
+    except (ImportError, AssertionError, RuntimeError):  # torch is absent, built without CUDA, or finds no GPU
+        yield None
+        return
+    yield describe_machine(directory), gds_unavailable() or ""
 
 
-# -- copies ----------------------------------------------------------------------------------------
+def make_lanes() -> Lanes:
+    from kvdisk.worker.copier import CudaLanes
+
+    return CudaLanes()
 
 
-def device_of(lanes: Lanes | None) -> torch.device:
-    """Return where blocks are: host memory without lanes."""
-    import torch
-
-    return torch.device("cpu") if lanes is None else lanes.device
-
-
-def on_gpu(lanes: Lanes | None) -> bool:
-    return device_of(lanes).type == "cuda"
+def tests_command(base: Path) -> list[str]:
+    """Return what runs tests/gpu: it names each test as it goes, and what failed at the end."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfEs"]
+    if find_spec("pytest_timeout") is not None:
+        command += ["--timeout", str(TEST_S)]
+    return [*command, "-o", f"faulthandler_timeout={TEST_S * 2 // 3}", "--basetemp", str(base), "tests/gpu"]
 
 
-def measure_plain(lanes: Lanes | None, byte_count: int, repetitions: int) -> list[Speed]:
-    """Return the speed of one large copy between pinned memory and the GPU, each way: the limit of
-    the others."""
-    import torch
+def run_tests(directory: Path, output: Path, limit_s: float) -> dict[str, Any]:
+    """Run tests/gpu, on files of the directory; return counts, and the lines of what failed.
 
-    def memory() -> torch.Tensor:
-        if on_gpu(lanes):
-            return torch.ones(byte_count, dtype=torch.uint8, pin_memory=True)
-        return Arena([round_up(byte_count, ALIGNMENT)], [1], pin=False).tensor(0)[0, :byte_count].fill_(1)
-
-    host = memory()
-    gpu = torch.ones(byte_count, dtype=torch.uint8, device=lanes.device) if lanes is not None else memory()
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        if lanes is not None:
-            lanes.record(None).synchronize()
-
-    ways = {"gather": partial(copy, host, gpu), "scatter": partial(copy, gpu, host)}
-    return measure_ways(LARGE_COPY, ways, byte_count, byte_count, repetitions)
-
-
-def measure_ways(
-    route: str, ways: Mapping[str, Callable[[], None]], block_bytes: int, byte_count: int, repetitions: int
-) -> list[Speed]:
-    """Return the speed of each, once it is warm, their repetitions in turn."""
-    found = {what: Speed(route, what, block_bytes) for what in ways}
-    for what, act in [*ways.items()] * (1 + repetitions):
-        found[what].samples.append(speed_of(byte_count, act))
-    for speed in found.values():
-        del speed.samples[0]
-    return list(found.values())
-
-
-def make_layers(lanes: Lanes | None, shape: Shape, block_bytes: int, count: int) -> list[Any]:
-    """Return the layers of ``count`` blocks of about ``block_bytes``, in the order of a payload, as
-    vLLM lays them out: each kind together, in one allocation."""
-    import torch
-
-    tokens = max(1, block_bytes // (shape.layers * sum(shape.kinds)))
-    kinds = [tokens * each for each in shape.kinds]
-    block = shape.layers * sum(kinds)
-    whole = torch.randint(0, 256, (count * block,), dtype=torch.uint8, device=device_of(lanes))
-    layers: dict[tuple[int, int], torch.Tensor] = {}
-    start = 0
-    for kind, size in enumerate(kinds):
-        apart = 1 if shape.blocks_first else count
-        for layer in range(shape.layers):
-            stride = block if shape.blocks_first else size
-            layers[layer, kind] = whole.as_strided((count, size), (stride, 1), start + layer * size * apart)
-        start += shape.layers * size * apart
-    return [layers[place] for place in sorted(layers)]
-
-
-def payload_of(layers: Sequence[torch.Tensor], block: int) -> bytes:
-    """Return a block's bytes, as they should be in its slot."""
-    return b"".join(layer[block].cpu().numpy().tobytes() for layer in layers)
-
-
-def make_copier(lanes: Lanes | None, layers: Sequence[torch.Tensor]) -> HostCopier:
-    from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks
-
-    groups = [LayerBlocks(layers)]
-    return HostCopier(groups) if lanes is None else CudaCopier(groups, lanes, SCRATCH_BYTES)
-
-
-def measure_both(lanes: Lanes, shape: Shape, block_bytes: int, options: Any) -> list[Speed]:
-    """Return the copier's speeds as it chooses, and where it gathers all, to choose anew by."""
-    given = lanes, shape, block_bytes, options.copy_bytes, options.repetitions
-    chosen = measure_copies(*given)
-    with patch("kvdisk.worker.copier.STRAIGHT_BYTES", 1 << 60):
-        gathered = measure_copies(*given)
-    for speed in gathered:
-        speed.route = f"{GATHERED}, {shape.name}"
-    return chosen + gathered
-
-
-def measure_copies(
-    lanes: Lanes, shape: Shape, block_bytes: int, total_bytes: int, repetitions: int, cache_bytes: int = 0
-) -> list[Speed]:
-    """Return the copier's speeds both ways, between scattered blocks on the GPU and neighbouring
-    pinned slots. ``cache_bytes``: of the GPU's blocks, if more than are moved."""
-    from kvdisk.worker.copier import Slots
-
-    count = max(2, total_bytes // block_bytes)
-    layers = make_layers(lanes, shape, block_bytes, max(count, cache_bytes // block_bytes))
-    geometry = geometry_of(layers)
-    arena = Arena(geometry.slot_sizes, [count], pin=on_gpu(lanes))
-    arena.await_pinned()
-    copier = make_copier(lanes, layers)
-    slots = Slots(arena, 0, range(count))
-    blocks = random.Random(0).sample(range(layers[0].shape[0]), count)  # noqa: S311 - the same ones each time
-    ways = {
-        "gather": lambda: copier.gather(0, blocks, slots).synchronize(),
-        "scatter": lambda: copier.scatter(0, slots, blocks).synchronize(),
-    }
-    size = geometry.groups[0].payload_bytes
-    found = measure_ways(f"copy, {shape.name}", ways, block_bytes, count * size, repetitions)
-    for at in (0, count - 1):
-        if bytes(arena.view(0, at)[HEADER_BYTES : HEADER_BYTES + size]) != payload_of(layers, blocks[at]):
-            raise RuntimeError(f"wrong bytes were copied: {shape.name}, {block_bytes} bytes")
-    arena.close()
-    return found
-
-
-# -- routes ----------------------------------------------------------------------------------------
-
-
-class OneSegment:
-    """``SegmentFiles`` of one file without a name."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._fd = -1
-
-    def open_home(self, spec: HomeSpec) -> None:
-        """See ``SegmentFiles``."""
-
-    def open_segment(self, spec: SegmentSpec) -> OpenFile:
-        """See ``SegmentFiles``."""
-        self._fd = os.open(self._directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, slot_offset(spec.slot_bytes, spec.slot_count))
-        return OpenFile(self._fd, spec.slot_bytes, spec.slot_count)
-
-    def drop_segment(self, spec: SegmentSpec) -> None:
-        """See ``SegmentFiles``."""
-
-    def close(self) -> None:
-        """See ``SegmentFiles``."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def geometry_of(layers: Sequence[torch.Tensor]) -> Geometry:
-    """Return that of one group of these layers."""
-    return Geometry((GroupGeometry(0, 16, sum(int(layer.shape[1]) for layer in layers)),), 1, 16)
-
-
-class Route:
-    """A mover whose stores and loads go one way between blocks on the GPU and slots of a tier, in
-    jobs of all blocks.
-
-    ``layers``: the blocks' bytes. ``memory``: closed at the end.
+    ``output``: where all that pytest says goes. A run that takes too long is killed, and what it
+    had said counts.
     """
-
-    whats = MOVES
-
-    def __init__(
-        self, resources: Resources, layers: Sequence[torch.Tensor], tier: Tier, memory: Sequence[Any] = ()
-    ) -> None:
-        self.layers = layers
-        self.moved_bytes = layers[0].shape[0] * resources.geometry.groups[0].payload_bytes
-        self._count, self._tier, self._memory = int(layers[0].shape[0]), tier, memory
-        self._mover = Mover(resources, io_deadline_s=120.0)
-        self._last = 0
-        self._run(JobKind.OPEN_HOME, home=HomeSpec("00" * 16, bytes(32)))
-        if tier is Tier.NVME:
-            self._run(JobKind.OPEN_SEGMENT, segment=SegmentSpec(0, resources.geometry.slot_sizes[0], self._count))
-
-    def store(self) -> None:
-        """Store every block; all have to arrive."""
-        self._run(JobKind.STORE, self._moves())
-
-    def load(self) -> None:
-        """Load every block; all have to be right."""
-        self._run(JobKind.LOAD, self._moves())
-
-    def check(self) -> None:
-        """Store all, lose one, load all: raises RuntimeError where it does not come back."""
-        self.store()
-        before = payload_of(self.layers, 1)
-        for layer in self.layers:
-            layer[1].zero_()
-        self.load()
-        if payload_of(self.layers, 1) != before:
-            raise RuntimeError("a block came back with other bytes")
-
-    def close(self) -> None:
-        """End the mover, and give memory and file back."""
-        self._mover.close()
-        for memory in self._memory:
-            memory.close()
-
-    def _moves(self) -> list[Move]:
-        keys = [make_block_key(at.to_bytes(32, "big"), 0) for at in range(self._count)]
-        return [Move(key, 1, at, {self._tier: Slot(0, at)}) for at, key in enumerate(keys)]
-
-    def _run(self, kind: JobKind, moves: list[Move] | None = None, **fields: Any) -> None:
-        self._last += 1
-        job = Job(JobId(self._last), kind, tuple(moves or ()), **fields)
-        self._mover.submit(Plan((job,)))
-        while True:
-            report = self._mover.poll()
-            if job.id in report.results:
-                failed = report.results[job.id].failed
-                if failed:
-                    raise RuntimeError(f"{kind.name}: {len(failed)} blocks failed, {next(iter(failed.values())).name}")
-                return
-            self._mover.wait_any(0.01)
-
-
-def drive_route(
-    lanes: Lanes, directory: Path, make: Callable[[], Device], block_bytes: int, count: int, *, direct: bool = False
-) -> Route:
-    """Return the route to a file of the directory: through pinned staging, or straight. ``make``:
-    its device."""
-    from kvdisk.worker.gpu_staging import GpuStaging
-
-    layers = make_layers(lanes, LAYERS_FIRST, block_bytes, count)
-    geometry = geometry_of(layers)
-    slots = [max(8, STAGING_BYTES // geometry.slot_sizes[0])]
-    staging = Arena(geometry.slot_sizes, slots, pin=on_gpu(lanes))
-    staging.await_pinned()
-    every = frozenset({0})
-    way = Direct(GpuStaging(geometry.slot_sizes, slots, lanes), every, every) if direct else None
-    copier = make_copier(lanes, layers)
-    resources = Resources(
-        geometry, 0, None, staging, copier, make(), OneSegment(directory), way, checksum_threads=max(THREADS)
-    )
-    return Route(resources, layers, Tier.NVME, [staging] if way is None else [staging, way.staging])
-
-
-class Memory:
-    """Blocks of a shape, and a CPU tier with a slot for each, for routes that share them."""
-
-    def __init__(self, lanes: Lanes | None, shape: Shape, block_bytes: int, total_bytes: int) -> None:
-        self.layers = make_layers(lanes, shape, block_bytes, max(2, total_bytes // block_bytes))
-        self._geometry = geometry_of(self.layers)
-        sizes = self._geometry.slot_sizes
-        self._arena = Arena(sizes, [self.layers[0].shape[0]], pin=on_gpu(lanes))
-        self._staging = Arena(sizes, [1], pin=False)
-        self._arena.await_pinned()
-        self._copier = make_copier(lanes, self.layers)
-
-    def route(self, threads: int) -> Route:
-        """Return a route that seals and verifies on so many threads."""
-        resources = Resources(
-            self._geometry,
-            0,
-            self._arena,
-            self._staging,
-            self._copier,
-            PosixDevice(),
-            OneSegment(Path()),
-            checksum_threads=threads,
+    with tempfile.TemporaryDirectory(dir=directory) as base, output.open("w") as file:
+        command, environment = tests_command(Path(base) / "tests"), {**os.environ, "PYTHONUNBUFFERED": "1"}
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
-        return Route(resources, self.layers, Tier.CPU)
-
-    def close(self) -> None:
-        """Give the tier's memory back, after the routes."""
-        self._arena.close()
-        self._staging.close()
-
-
-@contextmanager
-def unverified() -> Iterator[None]:
-    """Let loads go without their checksums, to see what these cost."""
-    with (
-        patch("kvdisk.worker.slot_headers.SlotHeaders.check", lambda *_: ({}, [])),
-        patch("kvdisk.worker.gpu_staging.PayloadSums.of", lambda *_: None),
-    ):
-        yield
-
-
-def measure_routes(
-    makers: Mapping[str, Callable[[], Route | DriveAlone]], block_bytes: int, repetitions: int
-) -> list[Speed]:
-    """Return the speeds of stores and loads by each route, their repetitions in turn. ``makers``:
-    by name."""
-    routes: dict[str, Route | DriveAlone] = {}
-    found = []
-    try:
-        for name, make in makers.items():
-            try:
-                routes[name] = make()
-                routes[name].check()
-                found += [Speed(name, what, block_bytes) for what in routes[name].whats]
-            except (ConfigError, OSError, RuntimeError) as error:
-                found.append(Speed(name, MOVES[0], block_bytes, why=first_line(error)))
-        for speed in [speed for speed in found if not speed.why] * repetitions:
-            route = routes[speed.route]
-            with unverified() if speed.what == MOVES[2] else nullcontext():
-                act = route.store if speed.what == MOVES[0] else route.load
-                speed.samples.append(speed_of(route.moved_bytes, act))
-    finally:
-        for route in routes.values():
-            route.close()
-    return found
-
-
-def measure_memory(
-    lanes: Lanes | None, shape: Shape, block_bytes: int, total_bytes: int, threads: Sequence[int], repetitions: int
-) -> list[Speed]:
-    """Return the speeds of stores and loads to and from memory, by threads."""
-    with closing(Memory(lanes, shape, block_bytes, total_bytes)) as memory:
-        makers = {memory_name(shape, count): partial(memory.route, count) for count in threads}
-        return measure_routes(makers, block_bytes, repetitions)
-
-
-def memory_name(shape: Shape, threads: int) -> str:
-    return f"memory, {shape.name}, checksum threads: {threads}"
-
-
-class DriveAlone:
-    """The drive, in transfers as the mover's, with the methods of a ``Route``. Raises OSError."""
-
-    whats = MOVES[:2]
-
-    def __init__(self, directory: Path, block_bytes: int, file_bytes: int) -> None:
-        self._slot_bytes = HEADER_BYTES + block_bytes
-        self._each = max(1, round(PART_BYTES / self._slot_bytes))
-        self._count = max(self._each, file_bytes // self._slot_bytes // self._each * self._each)
-        self.moved_bytes = self._count * block_bytes
-        self._files, self._device = OneSegment(directory), PosixDevice()
-        self._arena = Arena([self._slot_bytes], [MOST_PARTS * self._each], pin=False)
-        self._fd = self._files.open_segment(SegmentSpec(0, self._slot_bytes, self._count)).fd
-        self._device.attach_memory(self._arena.memory)
-        self._device.attach_file(self._fd)
-
-    def store(self) -> None:
-        """Write the file."""
-        self._move(Op.WRITE)
-
-    def load(self) -> None:
-        """Read it."""
-        self._move(Op.READ)
-
-    def check(self) -> None:
-        """Write the file once: what was never written is not read from the drive."""
-        self.store()
-
-    def close(self) -> None:
-        """Give memory and file back."""
-        self._device.close()
-        self._files.close()
-        self._arena.close()
-
-    def _move(self, op: Op) -> None:
-        waiting: list[int] = []
-        for start in range(0, self._count, self._each):
-            while len(waiting) >= MOST_PARTS:
-                ended = {outcome.ticket for outcome in self._device.poll(1.0)}
-                waiting = [ticket for ticket in waiting if ticket not in ended]
-            buffer = self._arena.view(0, start // self._each % MOST_PARTS * self._each, self._each)
-            transfer = Transfer(self._fd, slot_offset(self._slot_bytes, start), (buffer,))
-            waiting.append(self._device.submit(op, [transfer]))
-        await_batches(self._device, waiting)
-
-
-def measure_drive(
-    lanes: Lanes | None, directory: Path, block_bytes: int, file_bytes: int, gds: str, repetitions: int
-) -> list[Speed]:
-    """Return the speeds of the drive alone, and of stores and loads to and from it. ``gds``: why
-    there is no straight way."""
-    count = max(2, file_bytes // (block_bytes + HEADER_BYTES))  # room for headers, too
-    makers: dict[str, Callable[[], Route | DriveAlone]] = {
-        DRIVE: partial(DriveAlone, directory, block_bytes, file_bytes),
-        POSIX: partial(drive_route, lanes, directory, PosixDevice, block_bytes, count),
-    }
-    if not gds:
-        makers[STRAIGHT] = partial(drive_route, lanes, directory, GdsDevice, block_bytes, count, direct=True)
-    return measure_routes(makers, block_bytes, repetitions)
-
-
-# -- the model, and the other GPU ------------------------------------------------------------------
-
-
-def measure_model(lanes: Lanes, route: Route, options: Any) -> list[Speed]:
-    """Return steps a second of a kernel as a forward pass has them, alone and beside loads and
-    stores from and to memory."""
-    import torch
-
-    side, seconds = options.side, options.step_s
-    left = torch.randn(side, side, device=lanes.device, dtype=torch.bfloat16)
-    found = [Speed("model", what, side) for what in ("alone", "beside loads", "beside stores")]
-
-    def steps() -> float:
-        count, began_s = 0, time.perf_counter()
-        while time.perf_counter() < began_s + seconds:
-            for _ in range(8):
-                torch.mm(left, left)
-            lanes.record(None).synchronize()
-            count += 1
-        return count / (time.perf_counter() - began_s)
-
-    steps()
-    for speed in found * options.repetitions:
-        with busy(lanes, {"beside loads": route.load, "beside stores": route.store}.get(speed.what)):
-            speed.samples.append(steps())
-    return found
-
-
-@contextmanager
-def busy(lanes: Lanes, act: Callable[[], None] | None) -> Iterator[None]:
-    """Do something again and again on another thread meanwhile."""
-    import torch
-
-    end, failed = Event(), list[BaseException]()
-
-    def repeat() -> None:
         try:
-            if on_gpu(lanes):
-                torch.cuda.set_device(lanes.device)
-            while act is not None and not end.is_set():
-                act()
-        except BaseException as error:
-            failed.append(error)
+            code, why = child.wait(limit_s), ""
+        except subprocess.TimeoutExpired:
+            code, why = 1, f"the tests did not end in {limit_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return {"code": code, "why": why, "output": str(output), **read_tests(output.read_text(errors="replace"))}
 
-    thread = Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-    if failed:
-        raise failed[0]
+
+def read_tests(said: str) -> dict[str, Any]:
+    """Return counts and failures from what ``pytest -v`` has said, whole or cut."""
+    lines = re.findall(r"^(tests/\S+?::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$", said, re.MULTILINE)
+    found = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "skipped": "SKIPPED"}
+    counts = {name: sum(what == word for _, what in lines) for name, word in found.items()}
+    summary = re.findall(r"^(?:FAILED|ERROR) \S.*$", said, re.MULTILINE)
+    failures = summary or [f"{what} {test}" for test, what in lines if what in {"FAILED", "ERROR"}]
+    unended = [test.strip() for test, what in lines if not what]
+    return {**counts, "failures": failures, "unended": unended, "last_lines": said.splitlines()[-15:]}
+
+
+# -- the other GPU ---------------------------------------------------------------------------------
 
 
 def child_command() -> list[str]:
@@ -639,10 +252,8 @@ def be_second_rank() -> int:
     """Store and load on the second GPU as a rank does, and stay until told to end."""
     import torch
 
-    from kvdisk.worker.copier import CudaLanes
-
     torch.cuda.set_device(1)  # as vLLM does, on the model's thread alone
-    with closing(Memory(CudaLanes(), LAYERS_FIRST, MIB, 64 * MIB)) as memory, closing(memory.route(2)) as route:
+    with closing(Memory(make_lanes(), LAYERS_FIRST, MIB, 64 * MIB)) as memory, closing(memory.route(2)) as route:
         route.check()
         print("moved", flush=True)
         sys.stdin.readline()
@@ -699,12 +310,11 @@ def judge(report: Report) -> list[Verdict]:
             if ways:
                 best = max(ways, key=lambda name: ways[name])
                 ratio(goal, f"{size >> 10} KiB, {best}", ways[best], speed)
-    goal = f"a forward pass beside loses at most {MOST_LOSS:.0%}"
-    model = {what: speed for (route, what, _), speed in known.items() if route == "model"}
-    for what in ("beside loads", "beside stores"):
-        if what in model:
-            loss = 1 - model[what] / model["alone"]
-            found.append(Verdict(goal, what, f"{loss:.1%}", loss <= MOST_LOSS))
+    goal = f"a model's step beside loses at most {MOST_LOSS:.0%}"
+    for (route, what, size), speed in known.items():
+        if route in {MODEL, PYTHON_MODEL} and what != ALONE and (route, ALONE, size) in known:
+            loss = 1 - speed / known[route, ALONE, size]
+            found.append(Verdict(goal, f"{route}, {what}", f"{loss:.1%}", loss <= MOST_LOSS))
     goal = "a rank on the second GPU takes nothing of the first"
     if report.taken_bytes < 0:
         found.append(Verdict(goal, "memory of the first GPU", report.second, None))
@@ -720,27 +330,47 @@ def judge(report: Report) -> list[Verdict]:
 # -- what is printed ---------------------------------------------------------------------------
 
 
-def show(report: Report) -> None:
-    """Print the report as Markdown, for docs/measurements/gpu.md."""
-    console = Console(width=200, markup=False, highlight=False)
-    tests = [f"{report.tests[what]} {what}" for what in ("passed", "failed", "skipped") if what in report.tests]
-    console.print("GPU:", ", ".join(f"{name} {value}" for name, value in report.machine.items()))
-    console.print(f"\nTests: {', '.join(tests) or 'none ran'}. All in {report.took_s:.0f} s.")
-    if report.gds:
-        console.print(f"Not here: gds: {report.gds}")
-    by_route = {
-        (speed.block_bytes, speed.route, speed.what): speed for speed in report.speeds if speed.route != "model"
-    }
-    copies = {speed.route for speed in report.speeds if speed.what in COPIES}
+def show_tests(console: Console, tests: dict[str, Any]) -> None:
+    """Print how many tests there were, and each that failed."""
+    counts = [f"{tests[what]} {what}" for what in ("passed", "failed", "error", "skipped") if tests.get(what)]
+    console.print(f"\nTests: {', '.join(counts) or 'none ran'}. {tests.get('why', '')}".rstrip())
+    for line in [*tests.get("failures", ()), *(f"not ended: {test}" for test in tests.get("unended", ()))]:
+        console.print(f"- {line}")
+
+
+def show_speeds(console: Console, speeds: Sequence[Speed]) -> None:
+    """Print speeds as Markdown tables; and where what failed did, below."""
+    models = {speed.route: None for speed in speeds if speed.what in {ALONE, BESIDE_LOADS, BESIDE_STORES}}
+    by_route = {(speed.block_bytes, speed.route, speed.what): speed for speed in speeds if speed.route not in models}
+    copies = {speed.route for speed in speeds if speed.what in COPIES}
     for whats, routes in ((COPIES, copies), (MOVES, {route for _, route, _ in by_route} - copies)):
         table = Table("block", "route", *(f"{what} GB/s" for what in whats), box=box.MARKDOWN)
         for size, route in dict.fromkeys(key[:2] for key in by_route if key[1] in routes):
             cells = [by_route[key].words for what in whats if (key := (size, route, what)) in by_route]
             table.add_row(f"{size >> 10} KiB", route, *cells)
-        console.print(table)
-    model = [f"{speed.what} {speed.median:.1f}" for speed in report.speeds if speed.route == "model"]
-    if model:
-        console.print(f"Steps of a forward-like kernel a second: {', '.join(model)}.\n")
+        if table.row_count:
+            console.print(table)
+    for route in models:
+        steps = [
+            f"{speed.what} {speed.words if speed.why else f'{speed.median:.1f}'}"
+            for speed in speeds
+            if speed.route == route
+        ]
+        console.print(f"Steps a second, {route}: {', '.join(steps)}.\n")
+    for speed in speeds:
+        if speed.trace:
+            say(f"{speed.block_bytes >> 10} KiB, {speed.route}: {speed.why}\n{speed.trace}")
+
+
+def show(report: Report) -> None:
+    """Print the report as Markdown, for docs/measurements/gpu.md."""
+    console = Console(width=200, markup=False, highlight=False)
+    console.print("GPU:", ", ".join(f"{name} {value}" for name, value in report.machine.items()))
+    show_tests(console, report.tests)
+    console.print(f"All in {report.took_s:.0f} s.{f' Cut: {report.cut}.' if report.cut else ''}")
+    if report.gds:
+        console.print(f"Not here: gds: {report.gds}")
+    show_speeds(console, report.speeds)
     if report.verdicts:
         table = Table("goal", "line", "found", "verdict", box=box.MARKDOWN)
         words = {True: "met", False: "missed", None: "not measured"}
@@ -749,127 +379,222 @@ def show(report: Report) -> None:
         console.print(table)
 
 
-def work_of(lanes: Lanes, options: Any, gds: str) -> Iterator[tuple[str, int, Callable[[], list[Speed]]]]:
-    """Yield what is measured: its name, size of blocks, and how; what matters most first."""
-    moved, repetitions = options.copy_bytes, options.repetitions
-    yield LARGE_COPY, 0, partial(measure_plain, lanes, moved, repetitions)
-    for size in options.sizes:
+# -- one measure after the other ---------------------------------------------------------------
+
+
+def work_of(options: Any, gds: str) -> Iterator[Measure]:
+    """Yield what is measured, what matters most first. ``act`` runs in a process of its own, and
+    is the first there to touch the GPU."""
+    moved, arena = options.copy_bytes, options.arena_bytes
+
+    def on_lanes(measure: Callable[..., Iterable[Speed]], *given: Any) -> Callable[[], Iterable[Speed]]:
+        pace = Pace(options.repetitions, MEASURE_S / 3)
+        return lambda: measure(make_lanes(), *given, pace)
+
+    def of_size(size: int) -> Iterator[Measure]:
         for shape in SHAPES:
-            yield f"copy, {shape.name}", size, partial(measure_both, lanes, shape, size, options)
-        for shape, threads in ((LAYERS_FIRST, THREADS), (BLOCKS_FIRST, THREADS[-1:])):
-            act = partial(measure_memory, lanes, shape, size, options.arena_bytes, threads, repetitions)
-            yield f"memory, {shape.name}", size, act
-    yield f"copy, {MLA.name}", MLA_BYTES, partial(measure_both, lanes, MLA, MLA_BYTES, options)
-    yield "model", options.side, partial(measure_beside, lanes, options)
-    yield f"copy, {LARGE_CACHE.name}", 2 * MIB, partial(measure_large_cache, lanes, options)
+            yield Measure(f"copy, {shape.name}", size, on_lanes(measure_both, shape, size, moved))
+        for shape, threads in ((BLOCKS_FIRST, THREADS), (LAYERS_FIRST, THREADS[-1:])):
+            yield Measure(f"memory, {shape.name}", size, on_lanes(measure_memory, shape, size, arena, threads))
+
+    def of_drive(size: int) -> Measure:
+        return Measure(POSIX, size, on_lanes(measure_drive, options.dir, size, options.file_bytes, gds))
+
+    first, rest = options.sizes[:2], options.sizes[2:]
+    yield Measure(LARGE_COPY, 0, on_lanes(measure_plain, moved))
+    for size in first[:1]:
+        yield from of_size(size)
+    yield Measure(MODEL, options.side, on_lanes(measure_beside, arena, options.side, options.step_s))
+    for size in first[1:]:
+        yield from of_size(size)
+    for size in first:
+        yield of_drive(size)
+    for shape in SHAPES:
+        name = f"copy, {large_cache(shape, options.cache_bytes).name}"
+        act = on_lanes(measure_large_cache, shape, moved, options.cache_bytes)
+        yield Measure(name, LARGE_CACHE_BLOCK_BYTES, act)
+    yield Measure(f"copy, {MLA.name}", MLA_BYTES, on_lanes(measure_both, MLA, MLA_BYTES, moved))
+    for size in rest:
+        yield from of_size(size)
+        yield of_drive(size)
+
+
+def work_of_host(options: Any) -> Iterator[Measure]:
+    """Yield what can be measured without a GPU."""
+    pace = Pace(options.repetitions, 1e9)
+    yield Measure(LARGE_COPY, 0, partial(measure_plain, None, options.copy_bytes, pace))
     for size in options.sizes:
-        act = partial(measure_drive, lanes, options.dir, size, options.file_bytes, gds, repetitions)
-        yield POSIX, size, act
-
-
-def measure_beside(lanes: Lanes, options: Any) -> list[Speed]:
-    """Return what moves of blocks of 2 MiB cost the model."""
-    block_bytes = min(2 * MIB, options.arena_bytes // 4)
-    with (
-        closing(Memory(lanes, LAYERS_FIRST, block_bytes, options.arena_bytes)) as memory,
-        closing(memory.route(THREADS[-1])) as route,
-    ):
-        route.store()
-        return measure_model(lanes, route, options)
-
-
-def measure_large_cache(lanes: Lanes, options: Any) -> list[Speed]:
-    """Return the copier's speeds where blocks span more than 16 GiB, if the GPU has the room."""
-    import torch
-
-    name, cache_bytes = f"copy, {LARGE_CACHE.name}", options.cache_bytes
-    if on_gpu(lanes) and torch.cuda.mem_get_info(lanes.device)[0] < cache_bytes + (4 << 30):
-        return [Speed(name, COPIES[0], 2 * MIB, why="the GPU has not so much free")]
-    return measure_copies(lanes, LARGE_CACHE, 2 * MIB, options.copy_bytes, options.repetitions, cache_bytes)
-
-
-def make_report(lanes: Lanes, options: Any) -> Report:
-    """Measure all, one after the other; what is not begun within the minutes is left out."""
-    began_s = time.monotonic()
-    report = Report(describe_machine(options.dir), gds=gds_unavailable() or "")
-    if not options.no_tests:
-        say("the tests of tests/gpu")
-        report.tests = run_tests(options.dir)
-    for name, size, measure in work_of(lanes, options, report.gds):
-        if time.monotonic() > began_s + 60 * options.minutes:
-            report.speeds.append(Speed(name, MOVES[0], size, why="no time was left"))
-            continue
-        say(f"{name}, {size >> 10} KiB")
-        try:
-            report.speeds += measure()
-        except (ConfigError, OSError, RuntimeError) as error:  # torch's, of a full GPU, is one of the last
-            report.speeds.append(Speed(name, MOVES[0], size, why=first_line(error)))
-    try:
-        report.taken_bytes = taken_by_second()
-    except RuntimeError as error:
-        report.second = first_line(error)
-    report.verdicts = judge(report)
-    report.took_s = time.monotonic() - began_s
-    return report
-
-
-def make_host_report(options: Any) -> Report:
-    """Measure routes between host memory and host memory or the drive, without any GPU."""
-    began_s = time.monotonic()
-    report = Report(describe_machine(options.dir), speeds=measure_plain(None, options.copy_bytes, options.repetitions))
-    for size in options.sizes:
-        say(f"memory, {size >> 10} KiB")
         for shape in (LAYERS_FIRST, BLOCKS_FIRST):
-            report.speeds += measure_memory(None, shape, size, options.arena_bytes, (0, *THREADS), options.repetitions)
-        say(f"drive, {size >> 10} KiB")
-        report.speeds += measure_drive(None, options.dir, size, options.file_bytes, "no GPU", options.repetitions)
-    report.took_s = time.monotonic() - began_s
-    return report
+            act = partial(measure_memory, None, shape, size, options.arena_bytes, (0, *THREADS), pace)
+            yield Measure(f"memory, {shape.name}", size, act)
+        yield Measure(POSIX, size, partial(measure_drive, None, options.dir, size, options.file_bytes, "no GPU", pace))
+
+
+class Run:
+    """A report that grows: what it has is written as JSON, and printed, after each measure."""
+
+    def __init__(self, report: Report, options: Any) -> None:
+        self.report = report
+        self._json = options.json
+        self._console = Console(width=200, markup=False, highlight=False)
+        self._began_s = time.monotonic()
+        self._end_s = self._began_s + 60 * options.minutes
+
+    @property
+    def left_s(self) -> float:
+        """How much of the time is left."""
+        return self._end_s - time.monotonic()
+
+    def write(self) -> None:
+        """Write what there is as JSON, whole: a file that is there already stays until then."""
+        self.report.verdicts = judge(self.report)
+        self.report.took_s = time.monotonic() - self._began_s
+        if self._json is not None:
+            beside = self._json.with_name(self._json.name + ".new")
+            beside.write_text(json.dumps(asdict(self.report), indent=1) + "\n")
+            beside.replace(self._json)
+
+    def test(self, directory: Path, output: Path) -> None:
+        """Run the tests, for half of the time at most."""
+        say(f"the tests of tests/gpu; what they say: {output}")
+        try:
+            self.report.tests = run_tests(directory, output, min(TESTS_S, max(LEAST_S, self.left_s / 2)))
+        except CutError:
+            self.report.tests = read_tests(output.read_text(errors="replace"))
+            raise
+        self.write()
+        show_tests(self._console, self.report.tests)
+
+    def measure(self, measure: Measure, *, apart: bool) -> None:
+        """Run one of the measures, if there is time, and keep what it finds until it fails."""
+        if apart and self.left_s < LEAST_S:
+            self._note(measure, Failure("no time was left", ""))
+            self.write()
+            return
+        say(f"{measure.name}, {measure.size >> 10} KiB")
+        before, speeds = len(self.report.speeds), self.report.speeds
+        limit_s = min(MEASURE_S, self.left_s)
+        failure = run_apart(measure.act, speeds.append, limit_s) if apart else run_here(measure.act, speeds.append)
+        if failure is not None:
+            self._note(measure, failure)
+        self.write()
+        show_speeds(self._console, speeds[before:])
+
+    def ask_second(self) -> None:
+        """Ask what a rank on the second GPU takes of the first one's memory."""
+
+        def taken() -> Iterator[int]:
+            yield taken_by_second()
+
+        found: list[int] = []
+        if self.left_s < LEAST_S:
+            self.report.second = "no time was left"
+            return
+        failure = run_apart(taken, found.append, min(MEASURE_S, self.left_s))
+        if failure is not None:
+            self.report.second = failure.why
+        self.report.taken_bytes = found[0] if found else -1
+
+    def _note(self, measure: Measure, failure: Failure) -> None:
+        speed = Speed(measure.name, MOVES[0], measure.size, why=failure.why, trace=failure.trace)
+        self.report.speeds.append(speed)
+
+
+def make_report(run: Run, options: Any) -> None:
+    """Test and measure all, one after the other, in the time there is."""
+    if not options.no_tests:
+        beside = options.json if options.json is not None else Path("gpu_report")
+        run.test(options.dir, beside.with_suffix(".tests.txt").resolve())
+    for measure in work_of(options, run.report.gds):
+        run.measure(measure, apart=True)
+    run.ask_second()
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--dir", type=Path, default=Path(), help="on the drive to measure")
-    parser.add_argument("--json", type=Path, help="where the same goes as JSON")
-    parser.add_argument("--sizes", type=int, nargs="+", default=BLOCK_BYTES, help="of blocks, in bytes")
-    parser.add_argument("--file-bytes", type=int, default=1 << 30, help="of the file of each route")
+    parser.add_argument(
+        "--dir", type=Path, nargs="+", default=DIRECTORIES, help="on the drive to measure, or several to choose from"
+    )
+    parser.add_argument("--json", type=Path, help="where the same goes as JSON; what the tests say goes beside it")
+    parser.add_argument("--sizes", type=int, nargs="+", default=BLOCK_BYTES, help="of blocks, in bytes; in order")
+    parser.add_argument("--file-bytes", type=int, default=1 << 30, help="of the file of each route, at most")
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="moved by each copy")
     parser.add_argument("--arena-bytes", type=int, default=2 << 30, help="of the memory that routes go to and from")
     parser.add_argument("--cache-bytes", type=int, default=LARGE_CACHE_BYTES, help="of the GPU's blocks, once")
-    parser.add_argument("--side", type=int, default=4096, help="of the matrices of the forward-like kernel")
+    parser.add_argument("--side", type=int, default=4096, help="of the matrices of the model's step")
     parser.add_argument("--step-s", type=float, default=1.0, help="for each sample of that")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=6.0, help="after which nothing more is begun")
+    parser.add_argument("--minutes", type=float, default=6.0, help="that all takes at most")
     parser.add_argument("--no-tests", action="store_true", help="measure only")
     parser.add_argument("--host", action="store_true", help="measure without a GPU: its blocks are in host memory")
     parser.add_argument("--rank-on-second", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.dir = options.dir.resolve()
+    try:
+        options.dir = choose_directory(options.dir)
+    except OSError as error:
+        parser.error(str(error))
     for size in options.sizes:
         if size <= 0 or size % (LAYERS_FIRST.layers * 8):
             parser.error(f"a size must be a multiple of {LAYERS_FIRST.layers * 8}: {size}")
     return options
 
 
+def cut(number: int, _frame: object) -> None:
+    """End the report where it is."""
+    signal.signal(number, signal.SIG_IGN)
+    raise CutError(signal.Signals(number).name)
+
+
+def start(options: Any) -> Run | None:
+    """Describe the machine; None: there is no GPU."""
+    if options.host:
+        return Run(Report(describe_machine(options.dir)), options)
+    with suppress(ImportError):
+        import torch  # noqa: F401 - once, for all processes that fork from this one
+
+    found: list[Any] = []
+    failure = run_apart(partial(describe_gpu, options.dir), found.append, DESCRIBE_S)
+    if failure is not None:
+        say(f"the GPU could not be asked: {failure.why}\n{failure.trace}")
+    if not found or found[0] is None:
+        return None
+    machine, gds = found[0]
+    return Run(Report(machine, gds=gds), options)
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if options.rank_on_second:
         return be_second_rank()
-    if options.host:
-        report = make_host_report(options)
-    else:
-        try:
-            from kvdisk.worker.copier import CudaLanes
-
-            lanes = CudaLanes()
-        except (ImportError, AssertionError, RuntimeError):  # torch is absent, built without CUDA, or finds no GPU
+    before = {number: signal.signal(number, cut) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        run = start(options)
+        if run is None:
             print(NO_GPU)
             return 2
-        report = make_report(lanes, options)
+        return finish(run, options)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def finish(run: Run, options: Any) -> int:
+    """Measure all, and show it; return the exit code."""
+    report = run.report
+    try:
+        if options.host:
+            for measure in work_of_host(options):
+                run.measure(measure, apart=False)
+        else:
+            make_report(run, options)
+    except CutError as error:
+        report.cut = str(error)
+    run.write()
     show(report)
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    return 1 if report.tests.get("code", 0) else 0
+    if report.cut:
+        return 128 + signal.Signals[report.cut].value
+    wrong = any("other bytes" in speed.why for speed in report.speeds)
+    return 1 if report.tests.get("code", 0) or wrong else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import mmap
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from kvdisk.device.base import Buffer
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
-from kvdisk.worker.cudart import cuda_runtime, relax_captures
+from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,8 @@ class Arena(SlotMemory):
         self._memory: memoryview | None = memoryview(mapping)
         self._pinned: list[int] = []
         """Addresses of the pieces that are registered."""
+        self._unregister = weakref.finalize(self, _unregister, self._pinned, self._memory)
+        self._unregister.atexit = False  # the process ends with its registrations
         self.is_pageable = pin
         self._closing = Event()
         self._pinning: Thread | None = None
@@ -155,12 +158,7 @@ class Arena(SlotMemory):
         """
         self._closing.set()
         self.await_pinned()
-        if self._pinned:
-            import torch
-
-            for address in self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(address)
-            self._pinned.clear()
+        self._unregister()
         self._memory = None
 
     def _pin(self, gpu: int) -> None:
@@ -178,6 +176,7 @@ class Arena(SlotMemory):
                     return
                 status = int(torch.cuda.cudart().cudaHostRegister(start + offset, length, 0))
                 if status:
+                    forget_error()
                     why = f"error {status}"
                     break
                 self._pinned.append(start + offset)
@@ -193,6 +192,33 @@ class Arena(SlotMemory):
                 self.total_bytes,
                 why,
             )
+
+
+_REFUSED: list[memoryview] = []
+"""Memory that CUDA did not let go: it stays mapped, or a copy could go where something else is."""
+
+
+def _unregister(pinned: list[int], memory: memoryview) -> None:
+    """Let CUDA forget pieces of memory, by their addresses."""
+    if not pinned:
+        return
+    import torch
+
+    failed = []
+    for address in pinned:
+        status = int(torch.cuda.cudart().cudaHostUnregister(address))
+        if status:
+            forget_error()
+            failed.append(status)
+    pinned.clear()
+    if failed:
+        _REFUSED.append(memory)
+        logger.warning(
+            "CUDA did not unregister %d pieces of host memory (error %d): %d bytes stay with this process.",
+            len(failed),
+            failed[0],
+            memory.nbytes,
+        )
 
 
 # -- memory near a GPU ---------------------------------------------------------------------------

@@ -11,14 +11,27 @@ _RELAXED = 2
 
 
 @cache
-def cuda_runtime() -> Any:
-    """Return the library; None where torch has none, or has it within itself."""
+def cuda_runtime(*, holding: bool = False) -> Any:
+    """Return the library; None where torch has none, or has it within itself.
+
+    ``holding``: its functions keep the interpreter's lock: for those that end in microseconds,
+    where getting it back may take milliseconds beside a thread that runs Python.
+    """
     import torch
 
+    load = ctypes.PyDLL if holding else ctypes.CDLL
     try:  # by its name alone: the loader then finds the one that is there already
-        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+        return load(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
     except OSError:
         return None
+
+
+def forget_error() -> None:
+    """Clear this thread's last error of CUDA, once it was seen: torch would raise it at something
+    else."""
+    runtime = cuda_runtime()
+    if runtime is not None:
+        runtime.cudaGetLastError()
 
 
 def relax_captures() -> bool:

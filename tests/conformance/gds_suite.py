@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from gpu_report import drive_route
+from gpu_measures import drive_route
 from support.addressed_device import CpuLanes, range_of
 
 from kvdisk.device import gds

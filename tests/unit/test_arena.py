@@ -15,6 +15,7 @@ from support.waits import WAIT_S
 
 from kvdisk.errors import ConfigError
 from kvdisk.worker import arena as arenas
+from kvdisk.worker import cudart
 from kvdisk.worker.arena import Arena
 
 SIZES = (8192, 20480)
@@ -89,14 +90,18 @@ class Driver:
     ``refused``: which piece it does not pin."""
 
     def __init__(self, monkeypatch, refused: int = -1) -> None:
-        self.gpu, self.calls, self.refused, self.freed = -1, [], refused, []
+        self.gpu, self.calls, self.refused, self.freed, self.kept = -1, [], refused, [], 0
         for name, found in (
             ("current_device", lambda: 3),
             ("set_device", lambda gpu: setattr(self, "gpu", gpu)),
-            ("cudart", lambda: SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.freed.append)),
+            ("cudart", lambda: SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)),
             ("get_device_properties", lambda gpu: GPU if gpu == 3 else None),
         ):
             monkeypatch.setattr(torch.cuda, name, found)
+
+    def unregister(self, address):
+        self.freed.append(address)
+        return self.kept
 
     def register(self, address, byte_count, _flags):
         self.calls.append((self.gpu, os.sched_getaffinity(0), address, byte_count))
@@ -133,6 +138,51 @@ def test_it_is_pinned_in_pieces_of_whole_slots_as_far_as_the_driver_does(monkeyp
     arena.view(1, 2)[:3] = b"xyz"  # it serves, pinned or not
     arena.close()
     assert driver.freed == [start + offset for offset in offsets[: refused if refused >= 0 else None]]
+
+
+def test_an_arena_that_is_dropped_is_unregistered_before_its_pages_go(monkeypatch):
+    driver = Driver(monkeypatch)
+    mapped = []
+    unregister = driver.unregister
+
+    def noting(address):
+        mapped.append(f"{address:x}-" in Path("/proc/self/maps").read_text())
+        return unregister(address)
+
+    driver.unregister = noting
+    arena = Arena([8192], [16], pin=True)
+    arena.await_pinned()
+    start = address(arena.memory)
+    del arena
+    gc.collect()
+    assert driver.freed == [start] and mapped == [True]
+    arena = Arena([8192], [16], pin=True)
+    arena.close()
+    arena.close()
+    del arena
+    gc.collect()
+    assert len(driver.freed) == 2, "once"
+
+
+@pytest.mark.parametrize("what", ["register", "unregister"])
+def test_what_cuda_refuses_does_not_become_somebody_elses_error(monkeypatch, caplog, what):
+    """CUDA keeps the last error of a thread, and torch raises it at its next kernel."""
+    driver, cleared = Driver(monkeypatch, 0 if what == "register" else -1), []
+    monkeypatch.setattr(arenas, "_REFUSED", [])
+    runtime = SimpleNamespace(
+        cudaGetLastError=lambda: cleared.append(1), cudaThreadExchangeStreamCaptureMode=lambda _: 0
+    )
+    monkeypatch.setattr(cudart, "cuda_runtime", lambda: runtime)
+    driver.kept = 713
+    arena = Arena([8192], [16], pin=True)
+    arena.await_pinned()
+    memory = arena.memory
+    arena.close()
+    assert cleared == [1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    kept = [memory] if what == "unregister" else []
+    assert kept == arenas._REFUSED, "what CUDA still knows stays mapped"
+    assert "713" in caplog.text or what == "register"
 
 
 def test_a_driver_that_is_not_there_is_one_warning(monkeypatch, caplog):
