@@ -78,6 +78,8 @@ class Ours:
             slots = 3 * blocks * 2 * short.PAYLOAD_BYTES
             drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": slots}
         config = Config(cpu_bytes=blocks * 2 * short.PAYLOAD_BYTES, store_decode=True, **drive)
+        # No worker has made the segments' files that the upkeep would miss.
+        mock.patch("kvdisk.upkeep.HomeWatch.lost_segments", return_value=frozenset()).start()
         with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
             self._side = SchedulerSide(config, short._settings(), cache)
         self._side.bind_pool(pool)
