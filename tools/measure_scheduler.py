@@ -223,19 +223,24 @@ def _settings() -> Any:
     )
 
 
-def _offloading_scheduler(cpu_blocks: int, settings: Any, cache: Any) -> Any:
+def _offloading_scheduler(cpu_chunks: int, settings: Any, cache: Any, chunk: int = 1) -> Any:
+    """Return vLLM's scheduler side. ``chunk``: blocks that it stores as one."""
+
     class Spec(OffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
         def get_manager(self) -> Any:
-            return CPUOffloadingManager(cpu_blocks)
+            return CPUOffloadingManager(cpu_chunks)
 
         def get_worker(self, kv_caches: Any) -> Any:  # noqa: ARG002 - vLLM's signature
             raise AssertionError("there is no worker here")
 
     offloading = SimpleNamespace(
-        groups=(SimpleNamespace(tokens_per_block=BLOCK_TOKENS, group_id=0, layer_names=("layer",)),),
+        groups=tuple(
+            SimpleNamespace(tokens_per_block=BLOCK_TOKENS, group_id=at, layer_names=tuple(group.layer_names))
+            for at, group in enumerate(cache.kv_cache_groups)
+        ),
         enable_kv_cache_events=False,
         extra_config={"offload_prompt_only": False},
-        cache=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=1),
+        cache=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=chunk),
     )
     return OffloadingConnectorScheduler(Spec(offloading), settings, cache)
 

@@ -117,16 +117,14 @@ class Lookups:
             ends = self._extend(presences, group.group, keys[group.group], first, last)
             ready = min(ready, (ends[0] - group.volatile_blocks) * group.block_tokens // step * step)
             coming = min(coming, (ends[1] - group.volatile_blocks) * group.block_tokens // step * step)
-        windows: list[_Window] = []
-        for group in geometry.groups if coming > local_tokens else ():
-            if not group.reads_all:
-                local = local_tokens // group.block_tokens
-                rest = presences(keys[group.group][local : coming // group.block_tokens])
-                windows.append((group, _READY * local + rest))
-        loadable = [(group, found.translate(_WITHOUT_COMING)) for group, found in windows]
+        windows = [
+            _Window(presences, group, keys[group.group], local_tokens, coming)
+            for group in (geometry.groups if coming > local_tokens else ())
+            if not group.reads_all
+        ]
         return Hits(
-            _shorten(loadable, local_tokens, ready, step),
-            _shorten(windows, local_tokens, coming, step),
+            _shorten([window.last_unready for window in windows], local_tokens, ready, step),
+            _shorten([window.last_absent for window in windows], local_tokens, coming, step),
         )
 
     def _extend(
@@ -154,20 +152,68 @@ class Lookups:
         return ready, position
 
 
-_Window = tuple[GroupGeometry, bytes]
-"""A group that reads a part of the prefix, and the presence of each of its blocks: those that are
-local count as there."""
+class _Window:
+    """A group that reads a part of the prefix, and the presence of its blocks: those that are local
+    count as there. They are looked up from the end on, as far back as it is asked for them: of a
+    hit mostly one window's.
+
+    ``stop_tokens``: nobody asks for blocks behind it.
+    """
+
+    def __init__(
+        self,
+        presences: Presences,
+        group: GroupGeometry,
+        keys: Sequence[BlockKey],
+        local_tokens: int,
+        stop_tokens: int,
+    ) -> None:
+        self._presences = presences
+        self._group = group
+        self._keys = keys
+        self._local_tokens = local_tokens
+        self._local = local_tokens // group.block_tokens
+        self._start = self._stop = stop_tokens // group.block_tokens
+        """From where to where blocks were looked up."""
+        self._found = b""
+        self._loadable = b""
+        """The same, where nothing is on its way."""
+
+    def _look(self, start: int) -> None:
+        """Look up the blocks from ``start`` on, or from further before."""
+        if start < self._start:
+            first = max(self._local, min(start, self._start - _SPAN))
+            found = self._presences(self._keys[first : self._start])
+            self._start = first
+            self._found, self._loadable = found + self._found, found.translate(_WITHOUT_COMING) + self._loadable
+
+    def last_absent(self, end_tokens: int) -> int | None:
+        """Return the end, in tokens, of the last hits that do not need the last block which a hit
+        of ``end_tokens`` needs and that is not there, nor on its way; None: there is none."""
+        return self._last_hole(end_tokens, is_ready=False)
+
+    def last_unready(self, end_tokens: int) -> int | None:
+        """As ``last_absent``, of blocks that cannot be loaded now."""
+        return self._last_hole(end_tokens, is_ready=True)
+
+    def _last_hole(self, end_tokens: int, *, is_ready: bool) -> int | None:
+        first = max(first_needed(self._group, self._local_tokens, end_tokens), self._local)
+        self._look(first)
+        found = self._loadable if is_ready else self._found
+        end = end_tokens // self._group.block_tokens - self._start
+        hole = found.rfind(ABSENT, max(0, first - self._start), max(0, end))
+        return None if hole < 0 else (hole + self._start) * self._group.block_tokens
 
 
-def _shorten(windows: Sequence[_Window], local_tokens: int, end: int, step: int) -> int:
+def _shorten(holes: Sequence[Callable[[int], int | None]], local_tokens: int, end: int, step: int) -> int:
     """Return the longest end, at most ``end``, at which each window group has the blocks that it
-    needs there."""
+    needs there. ``holes``: of each, where the last that is missing begins, in tokens."""
     while end > local_tokens:
-        for group, presences in windows:
-            hole = presences.rfind(ABSENT, first_needed(group, local_tokens, end), end // group.block_tokens)
-            if hole >= 0:
+        for last_hole in holes:
+            hole = last_hole(end)
+            if hole is not None:
                 # Any end between needs that block too.
-                end = hole * group.block_tokens // step * step
+                end = hole // step * step
                 break
         else:
             return end

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one long prompt costs the scheduler, call by call, beside vLLM's own offloading doing the
+same.
+
+Each side serves a prompt in chunks of STEP_TOKENS, decodes a little, ends, and meets a prompt that
+is stored whole. All is as in ``measure_scheduler``: real block pool, requests and connectors'
+code, no model, worker or KV. Stores go into a tier that another prompt of the same length has
+filled. Each round builds its side anew; nothing of another side is alive then. Figures are of the
+thread's processor time, in ms: those that come once are medians of the rounds, those of steps
+medians of steps. With NVMe the hit is on NVMe alone, and its blocks take the place of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import measure_scheduler as short
+import torch
+from machine import Machine
+from rich.console import Console
+from rich.table import Table
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvdisk.config import Config
+from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.messages import JobKind, JobResult, Report
+
+BLOCK_TOKENS, STEP_TOKENS, WINDOW_TOKENS = short.BLOCK_TOKENS, 8192, 1024
+LENGTHS, GROUPS = (131_072, 1_048_576), (1, 7)
+SPARE_BLOCKS = 8192
+"""By group: slots of a tier beside those of one prompt."""
+DECODED = 5
+"""Blocks that a request generates."""
+HIT = "hit: "
+ROWS = (
+    "arrival",
+    "first lookup, nothing there",
+    "first prefill step",
+    "a later one",
+    "a decode step that fills a block",
+    "end",
+    HIT + "lookup",
+    HIT + "planning",
+    HIT + "its plan",
+    HIT + "settling",
+    HIT + "first step",
+    "longest single call",
+)
+WIRE = ("to the workers: dump", "- load, on each", "- MB")
+
+
+class Ours:
+    """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given."""
+
+    def __init__(self, cache: Any, pool: BlockPool, blocks: int, store_dir: Path | None) -> None:
+        drive: dict[str, Any] = {}
+        if store_dir is not None:
+            slots = 3 * blocks * 2 * short.PAYLOAD_BYTES
+            drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": slots}
+        config = Config(cpu_bytes=blocks * 2 * short.PAYLOAD_BYTES, store_decode=True, **drive)
+        # No worker has made the segments' files that the upkeep would miss.
+        mock.patch("kvdisk.upkeep.HomeWatch.lost_segments", return_value=frozenset()).start()
+        with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
+            self._side = SchedulerSide(config, short._settings(), cache)
+        self._side.bind_pool(pool)
+        self.arrive, self.allocated, self.plan = self._side.new_request, self._side.allocated, self._side.plan
+        self.is_busy = self._side.has_pending_work
+        self.wakes = self._side.wake
+
+    def lookup(self, request: Any) -> int:
+        """Return how many tokens can be loaded."""
+        return self._side.matched_tokens(request, 0)[0] or 0
+
+    def settle(self, plan: Any) -> None:
+        """All that a plan says is done."""
+        self._side.settle(Report({job.id: JobResult() for job in plan.jobs}), set())
+
+    def finish(self, request: Any) -> None:
+        """Let a request go."""
+        self._side.finished(request, (), True)
+
+    def loads(self, plan: Any) -> bool:
+        """Whether a plan loads anything."""
+        return any(job.kind is JobKind.LOAD for job in plan.jobs)
+
+    def close(self) -> None:
+        """End it."""
+        self._side.shutdown()
+
+
+class Theirs:
+    """vLLM's, over its CPU tier, with so many blocks a chunk."""
+
+    def __init__(self, cache: Any, blocks: int, chunk: int) -> None:
+        self._side = short._offloading_scheduler(blocks // chunk, short._settings(), cache, chunk)
+        self.arrive, self.allocated = self._side.on_new_request, self._side.update_state_after_alloc
+        self.plan = self._side.build_connector_meta
+
+    def lookup(self, request: Any) -> int:
+        """Return how many tokens can be loaded."""
+        return self._side.get_num_new_matched_tokens(request, 0)[0] or 0
+
+    def settle(self, plan: Any) -> None:
+        """All that a plan says is done."""
+        done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys((*plan.store_jobs, *plan.load_jobs), 1))
+        self._side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done))
+
+    def finish(self, request: Any) -> None:
+        """Let a request go."""
+        request.status = RequestStatus.FINISHED_ABORTED
+        self._side.request_finished(request)
+
+    def is_busy(self) -> bool:
+        """Whether it asks for more steps."""
+        return False
+
+    def wakes(self) -> None:
+        """It goes on."""
+
+    def loads(self, plan: Any) -> bool:
+        """Whether a plan loads anything."""
+        return bool(plan.load_jobs)
+
+    def close(self) -> None:
+        """End it."""
+        self._side.shutdown()
+
+
+class _Tables(KVCacheManager):  # type: ignore[misc]  # vLLM is untyped here
+    """The block tables of requests, as vLLM's own manager has them."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[list[Any]]] = {}
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Return a request's blocks."""
+        return KVCacheBlocks(tuple(self.tables[request_id]))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return their ids."""
+        return tuple([block.block_id for block in blocks] for blocks in self.tables[request_id])
+
+
+class Engine:
+    """One side's requests, one at a time. ``taken``: processor seconds of each call, by row."""
+
+    def __init__(self, tokens: int, groups: int) -> None:
+        head_size = short.PAYLOAD_BYTES // BLOCK_TOKENS // 8
+        shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": head_size, "dtype": torch.float32}
+        specs = [FullAttentionSpec(**shape)]
+        specs += [SlidingWindowSpec(**shape, sliding_window=WINDOW_TOKENS)] * (groups - 1)
+        layers = [KVCacheGroupSpec([f"layer {at}"], spec) for at, spec in enumerate(specs)]
+        pool_blocks = tokens // BLOCK_TOKENS + groups * 4096
+        self.cache = KVCacheConfig(pool_blocks, [], layers, hash_block_size=BLOCK_TOKENS)
+        self.pool = BlockPool(pool_blocks, True, BLOCK_TOKENS)
+        self.tokens, self.groups = tokens, groups
+        self.side: Any = None
+        self._tables = _Tables()
+        self._count = 0
+        self.taken: defaultdict[str, list[float]] = defaultdict(list)
+        self.longest = (0.0, "")
+
+    def _time(self, row: str, call: Callable[[], Any]) -> Any:
+        taken_s, answer = short.timed(call)
+        self.taken[row].append(taken_s)
+        self.longest = max(self.longest, (taken_s, row))
+        return answer
+
+    def hashes(self, name: str, count: int) -> list[bytes]:
+        """Return the hashes of a prompt's blocks, new objects each time, as vLLM makes them."""
+        return [hashlib.sha256(f"{name} {at}".encode()).digest() for at in range(count)]
+
+    def come(self, hashes: Sequence[bytes], row: str) -> Any:
+        """Let a request come whose prompt is these blocks."""
+        self._count += 1
+        request = Request(f"request {self._count}", [1] * self.tokens, SamplingParams(max_tokens=10**6), None)
+        request.block_hashes.extend(hashes)
+        self._time(row, partial(self.side.arrive, request))
+        request.append_output_token_ids(1)  # so that all of its prompt may hit
+        self._tables.tables[request.request_id] = [[] for _ in range(self.groups)]
+        return request
+
+    def _output(self, request: Any | None, tokens: int, new: Sequence[Sequence[Any]] = ()) -> Any:
+        output = SchedulerOutput.make_empty()
+        if request is not None:
+            name = request.request_id
+            ids = tuple([block.block_id for block in blocks] for blocks in new) if new else None
+            output.num_scheduled_tokens = {name: tokens}
+            output.scheduled_cached_reqs = CachedRequestData([name], set(), [], {}, [ids], [], [])
+            output.kv_connector_block_state = KVConnectorBlockState({name}, self._tables.get_block_ids, {})
+        return output
+
+    def step(self, output: Any, row: str) -> Any:
+        """Let the side plan a step, and book it as done."""
+        self.side.wakes()
+        taken_s, plan = short.timed(partial(self.side.plan, output))
+        settled_s, _ = short.timed(partial(self.side.settle, plan))
+        self.taken[row].append(taken_s + settled_s)
+        self.longest = max(self.longest, (taken_s, row), (settled_s, row))
+        return plan
+
+    def _grow(self, request: Any, tokens: int) -> list[list[Any]]:
+        """Give a request blocks for so many more tokens, and free those behind its windows."""
+        new = [self.pool.get_new_blocks(tokens // BLOCK_TOKENS) for _ in range(self.groups)]
+        behind = max(0, request.num_computed_tokens - WINDOW_TOKENS) // BLOCK_TOKENS
+        for at, (table, blocks) in enumerate(zip(self._tables.tables[request.request_id], new, strict=True)):
+            table.extend(blocks)
+            for place in range(max(0, behind - STEP_TOKENS // BLOCK_TOKENS), behind if at else 0):
+                if not table[place].is_null:
+                    self.pool.free_blocks([table[place]])
+                    table[place] = self.pool.null_block
+        return new
+
+    def serve(self, name: str) -> None:
+        """Serve a prompt that nobody has seen."""
+        request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), "arrival")
+        assert self._time("first lookup, nothing there", partial(self.side.lookup, request)) == 0
+        for start in range(0, self.tokens, STEP_TOKENS):
+            output = self._output(request, STEP_TOKENS, self._grow(request, STEP_TOKENS))
+            self.step(output, "a later one" if start else "first prefill step")
+            request.num_computed_tokens = start + STEP_TOKENS
+        for at in range(DECODED):
+            request.append_output_token_ids([1] * BLOCK_TOKENS)
+            request.num_computed_tokens += BLOCK_TOKENS - 1
+            request.block_hashes.extend(self.hashes(f"{name} answer {at}", 1))
+            output = self._output(request, 1, self._grow(request, BLOCK_TOKENS))
+            self.step(output, "a decode step that fills a block")
+            request.num_computed_tokens += 1
+        for _ in range(BLOCK_TOKENS - 1):  # what found no room is offered again
+            self.step(self._output(request, 1), "a decode step that fills none")
+            request.append_output_token_ids(1)
+            request.num_computed_tokens += 1
+        self._leave(request, "end")
+
+    def meet(self, name: str) -> None:
+        """Serve a prompt that is stored whole."""
+        blocks, window = self.tokens // BLOCK_TOKENS, WINDOW_TOKENS // BLOCK_TOKENS
+        request = self.come(self.hashes(name, blocks), "arrival")
+        found = self._time(HIT + "lookup", partial(self.side.lookup, request))
+        assert found == self.tokens, f"{found:,} tokens hit"
+        tables = self._tables.tables[request.request_id]
+        for at, table in enumerate(tables):
+            lacking = blocks - window if at else 0
+            table.extend([self.pool.null_block] * lacking + self.pool.get_new_blocks(blocks - lacking))
+        given = KVCacheBlocks(tuple(tables))
+        self._time(HIT + "planning", partial(self.side.allocated, request, given, self.tokens))
+        plan = self._time(HIT + "its plan", partial(self.side.plan, self._output(None, 0)))
+        assert self.side.loads(plan)
+        wire = self._wire(plan)
+        self._time(HIT + "settling", partial(self.side.settle, plan))
+        request.num_computed_tokens = self.tokens
+        output = self._output(request, 1, [self.pool.get_new_blocks(1) for _ in range(self.groups)])
+        self.step(output, HIT + "first step")
+        self._leave(request, "end")
+        for row, value in zip(WIRE, wire, strict=True):
+            self.taken[row].append(value)
+
+    def _wire(self, plan: Any) -> tuple[float, float, float]:
+        dump_s, sent = short.timed(partial(pickle.dumps, plan, pickle.HIGHEST_PROTOCOL))
+        load_s, _ = short.timed(partial(pickle.loads, sent))
+        return dump_s, load_s, len(sent) / 1e9  # of which 1,000 are printed for each
+
+    def _leave(self, request: Any, row: str) -> None:
+        ended = self._output(None, 0)
+        ended.finished_req_ids = {request.request_id}
+        self._time(row, partial(self.side.finish, request))
+        self.step(ended, "idle")
+        self.taken[row][-1] += self.taken["idle"][-1]
+        for table in self._tables.tables.pop(request.request_id):
+            self.pool.free_blocks([block for block in reversed(table) if not block.is_null])
+        while self.side.is_busy():  # until all is on NVMe that goes there, and committed
+            self.step(self._output(None, 0), "idle")
+
+
+def measure(tokens: int, groups: int, make: Callable[[Engine, int], Any], *, is_nvme: bool) -> Engine:
+    """Return an engine that has served and met a prompt; the first one has filled its side."""
+    engine = Engine(tokens, groups)
+    engine.side = make(engine, (tokens // BLOCK_TOKENS + SPARE_BLOCKS) * groups)
+    engine.serve("filler")
+    engine.taken.clear()
+    engine.longest = (0.0, "")
+    gc.collect()
+    gc.freeze()  # as vLLM does when it has started
+    engine.serve("prompt")
+    engine.meet("filler" if is_nvme else "prompt")  # where it is on NVMe alone
+    gc.unfreeze()
+    engine.side.close()
+    return engine
+
+
+def sides(store_dir: Path) -> dict[str, tuple[Callable[[Engine, int], Any], bool]]:
+    """Return how to make each side, by its name, and whether it has an NVMe tier."""
+    return {
+        "kvdisk": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, None), False),
+        "with NVMe": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, store_dir), True),
+        "vLLM, 1 a chunk": (lambda engine, blocks: Theirs(engine.cache, blocks, 1), False),
+        "vLLM, 16 a chunk": (lambda engine, blocks: Theirs(engine.cache, blocks, 16), False),
+    }
+
+
+def table_of(tokens: int, groups: int, rounds: int) -> Table:
+    """Measure all sides; return a table of milliseconds."""
+    columns = []
+    with tempfile.TemporaryDirectory() as directory:
+        made = sides(Path(directory))
+        for make, is_nvme in made.values():
+            results = []
+            for _ in range(rounds):
+                results.append(_result(measure(tokens, groups, make, is_nvme=is_nvme)))
+                gc.collect()
+            columns.append({row: statistics.median(each[row] for each in results) for row in results[0]})
+    table = Table(f"ms: {tokens:,} tokens, {groups} group{'s'[: groups > 1]}", *made)
+    for row in (*ROWS, *WIRE):
+        table.add_row(row, *(f"{1e3 * column[row]:,.2f}" for column in columns))
+    return table
+
+
+def _result(engine: Engine) -> dict[str, float]:
+    found = {row: statistics.median(taken) for row, taken in engine.taken.items()}
+    return found | {"longest single call": engine.longest[0]}
+
+
+def main() -> int:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
+    options = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True, width=120)
+    load = os.getloadavg()[0]
+    for tokens in options.tokens:
+        for groups in options.groups:
+            console.print(table_of(tokens, groups, options.rounds))
+    console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
