@@ -39,7 +39,8 @@ class AdmissionPolicy:
         """Learn who decides what leaves the tier, by size class."""
 
     def note_room(self, free: int, total: int) -> None:
-        """Learn, once a step, how many bytes of the tier are free, of all that it may have."""
+        """Learn, once a step, how many of the tier's slots are free, of all that it may have,
+        counted in slots of the smallest size."""
 
     def reset(self) -> None:
         """Forget all counts: the KV they stood for is gone."""

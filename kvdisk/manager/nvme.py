@@ -122,10 +122,8 @@ class NvmeSpace(TierSpace):
             is_open, is_spent, comes and works and not is_spent, uncommitted, (self._ticket, self._committed)
         )
 
-    @property
-    def free_and_total(self) -> tuple[int, int]:
-        """See ``TierSpace``."""
-        free, total = super().free_and_total
+    def _free_and_total_bytes(self) -> tuple[int, int]:
+        free, total = super()._free_and_total_bytes()
         unmade = self.segments.unmade_bytes
         return free + unmade, total + unmade
 
@@ -178,7 +176,7 @@ class NvmeSpace(TierSpace):
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
         found = super().gauges()
-        found[f"capacity_bytes.{self.tier.label}"] = self.free_and_total[1]
+        found[f"capacity_bytes.{self.tier.label}"] = self._free_and_total_bytes()[1]
         found["limbo_blocks"] = sum(self.pool.limbo)
         found["uncommitted_changes"] = max(0, self._ticket - self._committed)
         free = sum(self.pool.free)

@@ -93,8 +93,13 @@ class TierSpace:
 
     @property
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes of slots that are or will be free without an eviction, and of all that there may
-        be."""
+        """Slots that are or will be free without an eviction, and all that there may be, counted in
+        slots of the smallest size."""
+        unit = self._geometry.slot_sizes[0] * self._parts_of_block
+        free, total = self._free_and_total_bytes()
+        return free // unit, total // unit
+
+    def _free_and_total_bytes(self) -> tuple[int, int]:
         pool, sizes = self.pool, self._geometry.slot_sizes
         slots = (map(int.__add__, pool.free, pool.limbo), pool.total)
         free, total = (sum(map(int.__mul__, counts, sizes)) * self._parts_of_block for counts in slots)
