@@ -22,7 +22,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
-from kvdisk.worker.cudart import cuda_runtime, relax_captures
+from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -87,7 +87,7 @@ class LayerBlocks:
     tensors are vLLM's; they must live as long as copies are asked for.
 
     ``rows``: uint8 (num_blocks, payload_bytes), where all of a block lies together as in a payload;
-    else None.
+    else None. ``row_bytes``: of the smallest row that ``rectangles`` yields.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -118,6 +118,8 @@ class LayerBlocks:
             if together and first is not None
             else None
         )
+        layer_bytes = min((int(layer.shape[1]) for layer in layers), default=0)
+        self.row_bytes = layer_bytes if self.rows is None else self.payload_bytes
 
     def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
         """Yield what lies at regular distances in blocks and in as many payloads, the first of them
@@ -273,7 +275,7 @@ STRAIGHT_BYTES = 256 << 10
 """What a copy has to have on average to go straight between blocks and slots, without kernel and
 scratch: each takes the mover's thread some microseconds. Not measured: ``tools/gpu_report.py``."""
 STRAIGHT_ROW_BYTES = 16 << 10
-"""The same of its rows, which are a block's layers where these lie apart."""
+"""The same of its smallest row: rows are a block's layers where these lie apart."""
 _MOST_PITCH = 2**31 - 1
 
 
@@ -294,9 +296,12 @@ class CudaLanes:
         runtime = cuda_runtime()
         self.copies_rows = runtime is not None
         if runtime is not None:
-            self._memcpy_2d = runtime.cudaMemcpy2DAsync
             place = [ctypes.c_void_p, ctypes.c_size_t]
-            self._memcpy_2d.argtypes = [*place, *place, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            types = [*place, *place, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            # Pinned: a call only queues. Otherwise it copies, and others have to run meanwhile.
+            self._memcpy_2d = {pinned: cuda_runtime(holding=pinned).cudaMemcpy2DAsync for pinned in (False, True)}
+            for function in self._memcpy_2d.values():
+                function.argtypes = types
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Return a context in which operations of this thread go to the lane."""
@@ -320,14 +325,16 @@ class CudaLanes:
         # From pageable memory the copy would first wait for all that the lane has to do.
         return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
 
-    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
+    def copy_rows(
+        self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
+    ) -> bool:
         """Start one copy of ``count`` rows between host (LOAD: ``source``) and device; return
-        whether CUDA did."""
+        whether CUDA did. ``pinned``: all of the host's memory is."""
         # torch would copy rows that are apart through memory of its own, and wait for it.
-        kind = 1 if lane is Lane.LOAD else 2
-        status: int = self._memcpy_2d(*target, *source, row_bytes, count, kind, self._streams[lane].cuda_stream)
+        kind, stream = 1 if lane is Lane.LOAD else 2, self._streams[lane].cuda_stream
+        status: int = self._memcpy_2d[pinned](*target, *source, row_bytes, count, kind, stream)
         if status:
-            cuda_runtime().cudaGetLastError()  # or torch would raise it at something else
+            forget_error()
         return status == 0
 
 
@@ -412,10 +419,8 @@ class CudaCopier(HostCopier):
         """Return copies of rows that need no scratch; none where they would be too small, or the
         slots are on the GPU."""
         layers, found = self._groups[group], list[_Rectangle]()
-        layer_count = sum(stack.blocks.shape[1] for stack in layers.stacks)
-        rows_bytes = layers.payload_bytes if layers.rows is not None else layers.payload_bytes / max(1, layer_count)
         far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
-        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or rows_bytes < STRAIGHT_ROW_BYTES:
+        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
             return found
         assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
         for run, neighbours in _runs(slots):
@@ -432,7 +437,7 @@ class CudaCopier(HostCopier):
             self._lanes.wait(lane, after)
         for of_blocks, of_slots, row_bytes, count in copies:
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
-            if not self._lanes.copy_rows(lane, *ways, row_bytes, count):
+            if not self._lanes.copy_rows(lane, *ways, row_bytes, count, pinned=not slots.memory.is_pageable):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
                 self._lanes.copies_rows = False
                 self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather
