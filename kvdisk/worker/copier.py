@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import accumulate, cycle, pairwise
@@ -98,6 +98,8 @@ class LayerBlocks:
             assert layer.device == layers[0].device
         offsets = list(accumulate((int(layer.shape[1]) for layer in layers), initial=0))
         self.payload_bytes = offsets.pop()
+        self.layers = tuple(layers)
+        self.block_count = int(layers[0].shape[0]) if layers else 0
         kinds: dict[Any, list[int]] = {}
         for at, layer in enumerate(layers):
             kinds.setdefault((layer.untyped_storage().data_ptr(), layer.shape, layer.stride()), []).append(at)
@@ -212,6 +214,19 @@ def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
             at += some
 
 
+_Copy = Callable[[int, Sequence[int], Slots, Event | None], Event | None]
+_CopyBack = Callable[[int, Slots, Sequence[int], Event | None], Event | None]
+
+
+class Way(NamedTuple):
+    """One of the ways in which a copier gathers and scatters. ``is_straight``: it can be given up.
+    Its functions return None where what is asked for does not go this way."""
+
+    gather: _Copy
+    scatter: _CopyBack
+    is_straight: bool = False
+
+
 class HostCopier:
     """Moves whole blocks between vLLM's tensors and slots of an arena. This one is the CPU
     platform's: it copies at once, on the mover's thread.
@@ -223,7 +238,14 @@ class HostCopier:
     """
 
     def __init__(self, groups: Sequence[LayerBlocks]) -> None:
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
+
+    def ways(self, group: int) -> list[Way]:  # noqa: ARG002
+        """Return every way that blocks of a group may be copied by, to try each."""
+        return [Way(self.gather, self.scatter)]
+
+    def go_straight_no_more(self) -> None:
+        """Leave the straight way."""
 
     def thread(self) -> AbstractContextManager[Any]:
         """Return what the mover's thread runs within: on its GPU, in vLLM's inference mode."""
@@ -241,7 +263,7 @@ class HostCopier:
         """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
         at = torch.tensor(blocks)
         for run, target in _runs(slots):
-            for stack in self._groups[group].stacks:
+            for stack in self.groups[group].stacks:
                 torch.index_select(stack.blocks, 0, at[run], out=_payload_part(target, stack))
         return Passed()
 
@@ -252,7 +274,7 @@ class HostCopier:
         """
         at = np.array(blocks)
         for run, source in _runs(slots):
-            for stack in self._groups[group].stacks:
+            for stack in self.groups[group].stacks:
                 stack.blocks.numpy()[at[run]] = _payload_part(source, stack).numpy()
         return Passed()
 
@@ -380,9 +402,11 @@ class CudaCopier(HostCopier):
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``HostCopier``."""
         straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
-        if straight is not None:
-            return straight
-        layers, used = self._groups[group], dict[Lane, None]()
+        return straight or self._gather(group, blocks, slots, after)
+
+    def _gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None) -> Event:
+        """Gather through scratch."""
+        layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.STORE, slots):
             with self._lanes.on(lane):
                 if after is not None and lane not in used:
@@ -399,9 +423,11 @@ class CudaCopier(HostCopier):
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
         straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
-        if straight is not None:
-            return straight
-        layers, used = self._groups[group], dict[Lane, None]()
+        return straight or self._scatter(group, slots, blocks, after)
+
+    def _scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None) -> Event:
+        """Scatter through scratch."""
+        layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
                 at = self._lanes.numbers(blocks[part])
@@ -415,31 +441,55 @@ class CudaCopier(HostCopier):
             used[lane] = None
         return self._end_of(used)
 
-    def _straight(self, group: int, blocks: Sequence[int], slots: Slots) -> list[_Rectangle]:
-        """Return copies of rows that need no scratch; none where they would be too small, or the
-        slots are on the GPU."""
-        layers, found = self._groups[group], list[_Rectangle]()
+    def ways(self, group: int) -> list[Way]:
+        """See ``HostCopier``."""
+        through_scratch = Way(self._gather, self._scatter)
+        if self.groups[group].row_bytes < STRAIGHT_ROW_BYTES:
+            return [through_scratch]
+
+        def gather(group: int, blocks: Sequence[int], slots: Slots, after: Event | None) -> Event | None:
+            return self._copy_straight(Lane.STORE, group, blocks, slots, after, least_bytes=0)
+
+        def scatter(group: int, slots: Slots, blocks: Sequence[int], after: Event | None) -> Event | None:
+            return self._copy_straight(Lane.LOAD, group, blocks, slots, after, least_bytes=0)
+
+        return [through_scratch, Way(gather, scatter, is_straight=True)]
+
+    def go_straight_no_more(self) -> None:
+        """See ``HostCopier``."""
+        self._lanes.copies_rows = False
+
+    def _straight(self, group: int, blocks: Sequence[int], slots: Slots, least_bytes: int) -> list[_Rectangle]:
+        """Return copies of rows that need no scratch; none where they would have less than
+        ``least_bytes`` on average, or too small rows, or the slots are on the GPU."""
+        layers, found = self.groups[group], list[_Rectangle]()
         far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
         if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
             return found
         assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
         for run, neighbours in _runs(slots):
             found += layers.rectangles(blocks[run], neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0))
-        return found if layers.payload_bytes * len(blocks) >= STRAIGHT_BYTES * len(found) else []
+        return found if layers.payload_bytes * len(blocks) >= least_bytes * len(found) else []
 
     def _copy_straight(
-        self, lane: Lane, group: int, blocks: Sequence[int], slots: Slots, after: Event | None
+        self,
+        lane: Lane,
+        group: int,
+        blocks: Sequence[int],
+        slots: Slots,
+        after: Event | None,
+        least_bytes: int | None = None,
     ) -> Event | None:
         """Start the copies of ``_straight``; None: there are none, or CUDA refused one, and is not
-        asked again."""
-        copies = self._straight(group, blocks, slots)
+        asked again. ``least_bytes``: None: STRAIGHT_BYTES."""
+        copies = self._straight(group, blocks, slots, STRAIGHT_BYTES if least_bytes is None else least_bytes)
         if copies and after is not None:
             self._lanes.wait(lane, after)
         for of_blocks, of_slots, row_bytes, count in copies:
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
             if not self._lanes.copy_rows(lane, *ways, row_bytes, count, pinned=not slots.memory.is_pageable):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
-                self._lanes.copies_rows = False
+                self.go_straight_no_more()
                 self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather
                 return None
         return self._lanes.record(lane) if copies else None
