@@ -528,6 +528,7 @@ def assemble_worker(
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
+    from kvdisk.worker.copy_check import check_copies
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.populate import Populating
@@ -545,11 +546,12 @@ def assemble_worker(
         else CudaCopier(groups, lanes, max(_GPU_SCRATCH_BYTES, 2 * geometry.slot_sizes[-1]))
     )
     with ExitStack() as undo:  # pinning goes on, on a thread, until an arena is closed
+        staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
+        undo.callback(staging.close)
+        check_copies(copier, staging, geometry.size_classes)  # before the rest is pinned, which holds CUDA up
         arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
         if arena is not None:
             undo.callback(arena.close)
-        staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
-        undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
         directories = list_directories(config.store_dirs) if config.store_dirs else ()
         host = choose_device(config.device, directories)

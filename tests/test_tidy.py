@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "torch": (
         "kvdisk/connector/",
         "kvdisk/worker/copier.py",
+        "kvdisk/worker/copy_check.py",
         "kvdisk/worker/arena.py",
         "kvdisk/worker/cudart.py",
         "kvdisk/worker/gpu_staging.py",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import accumulate, cycle, pairwise
@@ -22,7 +22,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
-from kvdisk.worker.cudart import cuda_runtime, relax_captures
+from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -87,7 +87,7 @@ class LayerBlocks:
     tensors are vLLM's; they must live as long as copies are asked for.
 
     ``rows``: uint8 (num_blocks, payload_bytes), where all of a block lies together as in a payload;
-    else None.
+    else None. ``row_bytes``: of the smallest row that ``rectangles`` yields.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -98,6 +98,8 @@ class LayerBlocks:
             assert layer.device == layers[0].device
         offsets = list(accumulate((int(layer.shape[1]) for layer in layers), initial=0))
         self.payload_bytes = offsets.pop()
+        self.layers = tuple(layers)
+        self.block_count = int(layers[0].shape[0]) if layers else 0
         kinds: dict[Any, list[int]] = {}
         for at, layer in enumerate(layers):
             kinds.setdefault((layer.untyped_storage().data_ptr(), layer.shape, layer.stride()), []).append(at)
@@ -118,6 +120,8 @@ class LayerBlocks:
             if together and first is not None
             else None
         )
+        layer_bytes = min((int(layer.shape[1]) for layer in layers), default=0)
+        self.row_bytes = layer_bytes if self.rows is None else self.payload_bytes
 
     def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
         """Yield what lies at regular distances in blocks and in as many payloads, the first of them
@@ -210,6 +214,19 @@ def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
             at += some
 
 
+_Copy = Callable[[int, Sequence[int], Slots, Event | None], Event | None]
+_CopyBack = Callable[[int, Slots, Sequence[int], Event | None], Event | None]
+
+
+class Way(NamedTuple):
+    """One of the ways in which a copier gathers and scatters. ``is_straight``: it can be given up.
+    Its functions return None where what is asked for does not go this way."""
+
+    gather: _Copy
+    scatter: _CopyBack
+    is_straight: bool = False
+
+
 class HostCopier:
     """Moves whole blocks between vLLM's tensors and slots of an arena. This one is the CPU
     platform's: it copies at once, on the mover's thread.
@@ -221,7 +238,14 @@ class HostCopier:
     """
 
     def __init__(self, groups: Sequence[LayerBlocks]) -> None:
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
+
+    def ways(self, group: int) -> list[Way]:  # noqa: ARG002
+        """Return every way that blocks of a group may be copied by, to try each."""
+        return [Way(self.gather, self.scatter)]
+
+    def go_straight_no_more(self) -> None:
+        """Leave the straight way."""
 
     def thread(self) -> AbstractContextManager[Any]:
         """Return what the mover's thread runs within: on its GPU, in vLLM's inference mode."""
@@ -239,7 +263,7 @@ class HostCopier:
         """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
         at = torch.tensor(blocks)
         for run, target in _runs(slots):
-            for stack in self._groups[group].stacks:
+            for stack in self.groups[group].stacks:
                 torch.index_select(stack.blocks, 0, at[run], out=_payload_part(target, stack))
         return Passed()
 
@@ -250,7 +274,7 @@ class HostCopier:
         """
         at = np.array(blocks)
         for run, source in _runs(slots):
-            for stack in self._groups[group].stacks:
+            for stack in self.groups[group].stacks:
                 stack.blocks.numpy()[at[run]] = _payload_part(source, stack).numpy()
         return Passed()
 
@@ -273,7 +297,7 @@ STRAIGHT_BYTES = 256 << 10
 """What a copy has to have on average to go straight between blocks and slots, without kernel and
 scratch: each takes the mover's thread some microseconds. Not measured: ``tools/gpu_report.py``."""
 STRAIGHT_ROW_BYTES = 16 << 10
-"""The same of its rows, which are a block's layers where these lie apart."""
+"""The same of its smallest row: rows are a block's layers where these lie apart."""
 _MOST_PITCH = 2**31 - 1
 
 
@@ -294,9 +318,12 @@ class CudaLanes:
         runtime = cuda_runtime()
         self.copies_rows = runtime is not None
         if runtime is not None:
-            self._memcpy_2d = runtime.cudaMemcpy2DAsync
             place = [ctypes.c_void_p, ctypes.c_size_t]
-            self._memcpy_2d.argtypes = [*place, *place, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            types = [*place, *place, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            # Pinned: a call only queues. Otherwise it copies, and others have to run meanwhile.
+            self._memcpy_2d = {pinned: cuda_runtime(holding=pinned).cudaMemcpy2DAsync for pinned in (False, True)}
+            for function in self._memcpy_2d.values():
+                function.argtypes = types
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Return a context in which operations of this thread go to the lane."""
@@ -320,14 +347,16 @@ class CudaLanes:
         # From pageable memory the copy would first wait for all that the lane has to do.
         return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
 
-    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
+    def copy_rows(
+        self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
+    ) -> bool:
         """Start one copy of ``count`` rows between host (LOAD: ``source``) and device; return
-        whether CUDA did."""
+        whether CUDA did. ``pinned``: all of the host's memory is."""
         # torch would copy rows that are apart through memory of its own, and wait for it.
-        kind = 1 if lane is Lane.LOAD else 2
-        status: int = self._memcpy_2d(*target, *source, row_bytes, count, kind, self._streams[lane].cuda_stream)
+        kind, stream = 1 if lane is Lane.LOAD else 2, self._streams[lane].cuda_stream
+        status: int = self._memcpy_2d[pinned](*target, *source, row_bytes, count, kind, stream)
         if status:
-            cuda_runtime().cudaGetLastError()  # or torch would raise it at something else
+            forget_error()
         return status == 0
 
 
@@ -373,9 +402,11 @@ class CudaCopier(HostCopier):
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
         """See ``HostCopier``."""
         straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
-        if straight is not None:
-            return straight
-        layers, used = self._groups[group], dict[Lane, None]()
+        return straight or self._gather(group, blocks, slots, after)
+
+    def _gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None) -> Event:
+        """Gather through scratch."""
+        layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.STORE, slots):
             with self._lanes.on(lane):
                 if after is not None and lane not in used:
@@ -392,9 +423,11 @@ class CudaCopier(HostCopier):
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
         """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
         straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
-        if straight is not None:
-            return straight
-        layers, used = self._groups[group], dict[Lane, None]()
+        return straight or self._scatter(group, slots, blocks, after)
+
+    def _scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None) -> Event:
+        """Scatter through scratch."""
+        layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
                 at = self._lanes.numbers(blocks[part])
@@ -408,33 +441,55 @@ class CudaCopier(HostCopier):
             used[lane] = None
         return self._end_of(used)
 
-    def _straight(self, group: int, blocks: Sequence[int], slots: Slots) -> list[_Rectangle]:
-        """Return copies of rows that need no scratch; none where they would be too small, or the
-        slots are on the GPU."""
-        layers, found = self._groups[group], list[_Rectangle]()
-        layer_count = sum(stack.blocks.shape[1] for stack in layers.stacks)
-        rows_bytes = layers.payload_bytes if layers.rows is not None else layers.payload_bytes / max(1, layer_count)
+    def ways(self, group: int) -> list[Way]:
+        """See ``HostCopier``."""
+        through_scratch = Way(self._gather, self._scatter)
+        if self.groups[group].row_bytes < STRAIGHT_ROW_BYTES:
+            return [through_scratch]
+
+        def gather(group: int, blocks: Sequence[int], slots: Slots, after: Event | None) -> Event | None:
+            return self._copy_straight(Lane.STORE, group, blocks, slots, after, least_bytes=0)
+
+        def scatter(group: int, slots: Slots, blocks: Sequence[int], after: Event | None) -> Event | None:
+            return self._copy_straight(Lane.LOAD, group, blocks, slots, after, least_bytes=0)
+
+        return [through_scratch, Way(gather, scatter, is_straight=True)]
+
+    def go_straight_no_more(self) -> None:
+        """See ``HostCopier``."""
+        self._lanes.copies_rows = False
+
+    def _straight(self, group: int, blocks: Sequence[int], slots: Slots, least_bytes: int) -> list[_Rectangle]:
+        """Return copies of rows that need no scratch; none where they would have less than
+        ``least_bytes`` on average, or too small rows, or the slots are on the GPU."""
+        layers, found = self.groups[group], list[_Rectangle]()
         far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
-        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or rows_bytes < STRAIGHT_ROW_BYTES:
+        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
             return found
         assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
         for run, neighbours in _runs(slots):
             found += layers.rectangles(blocks[run], neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0))
-        return found if layers.payload_bytes * len(blocks) >= STRAIGHT_BYTES * len(found) else []
+        return found if layers.payload_bytes * len(blocks) >= least_bytes * len(found) else []
 
     def _copy_straight(
-        self, lane: Lane, group: int, blocks: Sequence[int], slots: Slots, after: Event | None
+        self,
+        lane: Lane,
+        group: int,
+        blocks: Sequence[int],
+        slots: Slots,
+        after: Event | None,
+        least_bytes: int | None = None,
     ) -> Event | None:
         """Start the copies of ``_straight``; None: there are none, or CUDA refused one, and is not
-        asked again."""
-        copies = self._straight(group, blocks, slots)
+        asked again. ``least_bytes``: None: STRAIGHT_BYTES."""
+        copies = self._straight(group, blocks, slots, STRAIGHT_BYTES if least_bytes is None else least_bytes)
         if copies and after is not None:
             self._lanes.wait(lane, after)
         for of_blocks, of_slots, row_bytes, count in copies:
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
-            if not self._lanes.copy_rows(lane, *ways, row_bytes, count):
+            if not self._lanes.copy_rows(lane, *ways, row_bytes, count, pinned=not slots.memory.is_pageable):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
-                self._lanes.copies_rows = False
+                self.go_straight_no_more()
                 self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather
                 return None
         return self._lanes.record(lane) if copies else None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _WAIT_S = 0.001
 """Longest wait for the device, or for files, before new plans are looked for."""
 _COPY_WAIT_S = 0.0002
+"""The same while a copy goes on, which takes about so long. No event wakes this thread."""
 URGENT_S = 0.25
 """How long a step waits for copies of what a preemption takes away to begin."""
 FENCE_S = 0.5

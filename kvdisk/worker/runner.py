@@ -54,6 +54,8 @@ _COUNTED = {
 }
 _UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR})
 """Of an object: the remote store said nothing of it."""
+_ON_BLOCKS = frozenset({Leg.GATHER, Leg.SCATTER})
+"""Legs that wait for the model's work on vLLM's blocks."""
 
 
 class Summing:
@@ -218,8 +220,12 @@ class Runner:
 
     @property
     def copying(self) -> bool:
-        """Whether a copy has to be asked for its end."""
-        return any(part.copy is not None for part in self._under_way)
+        """Whether a copy that goes on has to be asked for its end; not one that waits for the
+        model's work, which takes as long as a step."""
+        return any(
+            part.copy is not None and (part.leg not in _ON_BLOCKS or part.work.after is None or part.work.after.query())
+            for part in self._under_way
+        )
 
     def turn(self, now_s: float, wait_s: float = 0.0) -> bool:
         """Note what has ended, and start one part at most. Return whether anything happened.
@@ -394,7 +400,7 @@ class Runner:
 
     def _copy(self, part: Part) -> bool:
         """Start a leg on copier or GPU, unless its store was given up; return whether it runs."""
-        if part.leg is Leg.GATHER and part.memory.is_pageable and part.work.after is not None:
+        if part.leg in _ON_BLOCKS and part.memory.is_pageable and part.work.after is not None:
             part.work.after.synchronize()  # or the copy would wait for it, and who gives stores up for the locks
         with self._touching, self._gathering if part.leg is Leg.GATHER else nullcontext():
             if self._unmapped:

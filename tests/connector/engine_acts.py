@@ -272,7 +272,7 @@ def _zero_loads(_: Any, group: int | None, stage: int | None) -> None:
     def scatter(of: int, slots: Any, blocks: Any, after: Any = None) -> Any:
         if not is_here or group not in {None, of}:
             return HostCopier.scatter(copier, of, slots, blocks, after)
-        for stack in copier._groups[of].stacks:
+        for stack in copier.groups[of].stacks:
             stack.blocks[list(blocks)] = 0
         return Passed()
 

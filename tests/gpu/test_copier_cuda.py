@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA copier against the host's, on a real device. Run with ``-m gpu``."""
+"""The CUDA copier against the host's, on a real device. Run with ``-m gpu``.
+
+All of it on torch's default stream, and as vLLM has it: on another one, over tensors that were made
+in inference mode.
+"""
 
 from __future__ import annotations
 
 import random
+from contextlib import closing
 
+import gpu_measures
 import pytest
 import torch
+from place import PIN, REHEARSED, another_stream, copied, keep_busy, make_lanes, random_bytes, synchronize
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker import arena as arenas
 from kvdisk.worker import copier as copiers
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks, Slots
+from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks, Slots
 
 pytestmark = pytest.mark.gpu
 
@@ -21,16 +28,15 @@ BLOCKS, SLOTS = 96, 80
 
 def one_allocation(layers: int, layer_bytes: int) -> list[torch.Tensor]:
     """As vLLM lays it out: all layers in one allocation."""
-    return list(torch.randint(0, 256, (layers, BLOCKS, layer_bytes), dtype=torch.uint8, device="cuda").unbind(0))
+    return list(random_bytes(layers, BLOCKS, layer_bytes).unbind(0))
 
 
 def separate(layers: int, layer_bytes: int) -> list[torch.Tensor]:
-    return [torch.randint(0, 256, (BLOCKS, layer_bytes), dtype=torch.uint8, device="cuda") for _ in range(layers)]
+    return [random_bytes(BLOCKS, layer_bytes) for _ in range(layers)]
 
 
 def within_blocks(layers: int, layer_bytes: int) -> list[torch.Tensor]:
-    whole = torch.randint(0, 256, (BLOCKS, layers * layer_bytes), dtype=torch.uint8, device="cuda")
-    return list(whole.split(layer_bytes, dim=1))
+    return list(random_bytes(BLOCKS, layers * layer_bytes).split(layer_bytes, dim=1))
 
 
 def interleaved(layers: int, layer_bytes: int) -> list[torch.Tensor]:
@@ -39,8 +45,18 @@ def interleaved(layers: int, layer_bytes: int) -> list[torch.Tensor]:
     return [layer for pair in zip(*kinds, strict=True) for layer in pair]
 
 
+@pytest.fixture(params=[False, True], ids=["default stream", "as vLLM has it"], autouse=True)
+def model(request):
+    """The stream and the mode that all of a test runs in."""
+    if not request.param:
+        yield
+        return
+    with another_stream(), torch.inference_mode():
+        yield
+
+
 @pytest.fixture(params=[one_allocation, separate, within_blocks, interleaved])
-def layers(request):
+def layers(request, model):
     return request.param(8, 16384)
 
 
@@ -49,11 +65,10 @@ def arena(layers, monkeypatch):
     payload = sum(layer.shape[1] for layer in layers)
     slot_bytes = HEADER_BYTES + round_up(payload, ALIGNMENT)
     monkeypatch.setattr(arenas, "PIECE_BYTES", 7 * slot_bytes)  # copies may not go across two of them
-    made = Arena([slot_bytes], [SLOTS], pin=True)
-    made.await_pinned()
-    assert len(made._pinned) == -(-SLOTS // 7)
-    yield made
-    made.close()
+    with closing(Arena([slot_bytes], [SLOTS], pin=PIN)) as made:
+        made.await_pinned()
+        assert len(made._pinned) == (-(-SLOTS // 7) if PIN else 0)
+        yield made
 
 
 @pytest.fixture(params=[0, 1 << 60], ids=["straight", "through scratch"])
@@ -66,14 +81,14 @@ def straight_bytes(request, monkeypatch):
 @pytest.mark.parametrize("scratch_slots", [1, 7, 200])
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
-    assert CudaLanes().copies_rows, "torch's CUDA runtime was not found"
+    assert make_lanes().copies_rows, "torch's CUDA runtime was not found"
     chance = random.Random(scratch_slots)
     count = 50
     slots = list(range(9, 9 + count)) if neighbours else chance.sample(range(SLOTS), count)
     sources = chance.sample(range(BLOCKS), count)
-    copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 4 * scratch_slots * arena.slot_sizes[0])
+    copier = CudaCopier([LayerBlocks(layers)], make_lanes(), 4 * scratch_slots * arena.slot_sizes[0])
 
-    on_host = [layer.cpu() for layer in layers]
+    on_host = [copied(layer) for layer in layers]
     reference = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
     HostCopier([LayerBlocks(on_host)]).gather(0, sources, Slots(reference, 0, slots))
     copier.gather(0, sources, Slots(arena, 0, slots), after=copier.compute_done()).synchronize()
@@ -90,7 +105,7 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
 def test_what_is_not_pinned_is_copied_as_well(layers, arena):
     """As while the pinning goes on, or where the driver refused it."""
     loose = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
-    copier, slots = CudaCopier([LayerBlocks(layers)], CudaLanes(), 64 << 20), list(range(20))
+    copier, slots = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20), list(range(20))
     before = [layer.clone() for layer in layers]
     copier.gather(0, slots, Slots(loose, 0, slots), after=copier.compute_done()).synchronize()
     for layer in layers:
@@ -101,14 +116,16 @@ def test_what_is_not_pinned_is_copied_as_well(layers, arena):
 
 
 def test_a_gather_waits_for_the_model_and_sees_what_it_wrote(layers, arena):
-    copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 64 << 20)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # the model is still computing
+    copier = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20)
+    # What CUDA makes at first use, such as memory, could wait for the model.
+    copier.gather(0, list(range(10)), Slots(arena, 0, list(range(10)))).synchronize()
+    synchronize()
+    keep_busy()
     for layer in layers:
         layer.fill_(0x5A)
     mark = copier.compute_done()
     ticket = copier.gather(0, list(range(10)), Slots(arena, 0, list(range(10))), after=mark)
-    assert not ticket.query()
+    assert REHEARSED or not ticket.query()
     ticket.synchronize()
     assert ticket.query()
     payload = sum(layer.shape[1] for layer in layers)
@@ -118,14 +135,14 @@ def test_a_gather_waits_for_the_model_and_sees_what_it_wrote(layers, arena):
 def test_a_scatter_waits_for_earlier_work_on_the_blocks(layers, arena):
     """The blocks' last owner may still write them; what was scattered must win."""
     arena.tensor(0).fill_(0x11)
-    copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 64 << 20)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    copier = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20)
+    synchronize()
+    keep_busy()
     for layer in layers:
         layer.fill_(0xFF)
     ticket = copier.scatter(0, Slots(arena, 0, [1, 2, 3]), [30, 10, 20], after=copier.compute_done())
     ticket.synchronize()
-    torch.cuda.synchronize()
+    synchronize()
     for layer in layers:
         assert (layer[[30, 10, 20]] == 0x11).all()
         assert (layer[[29, 31, 0]] == 0xFF).all()
@@ -134,8 +151,8 @@ def test_a_scatter_waits_for_earlier_work_on_the_blocks(layers, arena):
 def test_stores_and_loads_at_once_do_not_mix(layers, arena):
     """Both lanes at work, each with its scratch: many parts of both kinds, nothing waited for in
     between."""
-    copier = CudaCopier([LayerBlocks(layers)], CudaLanes(), 4 * arena.slot_sizes[0])
-    before = [layer.cpu() for layer in layers]
+    copier = CudaCopier([LayerBlocks(layers)], make_lanes(), 4 * arena.slot_sizes[0])
+    before = [copied(layer) for layer in layers]
     arena.tensor(0)[40:].fill_(0x33)
     tickets = []
     for at in range(40):
@@ -151,3 +168,77 @@ def test_stores_and_loads_at_once_do_not_mix(layers, arena):
         assert (layer[50:90] == 0x33).all()
         assert torch.equal(layer[:50].cpu(), old[:50])
         offset += layer.shape[1]
+
+
+@pytest.mark.usefixtures("straight_bytes")
+def test_the_model_does_not_write_what_is_still_gathered(layers, arena):
+    lanes = make_lanes()
+    copier, some = CudaCopier([LayerBlocks(layers)], lanes, 64 << 20), list(range(10))
+    before = [copied(layer) for layer in layers]
+    copier.gather(0, some, Slots(arena, 0, some)).synchronize()
+    arena.tensor(0).zero_()
+    synchronize()
+    keep_busy(lanes)
+    ticket = copier.gather(0, some, Slots(arena, 0, some))
+    copier.hold_model()
+    for layer in layers:
+        layer.fill_(0xFF)
+    assert REHEARSED or not ticket.query()
+    ticket.synchronize()
+    synchronize()
+    offset = HEADER_BYTES
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(arena.tensor(0)[:10, offset : offset + layer.shape[1]], old[:10])
+        assert (layer == 0xFF).all()
+        offset += layer.shape[1]
+
+
+def two_in_one_buffer() -> list[list[torch.Tensor]]:
+    """Groups of other sizes in one buffer, one behind the other, as vLLM's hybrids have them."""
+    sizes = (1000, 8450)
+    raw, start, found = random_bytes(sum(4 * BLOCKS * size + 64 for size in sizes)), 0, []
+    for size in sizes:
+        start += 32
+        layers = [raw.as_strided((BLOCKS, size), (size, 1), start + at * BLOCKS * size) for at in range(4)]
+        start += 4 * BLOCKS * size + 32
+        found.append(layers)
+    return found
+
+
+SIZES = {f"layers of {size}": (lambda size=size: [one_allocation(4, size)]) for size in (1000, 8450, 41984, 656 * 64)}
+
+
+@pytest.mark.usefixtures("straight_bytes")
+@pytest.mark.parametrize("make", [*SIZES.values(), two_in_one_buffer], ids=[*SIZES, "two groups in one buffer"])
+def test_layers_of_any_size_and_several_groups(make):
+    groups = make()
+    sizes = [HEADER_BYTES + round_up(sum(layer.shape[1] for layer in group), ALIGNMENT) for group in groups]
+    copier = CudaCopier([LayerBlocks(group) for group in groups], make_lanes(), 1 << 20)
+    with closing(Arena(sizes, [SLOTS] * len(sizes), pin=PIN)) as arena:
+        arena.await_pinned()
+        for at, layers in enumerate(groups):
+            chance = random.Random(at)
+            blocks, slots = chance.sample(range(BLOCKS), 40), chance.sample(range(SLOTS), 40)
+            before = [copied(layer) for layer in layers]
+            copier.gather(at, blocks, Slots(arena, at, slots), after=copier.compute_done()).synchronize()
+            payload = arena.tensor(at)[slots, HEADER_BYTES : HEADER_BYTES + sum(layer.shape[1] for layer in layers)]
+            assert torch.equal(payload, torch.cat([old[blocks] for old in before], 1))
+            for layer in layers:
+                layer.zero_()
+            targets = chance.sample(range(BLOCKS), 40)
+            copier.scatter(at, Slots(arena, at, slots), targets, after=copier.compute_done()).synchronize()
+            for layer, old in zip(layers, before, strict=True):
+                assert torch.equal(layer[targets].cpu(), old[blocks])
+                assert not layer[[block for block in range(BLOCKS) if block not in targets]].any()
+
+
+@pytest.mark.parametrize("shape", gpu_measures.SHAPES, ids=lambda shape: shape.name)
+def test_kernels_reach_both_ends_of_a_cache_of_40_gib(shape):
+    cache_bytes = (8 << 20) if REHEARSED else gpu_measures.LARGE_CACHE_BYTES
+    if not REHEARSED and torch.cuda.mem_get_info()[0] < cache_bytes + (2 << 30):
+        pytest.skip("the GPU has no 42 GiB free")
+    pace = gpu_measures.Pace(1, 60.0)
+    given = make_lanes(), shape, gpu_measures.LARGE_CACHE_BLOCK_BYTES, 32 * (192 << 10), pace, cache_bytes
+    assert len(gpu_measures.measure_copies(*given)) == 2, "it compares all blocks"
+    if not REHEARSED:
+        torch.cuda.empty_cache()

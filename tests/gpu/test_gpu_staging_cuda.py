@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from place import GPU
 
 from kvdisk.device.checksum import multilinear_digest
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker.gpu_staging import PayloadSums
 
 pytestmark = pytest.mark.gpu
-GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 4095, 4096, 100_000, 1 << 20, (8 << 20) + 24])

@@ -64,7 +64,7 @@ class AddressedDevice(FaultyDevice):
 
 class CpuLanes(CudaLanes):
     """Those of a CPU. ``log``: what was asked of which lane. ``rows``: of each copy of rows, how
-    many it had."""
+    many it had; ``pinned``: whether its memory was."""
 
     device = torch.device("cpu")
     copies_rows = True
@@ -72,6 +72,7 @@ class CpuLanes(CudaLanes):
     def __init__(self) -> None:
         self.log: list[tuple[str, Lane | None]] = []
         self.rows: list[int] = []
+        self.pinned: list[bool] = []
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -86,8 +87,11 @@ class CpuLanes(CudaLanes):
     def numbers(self, values: Any) -> torch.Tensor:
         return torch.tensor(values)
 
-    def copy_rows(self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int) -> bool:
+    def copy_rows(
+        self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
+    ) -> bool:
         self.rows.append(count)
+        self.pinned.append(pinned)
         for row in range(count):
             to, of = (place.address + row * place.pitch for place in (target, source))
             ctypes.memmove(to, of, row_bytes)

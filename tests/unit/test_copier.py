@@ -17,6 +17,7 @@ from ranks import CpuLanes
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker import arena as arenas
 from kvdisk.worker import copier as copiers
+from kvdisk.worker import cudart
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaCopier, HostCopier, Lane, LayerBlocks, Slots
 
@@ -209,13 +210,17 @@ def lanes_of(loads: bool) -> tuple[Lane, Lane]:
 
 def test_layers_of_large_blocks_go_in_rows_also_where_they_lie_apart(monkeypatch):
     monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 61 * 600)
-    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 600)  # a mean of 642
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 132)  # the smaller kind's; eighty_layers have 64
     groups = [LayerBlocks(mla_with_indexer()), LayerBlocks(eighty_layers())]
     arena, lanes = arena_for(*groups), CpuLanes()
     copier = CudaCopier(groups, lanes, 0)
     copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
     assert lanes.rows == [61] * 4, "of each block the layers of a kind"
     lanes.rows.clear()
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 600)
+    copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
+    assert lanes.rows == [], "half of the rows are smaller, though their mean is 642"
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 132)
     copier.gather(1, [2, 9], Slots(arena, 1, [4, 5]))
     monkeypatch.setattr(copiers, "_MOST_PITCH", 100)
     copier.gather(0, [2, 9], Slots(arena, 0, [4, 5]))
@@ -244,6 +249,41 @@ def test_blocks_that_lie_as_in_a_payload_go_in_rows_where_these_are_large(monkey
     arena.close()
 
 
+@pytest.mark.parametrize("is_pageable", [False, True])
+def test_copies_of_rows_keep_the_interpreters_lock_where_memory_is_pinned(monkeypatch, is_pageable):
+    """One call a block: the model's thread would take the lock at each."""
+    monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+    monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
+    groups = [LayerBlocks(eighty_layers_in_a_block())]
+    arena, lanes = arena_for(*groups), CpuLanes()
+    arena.is_pageable = is_pageable
+    copier = CudaCopier(groups, lanes, 0)
+    copier.gather(0, [3, 7], Slots(arena, 0, [0, 1]))
+    copier.scatter(0, Slots(arena, 0, [0, 1]), [3, 7])
+    assert lanes.pinned == [not is_pageable] * 4
+    arena.close()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("status", [0, 1])
+def test_cuda_is_called_with_or_without_the_lock(monkeypatch, pinned, status):
+    libraries = {kind: Mock() for kind in ("CDLL", "PyDLL")}
+    for kind, library in libraries.items():
+        library.cudaMemcpy2DAsync.return_value = status
+        monkeypatch.setattr(cudart.ctypes, kind, lambda _, library=library: library)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=7))
+    cudart.cuda_runtime.cache_clear()
+    try:
+        lanes = copiers.CudaLanes(0)
+        rows = copiers.Rows(1000, 64)
+        assert lanes.copy_rows(Lane.LOAD, rows, rows, 16, 3, pinned=pinned) == (status == 0)
+        called = {kind: library.cudaMemcpy2DAsync.call_count for kind, library in libraries.items()}
+        assert called == {"CDLL": not pinned, "PyDLL": pinned}
+        assert libraries["CDLL"].cudaGetLastError.call_count == status
+    finally:
+        cudart.cuda_runtime.cache_clear()
+
+
 def test_where_cuda_refuses_rows_all_is_gathered_from_then_on(monkeypatch, caplog):
     monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
     monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
@@ -251,7 +291,7 @@ def test_where_cuda_refuses_rows_all_is_gathered_from_then_on(monkeypatch, caplo
     groups = [LayerBlocks(layers)]
     arena, lanes = arena_for(*groups), CpuLanes()
     copier, asked = CudaCopier(groups, lanes, 0), []
-    lanes.copy_rows = lambda *_: asked.append(1)
+    lanes.copy_rows = lambda *_, **__: asked.append(1)
     before = [payload(layers, block) for block in range(BLOCKS)]
     copier.gather(0, [3, 7], Slots(arena, 0, [0, 1]))
     copier.scatter(0, Slots(arena, 0, [0, 1]), [5, 6])

@@ -13,7 +13,7 @@ from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Reason
 from kvdisk.testing.faulty_device import FaultyDevice
-from kvdisk.worker.copier import CudaCopier
+from kvdisk.worker.copier import CudaCopier, Passed
 from kvdisk.worker.slot_headers import SlotHeaders
 
 
@@ -65,15 +65,17 @@ def test_all_that_touches_the_gpu_is_on_the_models_gpu_and_in_inference_mode(mon
 
 
 @pytest.mark.parametrize("is_pageable", [False, True])
-def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_model_without_a_lock(monkeypatch, is_pageable):
-    """CUDA would wait for it in the copy, with the locks that a step takes to give stores up."""
+def test_a_copy_of_memory_that_is_not_pinned_waits_for_the_model_without_a_lock(monkeypatch, is_pageable):
+    """CUDA would wait for it in the copy, with the locks that a step takes to give stores up, and
+    that sleep takes."""
     rank, free = Rank(on_gpu=True, threaded=True), []
     rank.await_jobs(*rank.opening)
     rank.arena.is_pageable = is_pageable
 
     class After:
         def synchronize(self):
-            free.append(not rank.mover._runner._gathering.locked())
+            runner = rank.mover._runner
+            free.append(not runner._gathering.locked() and not runner._touching.locked())
 
         def query(self):
             return True
@@ -81,8 +83,42 @@ def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_model_without_a_lock(
     monkeypatch.setattr(CudaCopier, "compute_done", lambda copier: After())
     monkeypatch.setattr(rank.mover._copier._lanes, "wait", lambda lane, event: None)
     assert do(rank, JobKind.STORE, [move(3, 0, 3, rank.cpu(0, 3))]) == {}
-    assert free == [True] * is_pageable
+    assert do(rank, JobKind.LOAD, [move(3, 0, 5, rank.cpu(0, 3))]) == {}
+    assert free == [True] * 2 * is_pageable
     rank.mover.close()
+
+
+@pytest.mark.parametrize("kind", [JobKind.STORE, JobKind.LOAD])
+def test_nothing_is_asked_every_moment_while_only_the_model_is_waited_for(monkeypatch, kind):
+    """A step takes many milliseconds of the interpreter that it needs itself."""
+    rank, passed, ended = Rank(on_gpu=True), [False], [False]
+
+    class Named(Passed):
+        def __init__(self, state):
+            self.state = state
+
+        def query(self):
+            return self.state[0]
+
+    rank.run()
+    monkeypatch.setattr(CudaCopier, "compute_done", lambda copier: Named(passed))
+    monkeypatch.setattr(rank.mover._copier._lanes, "wait", lambda lane, event: None)
+    monkeypatch.setattr(rank.mover._copier._lanes, "record", lambda lane: Named(ended))
+    runner = rank.mover._runner
+    assert not runner.copying
+    if kind is JobKind.LOAD:
+        passed[0] = ended[0] = True
+        assert rank.do(JobKind.STORE, [move(3, 0, 3, rank.cpu(0, 3))]) == {}
+        passed[0] = ended[0] = False
+    job_id = rank.submit(kind, [move(3, 0, 3, rank.cpu(0, 3))])
+    rank.run()
+    assert job_id not in rank.results and not runner.copying
+    passed[0] = True
+    assert runner.copying, "the copy goes on, and soon ends"
+    ended[0] = True
+    rank.run()
+    assert rank.results[job_id].failed == {} and not runner.copying
+    rank.close()
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
