@@ -55,14 +55,20 @@ def _overwrite_payloads(store: Path, count: int) -> None:
 
 
 def _check_log_of_start(log: Path, store: Path) -> None:
-    """What a start without faults says: three lines, and no warning; but for that of a machine
+    """What a start without faults says: four lines, and no warning; but for that of a machine
     without the kernel's queue."""
     said = re.findall(r"(INFO|WARNING|ERROR) .*\] (kvdisk\b.*)", log.read_text())
     ready = r"kvdisk ready: CPU 0\.06 GiB = [\d.]+ k tokens, NVMe 0\.25 GiB = [\d.]+ k tokens; 0 blocks found\."
-    wanted = (r"kvdisk \S+ keeps [\d.]+ KiB of KV a token\.", rf"kvdisk made engine store \w+ in {store}\.", ready)
+    policy = r"kvdisk sets kv_load_failure_policy to recompute: a block that fails to load is computed\."
+    wanted = (
+        policy,
+        r"kvdisk \S+ keeps [\d.]+ KiB of KV a token\.",
+        rf"kvdisk made engine store \w+ in {store}\.",
+        ready,
+    )
     if why := why_no_queue():
         said = [(level, line) for level, line in said if why not in line]
-    assert [level for level, _ in said] == ["INFO"] * 3, said
+    assert [level for level, _ in said] == ["INFO"] * 4, said
     assert all(re.fullmatch(one, line) for one, (_, line) in zip(wanted, said, strict=True)), said
 
 

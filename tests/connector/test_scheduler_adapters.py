@@ -276,9 +276,9 @@ def test_one_that_cannot_be_read_is_left_alone(engines, tuned, file, caplog):
     assert not bench.jobs and "the adapter tuned are left alone" in caplog.text
 
 
-def test_events_do_not_say_which_tokens_an_adapters_blocks_have(engines, tuned):
-    """A reader would take them for the base model's."""
+def test_events_of_an_adapters_blocks_name_it(engines, tuned):
+    """Or a reader would take them for the base model's."""
     bench = start(engines, events=True)
     serve(bench, "a", tuned)
     told = [event for event in bench.published if getattr(event, "medium", "GPU") != "GPU"]
-    assert told and not any(event.token_ids for event in told)
+    assert told and all(event.token_ids and event.lora_name for event in told)

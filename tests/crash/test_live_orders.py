@@ -123,13 +123,13 @@ def test_an_engine_deletes_what_a_plan_names_and_nothing_that_came_since(quick_p
     engine.serve(PROMPTS)
     rest(engine)
     (home,) = list_homes(store)
-    most = home.allocated_bytes - 1
+    most = home.allocated_bytes // 2
     (done,) = command("prune", store, "--to", str(most))["engine_stores"]
-    assert done["result"] == "deleted" and len(done["segments"]) == 1 and 0 < done["blocks"] <= 8
+    assert done["result"] == "deleted" and done["segments"] and done["blocks"] > 0
     assert command("prune", store, "--older-than", "1d")["engine_stores"] == []
     engine.parts.mailbox.wake()
     nvme = engine.parts.nvme
-    segment = next(iter(nvme.segments.in_place))
+    segment = next(record.slot.segment for record in engine.parts.index.blocks())
     slots = [record.slot.index for record in engine.parts.index.blocks() if record.slot.segment == segment]
     assert nvme.let_go(segment, 0) == (0, 0), "all came since"
     assert nvme.let_go(segment, ranges=[(slots[0], 1)]) == (1, 0), "the segment stays"
