@@ -59,8 +59,9 @@ LARGE_COPY, GATHERED, DRIVE, POSIX, STRAIGHT = (
     "drive, pinned memory",
     "drive, gds, straight",
 )
-MODEL, PYTHON_MODEL = "model", "model, bound by Python"
-ALONE, BESIDE_LOADS, BESIDE_STORES = "alone", "beside loads", "beside stores"
+MODEL, PYTHON_MODEL, PINNING_MODEL = "model", "model, bound by Python", "model, while memory is pinned"
+ALONE, BESIDE_LOADS, BESIDE_STORES, BESIDE_PINNING = "alone", "beside loads", "beside stores", "beside pinning"
+LEAST_STEPS = 20
 COPIES, MOVES = ("gather", "scatter"), ("store", "load", "load unverified")
 THREADS = (1, 2, 4)
 
@@ -79,6 +80,9 @@ LAYERS_FIRST = Shape("layers outermost", 32, (8,))
 BLOCKS_FIRST = Shape("blocks outermost", 32, (8,), blocks_first=True)
 MLA = Shape("MLA with indexer", 61, (1152, 132))
 SHAPES = (BLOCKS_FIRST, LAYERS_FIRST)
+ROW_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10)
+ROWS, ROWS_APART, MOST_APART = 2048, 16, 1900 * MIB
+"""Rows of a copy that lie near each other, and far apart: nearly as far as CUDA takes."""
 MLA_BYTES = 64 * MLA.layers * sum(MLA.kinds)
 """Of a block of 64 tokens."""
 LARGE_CACHE_BYTES = 40 << 30
@@ -326,6 +330,41 @@ def measure_copies(
         if not original.matches():
             raise WrongBytesError(f"a scatter brought other bytes: {shape.name}, {block_bytes} bytes")
     return found
+
+
+def measure_rows(lanes: Lanes, span_bytes: int, pace: Pace) -> Iterator[Speed]:
+    """Yield the speed of copies of rows, by their size and how far they lie apart on the GPU, which
+    decides what goes straight. ``span_bytes``: of GPU memory that they lie in, at most."""
+    import torch
+
+    from kvdisk.worker.copier import Lane, Rows
+
+    if not lanes.copies_rows:
+        yield Speed("rows", COPIES[0], 0, why="torch's CUDA runtime was not found")
+        return
+    far = min(MOST_APART, span_bytes // ROWS_APART) // 4096 * 4096
+    gpu = torch.zeros(min(span_bytes, ROWS_APART * far + (64 << 10)), dtype=torch.uint8, device=device_of(lanes))
+    settle(lanes)
+    with closing(Arena([HEADER_BYTES + (64 << 10)], [ROWS], pin=on_gpu(lanes))) as arena:
+        arena.await_pinned()
+        host = arena.tensor(0).data_ptr()
+        for pitch, rows in ((64 << 10, min(ROWS, gpu.numel() // (64 << 10))), (far, ROWS_APART)):
+            for row_bytes in ROW_BYTES:
+                of_gpu, of_host, times = Rows(gpu.data_ptr(), pitch), Rows(host, row_bytes), max(1, ROWS // rows)
+
+                def copy(lane: Lane, ways: tuple[Rows, Rows], row_bytes: int, rows: int, times: int) -> None:
+                    for _ in range(times):
+                        if not lanes.copy_rows(lane, *ways, row_bytes, rows, pinned=True):
+                            raise RuntimeError("CUDA refused to copy rows")
+                    lanes.record(lane).synchronize()
+
+                given = row_bytes, rows, times
+                ways = {
+                    "gather": partial(copy, Lane.STORE, (of_host, of_gpu), *given),
+                    "scatter": partial(copy, Lane.LOAD, (of_gpu, of_host), *given),
+                }
+                name = f"rows, {pitch >> 10} KiB apart"
+                yield from measure_ways(name, ways, row_bytes, row_bytes * rows * times, pace)
 
 
 def large_cache(shape: Shape, cache_bytes: int) -> Shape:
@@ -706,6 +745,30 @@ def measure_model(lanes: Lanes, route: Route, side: int, step_s: float, pace: Pa
                         count += 1
                     speed.samples.append(count / (time.perf_counter() - began_s))
         yield from found
+
+
+def measure_pinning(lanes: Lanes, byte_count: int, side: int, pace: Pace) -> Iterator[Speed]:
+    """Yield a model's steps a second alone and beside the pinning of memory, and how fast that is
+    then."""
+    size, step = HEADER_BYTES + MIB, Step(lanes, side, 8, 0.002)
+    alone, beside = (Speed(PINNING_MODEL, what, side) for what in (ALONE, BESIDE_PINNING))
+    pinned = Speed("pinning", MOVES[0], size)
+    step()
+    for _ in pace.rounds():
+        for speed in (alone, beside):
+            pin = speed is beside and on_gpu(lanes)
+            with closing(Arena([size], [max(1, byte_count // size)], pin=pin)) as arena:
+                count, began_s = 0, time.perf_counter()
+                while count < LEAST_STEPS or arena.is_pageable:
+                    step()
+                    count += 1
+                    if time.perf_counter() > began_s + SILENT_S:
+                        raise TimeoutError(f"memory is not pinned after {SILENT_S:.0f} s")
+                took_s = time.perf_counter() - began_s
+                speed.samples.append(count / took_s)
+                if speed is beside:
+                    pinned.samples.append(arena.total_bytes / took_s)
+    yield from (alone, beside, pinned)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))  # kvdisk need not be installed
 from gpu_measures import (  # noqa: E402
     ALONE,
     BESIDE_LOADS,
+    BESIDE_PINNING,
     BESIDE_STORES,
     BLOCKS_FIRST,
     COPIES,
@@ -55,6 +56,7 @@ from gpu_measures import (  # noqa: E402
     MLA_BYTES,
     MODEL,
     MOVES,
+    PINNING_MODEL,
     POSIX,
     PYTHON_MODEL,
     SHAPES,
@@ -69,7 +71,9 @@ from gpu_measures import (  # noqa: E402
     measure_drive,
     measure_large_cache,
     measure_memory,
+    measure_pinning,
     measure_plain,
+    measure_rows,
     memory_name,
 )
 from machine import Machine  # noqa: E402
@@ -312,7 +316,7 @@ def judge(report: Report) -> list[Verdict]:
                 ratio(goal, f"{size >> 10} KiB, {best}", ways[best], speed)
     goal = f"a model's step beside loses at most {MOST_LOSS:.0%}"
     for (route, what, size), speed in known.items():
-        if route in {MODEL, PYTHON_MODEL} and what != ALONE and (route, ALONE, size) in known:
+        if route in {MODEL, PYTHON_MODEL, PINNING_MODEL} and what != ALONE and (route, ALONE, size) in known:
             loss = 1 - speed / known[route, ALONE, size]
             found.append(Verdict(goal, f"{route}, {what}", f"{loss:.1%}", loss <= MOST_LOSS))
     goal = "a rank on the second GPU takes nothing of the first"
@@ -340,7 +344,9 @@ def show_tests(console: Console, tests: dict[str, Any]) -> None:
 
 def show_speeds(console: Console, speeds: Sequence[Speed]) -> None:
     """Print speeds as Markdown tables; and where what failed did, below."""
-    models = {speed.route: None for speed in speeds if speed.what in {ALONE, BESIDE_LOADS, BESIDE_STORES}}
+    models = {
+        speed.route: None for speed in speeds if speed.what in {ALONE, BESIDE_LOADS, BESIDE_STORES, BESIDE_PINNING}
+    }
     by_route = {(speed.block_bytes, speed.route, speed.what): speed for speed in speeds if speed.route not in models}
     copies = {speed.route for speed in speeds if speed.what in COPIES}
     for whats, routes in ((COPIES, copies), (MOVES, {route for _, route, _ in by_route} - copies)):
@@ -413,6 +419,8 @@ def work_of(options: Any, gds: str) -> Iterator[Measure]:
         name = f"copy, {large_cache(shape, options.cache_bytes).name}"
         act = on_lanes(measure_large_cache, shape, moved, options.cache_bytes)
         yield Measure(name, LARGE_CACHE_BLOCK_BYTES, act)
+    yield Measure("rows", 0, on_lanes(measure_rows, options.cache_bytes))
+    yield Measure(PINNING_MODEL, options.side, on_lanes(measure_pinning, arena, options.side))
     yield Measure(f"copy, {MLA.name}", MLA_BYTES, on_lanes(measure_both, MLA, MLA_BYTES, moved))
     for size in rest:
         yield from of_size(size)

@@ -112,6 +112,11 @@ def test_every_route_and_size_is_in_the_table_and_the_json(stand_in, tmp_path, c
     }
     for model in (gpu_report.MODEL, gpu_report.PYTHON_MODEL):
         expected |= {(model, what, 16) for what in ("alone", "beside loads", "beside stores")}
+    expected |= {(gpu_report.PINNING_MODEL, what, 16) for what in ("alone", "beside pinning")}
+    expected.add(("pinning", "store", 4096 + (1 << 20)))
+    apart = (64, 5000000 // 16 // 4096 * 4)
+    rows = [(f"rows, {each} KiB apart", what) for each in apart for what in gpu_report.COPIES]
+    expected |= {(*row, size) for row in rows for size in gpu_measures.ROW_BYTES}
     expected |= {(gpu_report.LARGE_COPY, what, 1000000) for what in gpu_report.COPIES}
     large = [gpu_report.large_cache(shape, 5000000).name for shape in gpu_report.SHAPES]
     of_large = {(f"copy, {name}", what, 192 << 10) for name in large for what in gpu_report.COPIES}
@@ -119,12 +124,13 @@ def test_every_route_and_size_is_in_the_table_and_the_json(stand_in, tmp_path, c
     assert all(min(row["samples"]) > 0 for row in found["speeds"])
     tables = printed[printed.index("GPU:") :]
     lines = [line for line in tables.splitlines() if line.startswith("| ") and line.count("KiB") == 1]
-    of_copies, of_moves = 1 + 2 * (2 * 2 + 1) + 2, 2 * (4 + 3)
+    assert tables.count("KiB apart") == 2 * len(gpu_measures.ROW_BYTES)
+    of_copies, of_moves = 1 + 2 * (2 * 2 + 1) + 2, 2 * (4 + 3) + 1
     judged = 2 * 2 + 2 * 2 + 2 + 1  # copies; two shapes from memory; MLA; the drive
     assert len(lines) == of_copies + of_moves + judged, printed
     assert slot_headers.check_slot.__module__ == "kvdisk.device.header", "verification is back"
     goals = [verdict["goal"] for verdict in found["verdicts"]]
-    assert len(set(goals)) == 4 and len(goals) == judged + 4 + 1
+    assert len(set(goals)) == 4 and len(goals) == judged + 5 + 1
     assert [each["met"] for each in found["verdicts"] if "second GPU" in each["goal"]] == [None]
 
 
