@@ -350,11 +350,11 @@ class LoadPlanner(HasParts):
             self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
             # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
             # even where ``lookup`` needed less of a window: else nobody would have written it.
-            needed = range(local_tokens // group.block_tokens, end_tokens // group.block_tokens)
+            first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
+            needed = [at for at, block in enumerate(gpu_blocks[first:stop], first) if block]
             reads += [
-                Read(keys[at], keys[at - 1] if at else None, gpu_blocks[at], group.group, at)
-                for at in needed
-                if gpu_blocks[at]
+                Read(key, parent, gpu_blocks[at], group.group, at)
+                for at, key, parent in zip(needed, keys.of(needed), keys.before(needed), strict=True)
             ]
         self._reader.pin_sources(reads)
         self._land(reads)

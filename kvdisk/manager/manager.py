@@ -23,6 +23,7 @@ from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
+from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.kv_hints import KVHints
@@ -179,6 +180,7 @@ class TierManager(HasParts):
             self._stores.forget(request)
         return self._loads.lookup(request, local_tokens, total_tokens, now)
 
+    @uncollected
     def plan_load(
         self, request_id: str, local_tokens: int, external_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
@@ -208,6 +210,7 @@ class TierManager(HasParts):
         self._hits.scheduled(request)
         return self._stores.may_offer(request, computed_tokens)
 
+    @uncollected
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """Offer a request's full, computed blocks of confirmed tokens to the tiers, and plan a job
         for those taken.
@@ -233,6 +236,7 @@ class TierManager(HasParts):
         for space in self._tiers:
             space.note_time(now_s)
 
+    @uncollected
     def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0, overwritten: Collection[int] = ()) -> Plan:
         """Return the step's plan.
 
@@ -264,6 +268,7 @@ class TierManager(HasParts):
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
+    @uncollected
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.lookup import Lookups
 from kvdisk.manager.reuse import Visit
 from kvdisk.stats import Miss
@@ -107,14 +107,65 @@ class Outcome(NamedTuple):
     saved_s: float | None = None
 
 
+class BlockKeys(Sequence[BlockKey]):
+    """The keys of a request's full blocks of one group, made of its hashes when they are asked for:
+    those of all groups of a long prompt take long to make, and few of a window's are ever needed.
+
+    ``hashes``: those that are known; it may grow. ``hash_tokens``: what each of them covers.
+    """
+
+    __slots__ = ("_group", "_hashes", "_scale")
+
+    def __init__(self, hashes: Sequence[bytes], group: GroupGeometry, hash_tokens: int) -> None:
+        self._hashes = hashes
+        self._group = group.group
+        # Each hash covers its whole prefix, so the last one inside a block names the block.
+        self._scale = group.block_tokens // hash_tokens
+
+    def __len__(self) -> int:
+        return len(self._hashes) // self._scale
+
+    @overload
+    def __getitem__(self, at: int) -> BlockKey: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[BlockKey]: ...
+
+    def __getitem__(self, at: int | slice) -> BlockKey | list[BlockKey]:
+        scale = self._scale
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            assert step > 0, "from the first on"
+            return make_block_keys(self._hashes[(start + 1) * scale - 1 : stop * scale : step * scale], self._group)
+        if at < 0:
+            at += len(self)
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        return make_block_key(self._hashes[(at + 1) * scale - 1], self._group)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self[:])
+
+    def of(self, positions: Sequence[int]) -> list[BlockKey]:
+        """Return the keys of the blocks at these positions."""
+        scale = self._scale
+        return make_block_keys([self._hashes[(at + 1) * scale - 1] for at in positions], self._group)
+
+    def before(self, positions: Sequence[int]) -> list[BlockKey | None]:
+        """Return of each of these blocks, whose positions ascend, the key of the one before it;
+        None of the first."""
+        found: list[BlockKey | None] = [None] if positions and not positions[0] else []
+        return found + self.of([at - 1 for at in positions[len(found) :]])
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request between ``new_request`` and ``request_finished``.
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
-    ``keys``: by group, of the first ``hash_count`` of them. ``arrival``: its number in order of
-    arrival. ``stale``: what it has computed is of weights that are gone, and nothing of it is
-    stored; until it starts again.
+    ``keys``: by group, of those that were there at the last ``update_keys``. ``arrival``: its
+    number in order of arrival. ``stale``: what it has computed is of weights that are gone, and
+    nothing of it is stored; until it starts again.
     """
 
     request_id: str
@@ -123,8 +174,7 @@ class RequestState:
     geometry: Geometry
     limits: RequestLimits = NO_LIMITS
     arrival: int = 0
-    keys: tuple[list[BlockKey], ...] = ()
-    hash_count: int = 0
+    keys: tuple[BlockKeys, ...] = field(init=False)
     stale: bool = False
     counted: list[int] = field(default_factory=list)
     """By group: how many of its blocks are counted as wanted."""
@@ -181,26 +231,23 @@ class RequestState:
     """When the wait that goes on began, whatever for."""
     kv_hints: tuple[KVHint, ...] = ()
 
+    known_hashes: list[bytes] = field(default_factory=list)
+    """What ``keys`` are made of: the engine may replace its own while blocks of these are held."""
     first_prompt_tokens: int = field(init=False)
     """Of a session: before its prompt took in what it generated."""
 
     def __post_init__(self) -> None:
         self.first_prompt_tokens = self.prompt_tokens
-        self.keys = tuple([[] for _ in self.geometry.groups])
+        hash_tokens = self.geometry.hash_tokens
+        self.keys = tuple([BlockKeys(self.known_hashes, group, hash_tokens) for group in self.geometry.groups])
         self.holds_nothing()
         self.count_anew()
 
     def update_keys(self) -> None:
         """Extend ``keys`` to what the engine has hashed by now: one key per full block and
         group."""
-        if len(self.hashes) == self.hash_count:
-            return
-        self.hash_count = len(self.hashes)
-        for group, keys in zip(self.geometry.groups, self.keys, strict=True):
-            # Each hash covers its whole prefix, so the last one inside a block names the block.
-            scale = group.block_tokens // self.geometry.hash_tokens
-            hashes = self.hashes[(len(keys) + 1) * scale - 1 : self.hash_count : scale]
-            keys.extend(make_block_keys(hashes, group.group))
+        if len(self.hashes) > len(self.known_hashes):
+            self.known_hashes += self.hashes[len(self.known_hashes) :]
 
     def holds_nothing(self) -> None:
         """Its GPU blocks are gone, or may hold what is wrong: it reaches again what it computes."""
@@ -240,9 +287,7 @@ class RequestState:
         for group, keys in zip(self.geometry.groups, self.keys, strict=True):
             last = len(keys) * (group.block_tokens // self.geometry.hash_tokens) - 1
             if keys and (last >= len(self.hashes) or make_block_key(self.hashes[last], group.group) != keys[-1]):
-                for stale in self.keys:
-                    stale.clear()
-                self.hash_count = 0
+                self.known_hashes.clear()
                 self.count_anew()
                 self.lookups = Lookups()
                 return True

@@ -47,6 +47,8 @@ _BUCKETS: Final = 33
 """Of ages: an age is in the bucket of its bit length."""
 _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
 _WIDTHS: Final = np.diff(_EDGES)
+_FROM_ON: Final = np.triu(np.ones((_BUCKETS, _BUCKETS)))
+"""By bucket: 1 for it and those behind it, 0 for those before."""
 _BITS: Final = 0xFFFFFFFF
 _LEARNT_EVERY: Final = (512, 1024)
 """Blocks, at first and at most: a sixteenth of those that were counted."""
@@ -71,6 +73,10 @@ _SPREAD: Final = 0x9E3779B1
 _NOWHERE: Final = -1
 _NEW: Final = -1
 """The age of a key that was not known."""
+_MANY: Final = 64
+"""Of fewer keys arrays cost more than they save."""
+_CLASSES_OF: Final = np.array(_CLASS_OF)
+_KINS_BEHIND: Final = np.frombuffer(_KIN_BEHIND, np.uint8)
 
 _Floats = NDArray[np.float64]
 
@@ -158,9 +164,23 @@ class ReuseHistory:
         """
         if visit is None:
             visit = self.begin(start, stop, is_prompt=kin != STATES)
+        names = list(map(number_of, keys[start:stop]))
+        add = self._count_many if len(names) >= _MANY else self._count_few
+        least, kin, new, again = add(names, kin, visit)
+        for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
+            if came or came_again:
+                weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
+                self._lately[number] += (came_again / (came + came_again) - self._lately[number]) * weight
+        self._raise(keys, start, least)
+        if self.now >= self._learns_at:
+            self._learn()
+        return kin
+
+    def _count_few(self, names: list[int], kin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
+        """Count keys that follow each other. Return the uses of the first, the kin of what comes
+        behind them, and by kin how many came for the first and for the second time."""
         marks, entered, reused = self._marks, self._entered, self._reused
         share, known_ages = visit.share, visit.before - self._restored
-        names = list(map(number_of, keys[start:stop]))
         places, ages, kins, kin = self._settle(names, kin, visit)
         new, again = [0] * _KINS, [0] * _KINS
         least = 0
@@ -181,14 +201,27 @@ class ReuseHistory:
             entered[_CLASS_OF[mark]] += share
             if place != _NOWHERE:
                 marks[place] = mark
-        for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
-            if came or came_again:
-                weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
-                self._lately[number] += (came_again / (came + came_again) - self._lately[number]) * weight
-        self._raise(keys, start, least)
-        if self.now >= self._learns_at:
-            self._learn()
-        return kin
+        return least, kin, new, again
+
+    def _count_many(self, names: list[int], kin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
+        """As ``_count_few``, by arrays."""
+        share, known_ages = visit.share, visit.before - self._restored
+        places, ages, kins, kin = self._settle_many(np.array(names, np.uint64), names, kin, visit)
+        marks, is_known, has_place = np.frombuffer(self._marks, np.uint16), ages != _NEW, places != _NOWHERE
+        of_key = np.where(has_place & is_known, marks[places], _KINS + kins).astype(np.intp)
+        is_timed = is_known & (ages < known_ages)
+        # bit_length: exact for ages below 2**53.
+        buckets = _CLASSES_OF[of_key] * _BUCKETS + np.frexp(ages.astype(np.float64))[1]
+        _add_share(self._reused, buckets[is_timed][::-1], share)
+        new = np.bincount(kins[~is_known], minlength=_KINS).tolist()
+        again = np.bincount(of_key[is_known & (of_key < 2 * _KINS)] % _KINS, minlength=_KINS).tolist()
+        uses, own_kins = np.divmod(of_key, _KINS)
+        uses = np.where(is_known, np.minimum(uses + 1, MOST_USES), 1)
+        least = np.maximum.accumulate(uses[::-1])[::-1]
+        after = least * _KINS + own_kins
+        _add_share(self._entered, _CLASSES_OF[after][::-1], share)
+        marks[places[has_place]] = after[has_place]
+        return int(least[0]), kin, new, again
 
     def _settle(self, names: list[int], kin: int, visit: Visit) -> tuple[list[int], list[int], list[int], int]:
         """Give each of some keys that follow each other a place, and the time of the visit. Return
@@ -223,6 +256,37 @@ class ReuseHistory:
         if moved:
             found = map(self._find, names)
             places = [place if is_known else _NOWHERE for place, is_known in found]
+        return places, ages, kins, kin
+
+    def _settle_many(
+        self, numbers: NDArray[np.uint64], names: list[int], kin: int, visit: Visit
+    ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.intp], int]:
+        """As ``_settle``, by arrays. ``numbers``: the names."""
+        tags, times, marks = (np.frombuffer(each, each.typecode) for each in (self._tags, self._times, self._marks))
+        time, now, since, mask = visit.now & _BITS, self.now, self.now - visit.before, self._places - 1
+        places = (numbers & np.uint64(mask)).astype(np.intp)
+        of_names = (numbers >> np.uint64(32)).astype(np.int64) | 1
+        others = places ^ (of_names * _SPREAD >> 16 & mask | 1)
+        places = np.where(tags[places] == of_names, places, others)
+        is_known = tags[places] == of_names
+        held = places[is_known]
+        ages = np.full(len(names), _NEW, np.int64)
+        ages[is_known] = np.maximum(0, (now - times[held].astype(np.int64) & _BITS) - since)
+        times[held] = time
+        # What is not known has the kin that the last one before it leaves.
+        last = np.maximum.accumulate(np.where(is_known, np.arange(len(names)), -1))
+        own = np.zeros(len(names), np.intp)
+        own[is_known] = marks[held]
+        kins = np.where(is_known, own % _KINS, np.where(last < 0, kin, _KINS_BEHIND[own[last]])).astype(np.intp)
+        kin = kin if last[-1] < 0 else _KIN_BEHIND[own[last[-1]]]
+        moved = False
+        for at in np.flatnonzero(~is_known).tolist():  # once the others are held: none of them gives way to these
+            name = names[at]
+            places[at], has_moved = self._enter(name & mask, name >> 32 | 1, time, _KINS + int(kins[at]), since)
+            moved |= has_moved
+        if moved:
+            found = map(self._find, names)
+            places = np.array([place if is_there else _NOWHERE for place, is_there in found], np.intp)
         return places, ages, kins, kin
 
     def _enter(self, place: int, tag: int, time: int, mark: int, since: int) -> tuple[int, bool]:
@@ -395,9 +459,8 @@ class ReuseHistory:
             self._kept[:, bucket] = widths[bucket] * left * (1.0 - own / 2)
             left = np.maximum(left * (1.0 - own), 1e-6)
         rates = np.zeros((CLASSES, _BUCKETS + 1))
-        for bucket in range(_BUCKETS):
-            hits, kept = self._hits[:, bucket:].cumsum(1), self._kept[:, bucket:].cumsum(1)
-            rates[:, bucket] = (hits / kept).max(1)
+        hits, kept = ((each[:, None, :] * _FROM_ON).cumsum(2) for each in (self._hits, self._kept))
+        rates[:, :_BUCKETS] = np.divide(hits, kept, out=np.zeros_like(hits), where=_FROM_ON > 0).max(2)
         rates[:, _BUCKETS] = rates[:, _BUCKETS - 1]
         slopes = np.diff(rates) / _WIDTHS
         self._slopes: list[float] = slopes.ravel().tolist()
@@ -407,3 +470,12 @@ class ReuseHistory:
         self._past.append((now, entered, reused))
         if len(self._past) > _MOST_PAST:
             del self._past[1 : _MOST_PAST // 2 : 2]
+
+
+def _add_share(counts: list[float], places: NDArray[np.intp], share: float) -> None:
+    """Add a share to a count for each of some places, in their order."""
+    for place, times in zip(*np.unique(places, return_counts=True), strict=True):
+        count = counts[place]
+        for _ in range(times):
+            count += share
+        counts[place] = count

@@ -17,7 +17,7 @@ from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.ages import Ages
-from kvdisk.manager.catalog import ABSENT, NONE
+from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import HasParts, Parts
@@ -107,7 +107,7 @@ class StorePlanner(HasParts):
             return
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
-        had_due = bool(request.due)
+        had_due, holds = bool(request.due), request.back_off.holds(self._state.released, now)
         for group, start, stop in self._next_blocks(request, self._storable_tokens(request, computed_tokens)):
             keys = request.keys[group.group]
             self._demand.reach(request, group.group, stop)
@@ -117,10 +117,13 @@ class StorePlanner(HasParts):
                 self._use(keys[first:last], are_new=False)
                 self._use(keys[last:stop])
                 positions = self._store_policy.reached(request.request_id, keys, start, stop)
+                if first < last and not holds:  # what a load has brought is mostly still in a tier
+                    there = self._catalog.presences(keys[first:last])
+                    positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
                 request.due += [(group.group, at) for at in positions]
         states, request.states = request.states, []
         self._use(states)
-        if not request.due or request.back_off.holds(self._state.released, now):
+        if not request.due or holds:
             return
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
             request.due = list({(group, at) for group, at in request.due if at < request.reached[group]})
@@ -386,15 +389,18 @@ class StorePlanner(HasParts):
     ) -> list[_Offer]:
         """Return a request's blocks, by group and position, in the order of its prompt over all
         groups."""
-        keys = request.keys
-        return [
-            _Offer(keys[group][at], keys[group][at - 1] if at else None, gpu_blocks[group][at], group, at)
-            for group, at in sorted(places, key=self._place_in_prompt if len(keys) > 1 else None)
-        ]
-
-    def _place_in_prompt(self, place: tuple[int, int]) -> tuple[int, int]:
-        group, at = place
-        return (at + 1) * self._geometry.groups[group].block_tokens, group
+        offers: list[_Offer] = []
+        by_group: dict[int, list[int]] = {}
+        for group, at in sorted(places):
+            by_group.setdefault(group, []).append(at)
+        for group, positions in by_group.items():
+            keys, blocks = request.keys[group], gpu_blocks[group]
+            named = zip(keys.of(positions), keys.before(positions), map(blocks.__getitem__, positions), strict=True)
+            offers += [_Offer(*each, group, at) for each, at in zip(named, positions, strict=True)]
+        if len(by_group) > 1:
+            sizes = [group.block_tokens for group in self._geometry.groups]
+            offers.sort(key=lambda offer: ((offer.position + 1) * sizes[offer.group], offer.group))
+        return offers
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour

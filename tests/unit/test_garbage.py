@@ -16,6 +16,7 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
@@ -99,3 +100,31 @@ def test_blocks_that_were_there_at_the_start(eviction):
         return walked()
 
     assert opened(3) - opened(1) < ALLOWED
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_waits_for_what_makes_many_objects(fails):
+    seen: list[bool] = []
+
+    @uncollected
+    def make(count: int) -> list[list[int]]:
+        seen.append(gc.isenabled())
+        made = [[at] for at in range(count)]
+        assert not fails
+        return made
+
+    collections = sum(each["collections"] for each in gc.get_stats())
+    if fails:
+        with pytest.raises(AssertionError):
+            make(100_000)
+    else:
+        assert make(100_000)[-1] == [99_999]
+        assert sum(each["collections"] for each in gc.get_stats()) <= collections + 3
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        if not fails:
+            make(1)
+        assert not gc.isenabled(), "it was off before"
+    finally:
+        gc.enable()
