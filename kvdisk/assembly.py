@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvdisk.worker.arena import Arena
-    from kvdisk.worker.copier import CudaLanes
+    from kvdisk.worker.copier import CudaCopier, CudaLanes, LayerBlocks
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
@@ -527,7 +527,7 @@ def assemble_worker(
     all its ranks on this host.
     """
     from kvdisk.worker.arena import Arena
-    from kvdisk.worker.copier import CudaCopier, CudaLanes, HostCopier, LayerBlocks
+    from kvdisk.worker.copier import CudaLanes, HostCopier, LayerBlocks
     from kvdisk.worker.copy_check import check_copies
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
@@ -540,11 +540,7 @@ def assemble_worker(
     on_gpu = device.type == "cuda"
     groups = [LayerBlocks(group) for group in layers]
     lanes = CudaLanes(device.index) if on_gpu else None
-    copier = (
-        HostCopier(groups)
-        if lanes is None
-        else CudaCopier(groups, lanes, max(_GPU_SCRATCH_BYTES, 2 * geometry.slot_sizes[-1]))
-    )
+    copier = HostCopier(groups) if lanes is None else _gpu_copier(groups, lanes, geometry)
     with ExitStack() as undo:  # pinning goes on, on a thread, until an arena is closed
         staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
         undo.callback(staging.close)
@@ -564,6 +560,21 @@ def assemble_worker(
     memory = (arena, staging, None if direct is None else direct.staging)
     populating = None if on_gpu else Populating([staging, *([] if arena is None else [arena])])
     return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
+
+
+def _gpu_copier(groups: Sequence[LayerBlocks], lanes: CudaLanes, geometry: Geometry) -> CudaCopier:
+    """Return the copier of a GPU. Raises ConfigError where vLLM has left no room for scratch."""
+    from kvdisk.worker.copier import CudaCopier
+
+    scratch_bytes = max(_GPU_SCRATCH_BYTES, 2 * geometry.slot_sizes[-1])
+    try:
+        return CudaCopier(groups, lanes, scratch_bytes)
+    except RuntimeError as error:  # torch's, of a full GPU, is one
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"kvdisk needs {scratch_bytes} bytes of the GPU beside the KV cache, and cannot get them:"
+            f" lower vLLM's gpu_memory_utilization ({why})."
+        ) from error
 
 
 def _checksum_threads(rank_count: int) -> int:

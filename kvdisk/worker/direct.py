@@ -224,6 +224,7 @@ class _Trial:
             if straight is Op.WRITE:
                 gpu.copy_(host)
                 host.zero_()
+            self._staging.settle()  # the device does not wait for this thread's stream
             for op in (Op.WRITE, Op.READ):
                 batch = [Transfer(self._fd, 0, (self._slots(op is straight, size_class, 0, 2),))]
                 if await_batches(self._device, [self._device.submit(op, batch)]):

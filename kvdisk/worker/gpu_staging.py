@@ -138,6 +138,10 @@ class GpuStaging(SlotMemory):
         sums: bytes = self._host_sums[size_class][index].numpy().astype("<i8").tobytes()
         return sums
 
+    def settle(self) -> None:
+        """Wait for what this thread did with its tensors, before a device touches them."""
+        self._lanes.record(None).synchronize()
+
     def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
         """Bring slots' checksums to host memory, and on lane LOAD their headers, too."""
         with self._lanes.on(lane):

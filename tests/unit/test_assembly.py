@@ -11,7 +11,7 @@ import pytest
 from support.fake_pool import FakePool
 
 from kvdisk import __version__
-from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.assembly import SchedulerParts, _gpu_copier, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import Geometry, GroupGeometry
@@ -75,3 +75,12 @@ def test_an_end_is_clean_where_all_was_committed(flushed, closed, clean):
     SchedulerParts(Mock(), index, home, None, None, None, Mock(), None, [Mock()]).close()
     assert [call.kwargs["clean"] for call in home.close.call_args_list] == clean
     assert home.release.called == (not clean)
+
+
+def test_a_gpu_without_room_for_scratch_is_one_sentence(monkeypatch):
+    full = Mock(side_effect=RuntimeError("CUDA out of memory. Tried to allocate 16.00 MiB.\nmore"))
+    monkeypatch.setattr("kvdisk.worker.copier.CudaCopier", full)
+    with pytest.raises(
+        ConfigError, match=r"needs 67108864 bytes of the GPU .*utilization \(CUDA out of memory\. .*\)\.$"
+    ):
+        _gpu_copier([], Mock(), GEOMETRY)

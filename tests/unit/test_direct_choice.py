@@ -92,6 +92,17 @@ def test_what_is_faster_is_chosen_by_direction(choose, speeds, loads, stores):
         assert (f"{what} of {sizes} bytes" in chosen.line) == bool(which)
 
 
+def test_the_gpu_has_done_what_the_trial_asked_for_before_the_device_moves(tmp_path):
+    """kvikio waits for no stream of ours."""
+    device, lanes, settled = InRam(lambda *_: FAST), CpuLanes(), []
+    submit = device.submit
+    device.submit = lambda op, batch: settled.append(lanes.log.count(("record", None))) or submit(op, batch)
+    found = choose_direct(tmp_path, SIZES, (4, 4), lanes, lambda: device, always=True, file_bytes=FILE_BYTES)
+    found.direct.staging.close()
+    made = 1
+    assert settled[:4] == [made + 1, made + 1, made + 2, made + 2], "two trials, each of a write and a read"
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
