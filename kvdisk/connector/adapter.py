@@ -885,9 +885,8 @@ class BlockPoolContext:
         ``BlockPool.unpin_blocks``, vLLM's own way to the same watchers, would move free blocks to
         the end of the queue.
         """
-        for block_id in block_ids:
-            assert block_id > 0, "the null block belongs to no request"
-            self._pool._reuse_watchers[block_id] = self._note
+        assert min(block_ids, default=1) > 0, "the null block belongs to no request"
+        self._pool._reuse_watchers.add(block_ids, self._note)
 
     def unwatch(self, block_ids: Iterable[int]) -> None:
         """See ``SchedulerContext``."""
@@ -931,6 +930,14 @@ class _Watchers(dict[int, Any]):
             before += [watcher] * (watcher not in before)
         elif before != watcher:
             super().__setitem__(block_id, _CallAll([before, watcher]))
+
+    def add(self, block_ids: Sequence[int], watcher: _Watcher) -> None:
+        """Let one watcher join those of some blocks."""
+        if self.keys().isdisjoint(block_ids):
+            self.update(dict.fromkeys(block_ids, watcher))
+        else:
+            for block_id in block_ids:
+                self[block_id] = watcher
 
     def remove(self, block_id: int, watcher: _Watcher) -> None:
         """Forget one watcher of a block. It may not be there."""

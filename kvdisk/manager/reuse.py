@@ -47,8 +47,6 @@ _BUCKETS: Final = 33
 """Of ages: an age is in the bucket of its bit length."""
 _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
 _WIDTHS: Final = np.diff(_EDGES)
-_FROM_ON: Final = np.triu(np.ones((_BUCKETS, _BUCKETS)))
-"""By bucket: 1 for it and those behind it, 0 for those before."""
 _BITS: Final = 0xFFFFFFFF
 _LEARNT_EVERY: Final = (512, 1024)
 """Blocks, at first and at most: a sixteenth of those that were counted."""
@@ -447,21 +445,25 @@ class ReuseHistory:
         widths = _WIDTHS.copy()
         widths[0] = self._prompt_blocks  # what the next request wants is kept for as long as that comes
         chance, all_left, left = _FIRST_CHANCE, 1.0, np.ones(CLASSES)
-        self._hits, self._kept, self._left = (np.zeros((CLASSES, _BUCKETS)) for _ in range(3))
-        for bucket in range(_BUCKETS):
-            at_risk = risk[:, bucket].sum()
+        owns, lefts = np.empty((_BUCKETS, CLASSES)), np.empty((_BUCKETS, CLASSES))
+        # By bucket: one row for each step of the loop.
+        wanted, risk = np.ascontiguousarray(wanted.T), np.ascontiguousarray(risk.T)
+        for bucket, (at_risk, came) in enumerate(zip(risk.sum(1).tolist(), wanted.sum(1).tolist(), strict=True)):
             weight = _FIRST_WEIGHT + _LEAST_LEFT * at_risk
-            chance = min(1.0, (wanted[:, bucket].sum() + weight * chance) / (at_risk * all_left + weight))
+            chance = min(1.0, (came + weight * chance) / (at_risk * all_left + weight))
             all_left = max(all_left * (1.0 - chance), 1e-6)
-            own = np.minimum(1.0, (wanted[:, bucket] + _PRIOR * chance) / (risk[:, bucket] * left + _PRIOR))
-            self._left[:, bucket] = left
-            self._hits[:, bucket] = left * own
-            self._kept[:, bucket] = widths[bucket] * left * (1.0 - own / 2)
+            own = np.minimum(1.0, (wanted[bucket] + _PRIOR * chance) / (risk[bucket] * left + _PRIOR))
+            lefts[bucket], owns[bucket] = left, own
             left = np.maximum(left * (1.0 - own), 1e-6)
-        rates = np.zeros((CLASSES, _BUCKETS + 1))
-        hits, kept = ((each[:, None, :] * _FROM_ON).cumsum(2) for each in (self._hits, self._kept))
-        rates[:, :_BUCKETS] = np.divide(hits, kept, out=np.zeros_like(hits), where=_FROM_ON > 0).max(2)
-        rates[:, _BUCKETS] = rates[:, _BUCKETS - 1]
+        best, hits, kept = (np.zeros((_BUCKETS, CLASSES)) for _ in range(3))
+        all_hits, all_kept = lefts * owns, widths[:, None] * lefts * (1.0 - owns / 2)
+        self._left, self._hits, self._kept = (np.ascontiguousarray(each.T) for each in (lefts, all_hits, all_kept))
+        for bucket in range(_BUCKETS):  # those from each bucket up to this one
+            upto = slice(bucket + 1)
+            hits[upto] += all_hits[bucket]
+            kept[upto] += all_kept[bucket]
+            np.maximum(best[upto], hits[upto] / kept[upto], out=best[upto])
+        rates = np.concatenate((best, best[-1:])).T
         slopes = np.diff(rates) / _WIDTHS
         self._slopes: list[float] = slopes.ravel().tolist()
         self._rates: list[float] = (rates[:, :-1] - slopes * _EDGES[:-1]).ravel().tolist()

@@ -38,9 +38,14 @@ class RowLists:
             self._older += nothing
             self._newer += nothing
             self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)
+        olders, newers, number_of, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
         for row, number in zip(rows, numbers, strict=False):
-            assert self._number_of[row] == _NO_LIST, "inserted twice"
-            self._link(row, number, number)
+            assert number_of[row] == _NO_LIST, "inserted twice"
+            older, place = olders[number], row + ends  # as in _link
+            newers[older] = olders[number] = place
+            olders[place], newers[place] = older, number
+            number_of[row] = number
+            counts[number] += 1
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their lists; those that are in none are ignored."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
@@ -42,6 +43,9 @@ class _Offer(NamedTuple):
     gpu_block: int
     group: int
     position: int = -1
+
+
+_POSITION_OF = attrgetter("position")
 
 
 class StorePlanner(HasParts):
@@ -399,7 +403,10 @@ class StorePlanner(HasParts):
             offers += [_Offer(*each, group, at) for each, at in zip(named, positions, strict=True)]
         if len(by_group) > 1:
             sizes = [group.block_tokens for group in self._geometry.groups]
-            offers.sort(key=lambda offer: ((offer.position + 1) * sizes[offer.group], offer.group))
+            if len(set(sizes)) == 1:
+                offers.sort(key=_POSITION_OF)  # at each of them the groups are in order
+            else:
+                offers.sort(key=lambda offer: ((offer.position + 1) * sizes[offer.group], offer.group))
         return offers
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
