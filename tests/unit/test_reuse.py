@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
 import pytest
@@ -279,3 +280,29 @@ def test_one_long_prompt_is_no_scan():
         come(history, [key_of(number % 100)])
     come(history, [key_of(1000 + number) for number in range(90)])
     assert history.gain(history.known(key_of(1000))[1], 1, 1e-4) > 0.2
+
+
+@pytest.mark.parametrize("places", [1 << 8, 1 << 12])
+@pytest.mark.parametrize("seed", range(3))
+def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed):
+    rng = random.Random(seed)
+    monkeypatch.setattr("kvdisk.manager.reuse.FEWEST_PLACES", places)
+    histories = [ReuseHistory(), ReuseHistory()]
+    prompts: list[list[BlockKey]] = [[]]
+    for _ in range(60):
+        known = rng.choice(prompts)
+        prompt = known[: rng.randint(0, len(known))]
+        prompt += [BlockKey(rng.randbytes(34)) for _ in range(rng.choice([1, 70, 500]))]
+        prompts.append(prompt)
+        visits = [history.begin(0, len(prompt)) for history in histories]
+        kins, start = [0, 0], 0
+        while start < len(prompt):
+            stop = min(len(prompt), start + rng.choice([10, 64, 400]))
+            for at, many in enumerate((1, 1 << 30)):
+                monkeypatch.setattr("kvdisk.manager.reuse._MANY", many)
+                kins[at] = histories[at].count(prompt, start, stop, kins[at], visits[at])
+            start = stop
+        assert kins[0] == kins[1]
+        for name in ("_tags", "_times", "_marks", "_entered", "_reused", "_lately", "_rates", "_slopes"):
+            first, second = (getattr(history, name) for history in histories)
+            assert first == second, name
