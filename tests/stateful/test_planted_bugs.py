@@ -27,7 +27,7 @@ from kvdisk.manager.manager import TierManager
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.pool import FREE, LIMBO, SlotPool
 from kvdisk.manager.prefetch import Promotions
-from kvdisk.manager.remote import RemoteCopies
+from kvdisk.manager.remote import BadObjects, RemoteCopies
 from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.settlement import Settlement
@@ -370,7 +370,7 @@ BUGS = {
     "budget that a restart fills": Bug(after(WriteBudget, "__init__", fill_at_start), (on.NVME_BUDGET,)),
     # -- the remote store --
     "bad block of the remote store loaded again": Bug(
-        after(RemoteCopies, "loaded", lambda remote, *_: remote._rejected.clear()), (on.REMOTE_ONLY,)
+        instead(BadObjects, "may_be_read", lambda *_: True), (on.REMOTE_ONLY,)
     ),
     "remote store asked after the weights changed": Bug(nothing(RemoteCopies, "stop"), (on.REMOTE_ONLY,)),
     "sent to the remote store whoever wanted it": Bug(send_whatever, (on.REMOTE_REUSE,)),
