@@ -200,6 +200,7 @@ def make_lanes() -> Lanes:
 def tests_command(base: Path) -> list[str]:
     """Return what runs tests/gpu: it names each test as it goes, and what failed at the end."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfEs"]
+    command.append("--tb=native")  # any other parses sources, which ends a run beside threads (Python issue 106905)
     if find_spec("pytest_timeout") is not None:
         command += ["--timeout", str(TEST_S)]
     return [*command, "-o", f"faulthandler_timeout={TEST_S * 2 // 3}", "--basetemp", str(base), "tests/gpu"]

@@ -101,6 +101,7 @@ def _be_child(measure: Callable[[], Iterable[Any]], sender: Connection, traces: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else would end one that hangs
+    faulthandler.disable()  # enabled again, it takes the signals back from a library that took them
     faulthandler.enable(traces)
     faulthandler.register(_SAY_WHERE, traces)
     if "torch" in sys.modules:

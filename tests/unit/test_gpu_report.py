@@ -280,6 +280,23 @@ def test_a_measure_that_hangs_or_dies_loses_nothing_of_the_others(stand_in, tmp_
     assert "died, exit code -11" in found["speeds"][3]["why"] and "in dies" in found["speeds"][3]["trace"]
 
 
+def test_a_process_that_dies_says_where_though_a_library_took_its_signals():
+    """As Mooncake's client does when it is imported."""
+    program = (
+        "import faulthandler, os, signal, one_by_one\n"
+        "faulthandler.enable()\n"
+        "signal.signal(signal.SIGSEGV, signal.SIG_DFL)\n"
+        "def dies():\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    yield\n"
+        "print(one_by_one.run_apart(dies, print, 60.0).trace)\n"
+    )
+    command = [sys.executable, "-c", program]
+    tools = str(Path(one_by_one.__file__).parent)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": tools}, capture_output=True, text=True, check=False)
+    assert "in dies" in done.stdout, done.stderr
+
+
 def test_each_measure_is_written_before_the_next_begins(stand_in, tmp_path, monkeypatch, capsys):
     target = tmp_path / "report.json"
 
