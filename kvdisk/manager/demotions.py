@@ -54,7 +54,10 @@ class Demotions:
         self._offers = 0
         self._jobs: list[JobId] = []
         self.stalls = False
-        upper.lower = self
+        self.leave_soon: set[int] = set()
+        """Copies of the upper tier that were to leave it, and were queued instead. While one is
+        there, its copy below does not leave: it would be written again and again."""
+        upper.lower, lower.upper = self, self
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -63,10 +66,12 @@ class Demotions:
         neighbour; no more than there is place for.
 
         Asked when a copy becomes READY, and each time its key's count may have risen. ``own``: also
-        what a neighbour has.
+        what a neighbour has; these are to leave as soon as the lower tier has them.
         """
         if self._lower.status.is_open:
-            self._queue(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
+            queued = self._queue(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
+            if own:
+                self.leave_soon.update(queued)
 
     def leaving(self, rows: Sequence[int]) -> list[int]:
         """Offer copies once more before they leave for room. Return which leave: not those that
@@ -81,6 +86,7 @@ class Demotions:
         lacking = self._lacking(rows)
         admitted = self._admitted(lacking)
         stay, parent_rows = set(self._queue(admitted)), self._catalog.parent_rows
+        self.leave_soon |= stay
         leaving: list[int] = []
         for row in rows:
             if row in stay:
@@ -153,8 +159,14 @@ class Demotions:
         return row in self._queued
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Copies have ended."""
+        """Copies have ended in the upper tier."""
         self._queued.remove(rows)
+        self.leave_soon.difference_update(rows)
+
+    def used(self, rows: Sequence[int]) -> None:
+        """Copies were used in the upper tier: they do not leave it soon."""
+        if self.leave_soon:
+            self.leave_soon.difference_update(rows)
 
     def count(self, size_class: int) -> int:
         """Return how many copies of a size class are queued."""

@@ -50,6 +50,7 @@ class TierSpace:
 
     These methods are those of a tier that is always there and can always be written.
     ``admission`` decides who may enter. ``lower``: where copies go that leave; None: nowhere.
+    ``upper``: where they come from.
     ``in_memory``: whether a load can leave a copy there of what it reads from a slower tier.
     ``capacity``: slots that there may be, by size class.
     """
@@ -60,6 +61,7 @@ class TierSpace:
         self.tier = tier
         self.admission = admission
         self.lower: Demotions | None = None
+        self.upper: Demotions | None = None
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._history = parts.history
@@ -202,7 +204,9 @@ class TierSpace:
 
     def _evictable(self) -> Callable[[int], bool]:
         """Return the test whether a copy may be evicted for room: to be used at once."""
-        return self._catalog.evictable_in(self.tier)
+        anywhere = self._catalog.evictable_in(self.tier)
+        above = self.upper.leave_soon if self.upper is not None else None
+        return (lambda row: anywhere(row) and row not in above) if above else anywhere
 
     def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
         """End up to ``count`` copies; the others are in use, or wait for their demotion."""
@@ -273,6 +277,8 @@ class TierSpace:
         """Copies were used: of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
             self._orders[size_class].access(alike)
+        if self.lower is not None:
+            self.lower.used(rows)
 
     def reached(self, rows: Sequence[int]) -> None:
         """A request reached these blocks, which are in some tier; the tail of a chain first."""

@@ -40,16 +40,15 @@ BOUNDS = (
     (remote, "MOST_QUEUED", 4),
 )
 _LONG = ("aabbccddeeffgghht", "aabbccddeeffgghhii", "aabbccddjjkkllmmt", "nnooppqqrrsstt", "aabbt", "uuvvwwxxyyzzaabbt")
-# Where one chain fills the NVMe tier its tail alone may leave. What memory wants to give up is then
-# written there, leaves again for the next, and is written anew: with two segments in "remote" that
-# never ends.
+# In "remote" one chain fills the NVMe tier. Its tail alone may leave there: what memory has just
+# written to get room.
 SIZES = {
     "one group": replace(on.ONE_GROUP, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
     "two groups": replace(
         on.WINDOW, block_count=32, cpu_slots=(6, 10), segment_slots=(4, 6), segments=2, prompts=_LONG
     ),
     "queue": replace(on.QUEUE, block_count=20, cpu_slots=(12,), segment_slots=(8,), segments=2, prompts=_LONG),
-    "remote": replace(on.REMOTE, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=3, prompts=_LONG),
+    "remote": replace(on.REMOTE, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
     "NVMe alone": replace(on.NVME_ONLY, block_count=20, segment_slots=(6,), segments=2, prompts=_LONG),
 }
 

@@ -90,3 +90,32 @@ def test_a_drive_that_lags_behind_gets_prompts_whole(payloads, memory_blocks, mo
     assert len(bench.whole()) >= 0.85 * written - 1
     bench.restart()
     assert len(bench.whole()) >= 0.85 * written - 1
+
+
+def given_up() -> tuple[TierBench, int]:
+    """Return a bench, and the row of a block that memory was to give up, and has written first."""
+    bench = TierBench([8], [8], nvme_admission="all")
+    bench.idle()
+    bench.add("abcdefgh")
+    bench.finish()
+    assert bench.held("abcdefgh") == [True] * 4
+    *_, tail = bench.rows("abcdefgh")
+    bench.parts.nvme.drop([tail])
+    assert bench.parts.cpu.lower.leaving([tail]) == []
+    bench.idle()
+    assert bench.held("abcdefgh") == [True] * 4
+    return bench, tail
+
+
+def test_what_memory_gives_up_stays_on_the_drive_until_memory_has_let_go():
+    """Else the tail of a chain that fills the drive is written, leaves, and is written again."""
+    bench, tail = given_up()
+    assert bench.parts.nvme._victims(0, 1, keep_queued=False) == []
+    bench.parts.cpu.drop(bench.parts.cpu.lower.leaving([tail]))
+    assert bench.parts.nvme._victims(0, 1, keep_queued=False) == [tail]
+
+
+def test_what_memory_uses_again_may_leave_the_drive():
+    bench, tail = given_up()
+    bench.parts.cpu.access([tail])
+    assert bench.parts.nvme._victims(0, 1, keep_queued=False) == [tail]
