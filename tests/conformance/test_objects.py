@@ -398,7 +398,8 @@ class TestS3Torture(S3Case):
             ops: dict[int, ObjectOp] = {}
             for op in choose.choices(list(ObjectOp), k=4):
                 numbers = choose.sample(sorted(bodies), choose.randint(1, 30))
-                filled = [(n, bytearray(bodies[n] if op is ObjectOp.PUT else len(bodies[n]))) for n in numbers]
+                writes = op in {ObjectOp.PUT, ObjectOp.REPLACE}
+                filled = [(n, bytearray(bodies[n] if writes else len(bodies[n]))) for n in numbers]
                 asked = [RemoteObject(self.name(n), memoryview(buffer)) for n, buffer in filled]
                 ticket = self.objects.submit(op, asked)
                 ops[ticket], buffers[ticket] = op, filled

@@ -119,6 +119,7 @@ def test_adapters(tiny_llama, tmp_path):
         assert _tokens(engine, LONG[:1]) == base
         for name, cached in (("first", 0), ("second", 0), ("first", whole), ("second", whole), ("copy", 0)):
             assert ask(engine, name) == (right[name], cached)
+        engine.drain()
     shutil.copytree(tmp_path / "retrained", tmp_path / "first", dirs_exist_ok=True)
     with EngineChild(tiny_llama, log, extra_config=_settings(store), **enabled) as engine:
         assert ask(engine, "first") == (right["retrained"], 0), "under its name and path"

@@ -264,7 +264,7 @@ BUGS: dict[str, Bug] = {
     "uses that rise along a chain": Bug(
         "no block has more uses than the one before it",
         nothing("kvdisk.manager.reuse:ReuseHistory", "_raise"),
-        "tests/unit/test_reuse.py::test_uses_never_rise_along_a_chain_whatever_is_forgotten",
+        "tests/unit/test_reuse.py::test_a_head_that_was_forgotten_has_the_uses_of_what_follows_it",
     ),
     # -- crashes, restarts --
     "a commit that failed and is told as one that succeeded": Bug(
