@@ -54,9 +54,10 @@ class Demotions:
         self._offers = 0
         self._jobs: list[JobId] = []
         self.stalls = False
-        self.leave_soon: set[int] = set()
-        """Copies of the upper tier that were to leave it, and were queued instead. While one is
-        there, its copy below does not leave: it would be written again and again."""
+        self.leave_soon: list[set[int]] = [set() for _ in upper.pool.total]
+        """By size class: copies of the upper tier that were to leave it, and were queued instead,
+        since it had room last. Their copies below do not leave: they would be written again and
+        again."""
         upper.lower, lower.upper = self, self
 
     # -- what is asked -----------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class Demotions:
         if self._lower.status.is_open:
             queued = self._queue(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
             if own:
-                self.leave_soon.update(queued)
+                self._mark(queued)
 
     def leaving(self, rows: Sequence[int]) -> list[int]:
         """Offer copies once more before they leave for room. Return which leave: not those that
@@ -86,7 +87,7 @@ class Demotions:
         lacking = self._lacking(rows)
         admitted = self._admitted(lacking)
         stay, parent_rows = set(self._queue(admitted)), self._catalog.parent_rows
-        self.leave_soon |= stay
+        self._mark(stay)
         leaving: list[int] = []
         for row in rows:
             if row in stay:
@@ -161,12 +162,17 @@ class Demotions:
     def forget(self, rows: Sequence[int]) -> None:
         """Copies have ended in the upper tier."""
         self._queued.remove(rows)
-        self.leave_soon.difference_update(rows)
+        self.used(rows)
 
     def used(self, rows: Sequence[int]) -> None:
         """Copies were used in the upper tier: they do not leave it soon."""
-        if self.leave_soon:
-            self.leave_soon.difference_update(rows)
+        for marked in self.leave_soon:
+            if marked:
+                marked.difference_update(rows)
+
+    def _mark(self, rows: Collection[int]) -> None:
+        for size_class, alike in self._upper.by_class(list(rows)):
+            self.leave_soon[size_class].update(alike)
 
     def count(self, size_class: int) -> int:
         """Return how many copies of a size class are queued."""

@@ -202,11 +202,14 @@ class TierSpace:
         """Whether ``make_room`` found a way to room. ``silent``: no commit is awaited."""
         return True
 
+    def _evictable_of(self, size_class: int) -> Callable[[int], bool]:
+        evictable = self._evictable()
+        above = self.upper.leave_soon[size_class] if self.upper is not None else None
+        return (lambda row: evictable(row) and row not in above) if above else evictable
+
     def _evictable(self) -> Callable[[int], bool]:
         """Return the test whether a copy may be evicted for room: to be used at once."""
-        anywhere = self._catalog.evictable_in(self.tier)
-        above = self.upper.leave_soon if self.upper is not None else None
-        return (lambda row: anywhere(row) and row not in above) if above else anywhere
+        return self._catalog.evictable_in(self.tier)
 
     def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
         """End up to ``count`` copies; the others are in use, or wait for their demotion."""
@@ -222,6 +225,8 @@ class TierSpace:
             stalls = self.lower is not None and self.lower.stalls and not keep_queued
             if not rows or (len(leaving) == len(rows) and not stalls):
                 break
+        if self.lower is not None and evicted >= count:
+            self.lower.leave_soon[size_class].clear()  # nobody waits for what was queued
         return evicted
 
     def _victims(self, size_class: int, count: int, *, keep_queued: bool) -> list[int]:
@@ -230,7 +235,7 @@ class TierSpace:
         While the next tier takes no writes, queued copies may, too; otherwise they would block
         their ancestors.
         """
-        order, lower, evictable = self._orders[size_class], self.lower, self._evictable()
+        order, lower, evictable = self._orders[size_class], self.lower, self._evictable_of(size_class)
         if self._standings.held:
             order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if lower is None:
