@@ -75,8 +75,8 @@ def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
             check_figures(store, child)
         children[0].assert_killed()
         verify(store)
-        frame = top.read()
-        assert {engine.pid for engine in frame.engines} == pids - {children[0].pid} and len(frame.stopped) == 1
+        until(lambda: len(top.read().stopped) == 1, "the end of the process that had its index open")
+        assert {engine.pid for engine in top.read().engines} == pids - {children[0].pid}
         children[1].pause()
         # The killed one's home is there for the next, who is an owner in its place.
         fourth = stack.enter_context(Child(tmp_path, replace(settings, seed=seed + 3, audit=True)).wait_serving())
