@@ -123,6 +123,7 @@ class Job(NamedTuple):
     only for LOAD.
 
     ``arrival``: the number of its request in order of arrival: loads of earlier ones go first.
+    ``more``: the load of its request goes on in a job of a later plan; it ends with the last one.
     """
 
     id: JobId
@@ -133,6 +134,7 @@ class Job(NamedTuple):
     home: HomeSpec | None = None
     segment: SegmentSpec | None = None
     arrival: int = 0
+    more: bool = False
 
 
 class Plan(NamedTuple):

@@ -213,6 +213,7 @@ def _settings() -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             pipeline_parallel_size=1,
+            data_parallel_rank_local=None,
         ),
         cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),

@@ -40,7 +40,7 @@ class StateEngine(Engine):
         done = tokens // size
         if tokens:
             manager.plan_load(request_id, 0, tokens, [blocks[:done], *([0] * (done - 1) + [state] for state in states)])
-            while not any(job.kind is JobKind.LOAD for job in self._step(idle=True).jobs):
+            while not any(job.kind is JobKind.LOAD and not job.more for job in self._step(idle=True).jobs):
                 pass
             self.hit_tokens[Tier.NVME] += tokens
         while True:

@@ -22,6 +22,7 @@ from kvdisk.config import Config
 from kvdisk.connector.adapter import unfilled_blocks
 from kvdisk.messages import Job, JobKind, Move, Plan, Report
 from kvdisk.stats import Stats
+from kvdisk.worker.request_loads import RequestLoads
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -159,10 +160,10 @@ class WorkerOff:
     """
 
     def __init__(
-        self, parts: WorkerParts | None, loads: Mapping[JobId, Job], failed_blocks: set[int], *, by_block: bool
+        self, parts: WorkerParts | None, loads: RequestLoads, failed_blocks: set[int], *, by_block: bool
     ) -> None:
         self._parts = parts
-        self._loads = dict(loads)
+        self._loads = loads
         self._by_block = by_block
         self._scheduler_knows = False
         self.failed_blocks = failed_blocks
@@ -182,7 +183,7 @@ class WorkerOff:
 
     def before_forward(self, plan: Plan) -> None:
         """Begin nothing: the loads of the plan will fail."""
-        self._loads.update((job.id, job) for job in plan.jobs if job.kind is JobKind.LOAD)
+        self._loads.begin(plan.jobs)
         self._scheduler_knows = plan.off
 
     def after_forward(self, plan: Plan) -> None:
@@ -191,11 +192,10 @@ class WorkerOff:
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:  # noqa: ARG002 - as the half's
         """Return the requests whose loads have ended, all of them failed."""
         out = self._still_out()
-        ended = [job for job_id, job in self._loads.items() if job_id not in out]
-        self._loads = {job_id: job for job_id, job in self._loads.items() if job_id in out}
-        requests = {job.request_id for job in ended if job.request_id is not None}
-        self.failed_blocks = {move.block for job in ended for move in job.moves} if self._by_block else set()
-        return requests, set() if self._by_block else requests
+        jobs = {job_id: job for job_id, job in self._loads.jobs.items() if job_id not in out}
+        ended = self._loads.end({job_id: range(len(job.moves)) for job_id, job in jobs.items()})
+        self.failed_blocks = {block for failed in ended.values() for block in failed} if self._by_block else set()
+        return set(ended), set() if self._by_block else set(ended)
 
     def _still_out(self) -> set[JobId]:
         if self._parts is None:

@@ -82,7 +82,7 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
         self._unsent: dict[str, list[Sequence[int]]] = {}
-        """The GPU blocks of loads that were planned since the last plan left, by request."""
+        """The GPU blocks of loads whose last job no plan has carried, by request."""
         self._controls = Controls()
         self._adapters = Adapters(vllm_config.lora_config)
         publishes = publishes_events(vllm_config)
@@ -280,7 +280,8 @@ class SchedulerSide:
         step_tokens = int(sum(output.num_scheduled_tokens.values()))
         plan = manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, overwritten=overwritten)
         self._adapters.note(plan)
-        self._unsent.clear()
+        unplanned = manager.unplanned_loads
+        self._unsent = {name: blocks for name, blocks in self._unsent.items() if name in unplanned} if unplanned else {}
         return plan
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:

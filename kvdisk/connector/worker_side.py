@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdisk.assembly import WorkerParts, assemble_worker
-from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.connector.adapter import (
     deployment_of,
@@ -20,7 +19,8 @@ from kvdisk.connector.adapter import (
     sleeps,
 )
 from kvdisk.connector.off import WorkerOff
-from kvdisk.messages import Job, JobKind, Plan, Report
+from kvdisk.messages import Plan, Report
+from kvdisk.worker.request_loads import RequestLoads
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class WorkerSide:
         self._by_block = alone and geometry_of(vllm_config, kv_cache_config).groups[0].reads_all
         self._stages: list[list[KVCacheGroupSpec]] = []
         self._parts: WorkerParts | None = None
-        self._loads: dict[JobId, Job] = {}
+        self._loads = RequestLoads()
         self._report = Report()
         self.failed_blocks: set[int] = set()
 
@@ -94,7 +94,8 @@ class WorkerSide:
         """Start all that does not read what this step computes: loads go on beside the forward
         pass."""
         jobs = plan.jobs_beside
-        self._loads.update((job.id, job) for job in jobs if job.kind is JobKind.LOAD)
+        self._loads.begin(jobs)
+        self._loads.void(plan.void)
         if jobs or plan.void:
             self.mover.submit(Plan(jobs, void=plan.void))
 
@@ -114,22 +115,14 @@ class WorkerSide:
         if plan is not None and plan.idle:
             self.mover.wait_any(_IDLE_WAIT_S)
         report = self.mover.poll()
-        finished: set[str] = set()
-        failed: set[str] = set()
         self.failed_blocks = set()
-        ended = [job_id for job_id in report.results if job_id in self._loads]
-        for job_id in ended:
-            job, result = self._loads[job_id], report.results[job_id]
-            assert job.request_id is not None
-            finished.add(job.request_id)
-            if self._by_block:
-                self.failed_blocks.update(job.moves[position].block for position in result.failed)
-            elif result.failed:
-                failed.add(job.request_id)
         self._report.merge(report)
-        for job_id in ended:  # when nothing can fail any more: until then no end was reported
-            del self._loads[job_id]
-        return finished, failed
+        # When nothing can fail any more: until then no end was reported.
+        ended = self._loads.end({job_id: result.failed for job_id, result in report.results.items()})
+        if self._by_block:
+            self.failed_blocks = {block for failed in ended.values() for block in failed}
+            return set(ended), set()
+        return set(ended), {name for name, failed in ended.items() if failed}
 
     def take_report(self) -> Report | None:
         """Return what goes to the scheduler with this step, None where there is nothing."""

@@ -54,6 +54,8 @@ _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 _FEW = 8
 """Of fewer keys an array costs more than it saves."""
+_MANY = 512
+"""Of so many rows an array saves more than it costs, where a list has to be made one."""
 
 
 class TierColumns:
@@ -214,7 +216,12 @@ class Catalog:
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block."""
         is_placeholder = self._is_placeholder
-        found = map(self._rows.get, keys, repeat(NONE))
+        found = list(map(self._rows.get, keys, repeat(NONE)))
+        if len(found) >= _MANY and is_placeholder:
+            rows = np.array(found, np.intp)
+            rows[np.frombuffer(is_placeholder, np.bool_)[rows]] = NONE  # the last one's, where there is none
+            many: list[int] = rows.tolist()
+            return many
         return [NONE if row != NONE and is_placeholder[row] else row for row in found]
 
     def parent(self, row: int) -> BlockKey | None:
@@ -348,6 +355,14 @@ class Catalog:
                 return tier
         return None
 
+    def readable_tiers(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """As ``readable_tier``, of many rows; 0: none."""
+        found = np.zeros(len(rows), np.uint8)
+        there = np.flatnonzero(rows != NONE)
+        for tier, columns in reversed(self._columns.items()) if len(there) else ():
+            found[there[columns.presences(rows[there]) == READY]] = tier
+        return found
+
     def is_only_in(self, tier: Tier, row: int) -> bool:
         """Whether a row has a READY copy in a tier, and none elsewhere that is or gets READY."""
         return self._columns[tier].states[row] == READY and all(
@@ -458,9 +473,14 @@ class Catalog:
         self.keys[row] = _NOBODY
         self._vacant.append(row)
 
-    def pin(self, rows: Iterable[int], tier: Tier) -> None:
+    def pin(self, rows: Sequence[int], tier: Tier) -> None:
         """Hold READY copies for one job."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
+        if len(rows) >= _MANY:
+            places = np.array(rows, np.intp)
+            assert (np.frombuffer(states, np.uint8)[places] == READY).all()
+            np.add.at(np.frombuffer(pins, np.uint32), places, 1)
+            return
         for row in rows:
             assert states[row] == READY
             pins[row] += 1

@@ -5,20 +5,32 @@ Scheduler thread only."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, Tier
 from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
-from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.load_price import LoadThreshold
 from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.requests import Asked, Outcome, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.stats import Miss
 
-if TYPE_CHECKING:
-    from kvdisk.manager.loads import LoadThreshold
+
+class LoadedBlocks(NamedTuple):
+    """What a load brings, block by block: its group, its position there, and the tier that it comes
+    from; 0: none."""
+
+    groups: NDArray[np.uint8]
+    positions: NDArray[np.intp]
+    tiers: NDArray[np.uint8]
+
+
+_NOTHING = LoadedBlocks(np.empty(0, np.uint8), np.empty(0, np.intp), np.empty(0, np.uint8))
 
 
 class HitCounts(HasParts):
@@ -58,7 +70,7 @@ class HitCounts(HasParts):
             self._stats.observe("wait_seconds", max(0.0, now - request.waited_since_s))
             request.waited_since_s = None
 
-    def scheduled(self, request: RequestState, loaded_tokens: int = 0, details: Sequence[MoveDetail] = ()) -> None:
+    def scheduled(self, request: RequestState, loaded_tokens: int = 0, blocks: LoadedBlocks = _NOTHING) -> None:
         """Count what came of a request's last lookup, once: it runs, or a load is planned. Note in
         ``request.hit_tokens`` how that divides between the tiers.
 
@@ -70,8 +82,7 @@ class HitCounts(HasParts):
         start_tokens, limit_tokens = asked.start_tokens, asked.limit_tokens
         step = self._geometry.step_tokens
         end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
-        tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, details)
-        sources = [detail.source for detail in details]
+        tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, blocks)
         missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
         for group in self._geometry.groups:
             first = max(first_needed(group, start_tokens, end_tokens), hit_end_tokens // group.block_tokens)
@@ -88,7 +99,7 @@ class HitCounts(HasParts):
         for tier in reversed(self._sources):  # what a slower one has, those before it have missed
             if tier is not Tier.REMOTE and self._tiers.get(tier) is None:
                 continue
-            found = {"hit_tokens": tokens[tier], "hit_blocks": sources.count(tier)}
+            found = {"hit_tokens": tokens[tier], "hit_blocks": int(np.count_nonzero(blocks.tiers == tier))}
             missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
             for name, count in (found | missed).items():
                 self._stats.add(f"{name}.{tier.label}", count)
@@ -100,25 +111,28 @@ class HitCounts(HasParts):
         if not loaded_tokens:
             self._end(request, request.outcome)
 
-    def loaded(self, request: RequestState, record: JobRecord, now: float) -> None:
-        """Count what a request's load, which is settled, has saved: the seconds that the engine
+    def loaded(
+        self, request: RequestState, blocks: LoadedBlocks, first_failed: int | None, load_s: float | None
+    ) -> None:
+        """Count what a request's load, which has ended, has saved: the seconds that the engine
         would have computed what it brought, at the rate that was measured, less those that it took.
         Nothing where that is less than nothing, or no rate is known.
 
         What it failed to bring was no hit: vLLM computes all from the first failed block on where
-        there is one group of full attention, and everything elsewhere.
+        there is one group of full attention, and everything elsewhere. ``first_failed``: its
+        position; None: none has failed. ``load_s``: how long it took, None: it was never sent.
         """
         outcome = request.outcome
-        if outcome is None or request.load_job != record.job.id:
+        if outcome is None:
             return
-        if record.failed:
-            groups, first = self._geometry.groups, min(record.details[at].position for at in record.failed)
-            kept = first * groups[0].block_tokens - outcome.gpu_tokens
+        if first_failed is not None:
+            groups = self._geometry.groups
+            kept = first_failed * groups[0].block_tokens - outcome.gpu_tokens
             kept = max(0, kept) if len(groups) == 1 and groups[0].reads_all else 0
-            before = [detail for detail in record.details if detail.position < first]
-            tokens = self._tokens_by_tier(outcome.gpu_tokens, kept, before)
+            before = blocks.positions < first_failed
+            brought = LoadedBlocks(blocks.groups[before], blocks.positions[before], blocks.tiers[before])
+            tokens = self._tokens_by_tier(outcome.gpu_tokens, kept, brought)
             outcome = outcome._replace(tokens=tokens, miss=Miss.LOAD_FAILED, asked_ago_s=None)
-        load_s = None if record.sent_s is None else max(0.0, now - record.sent_s)
         rate, saved_s = self._threshold.rate, None
         if rate and load_s is not None:
             saved_s = max(0.0, sum(outcome.tokens.values()) / rate - load_s)
@@ -203,17 +217,24 @@ class HitCounts(HasParts):
             return Miss.EVICTED_NVME
         return Miss.EVICTED_CPU if cpu else Miss.NOT_STORED
 
-    def _tokens_by_tier(self, start_tokens: int, tokens: int, details: Sequence[MoveDetail]) -> dict[Tier, int]:
+    def _tokens_by_tier(self, start_tokens: int, tokens: int, blocks: LoadedBlocks) -> dict[Tier, int]:
         """Return how a load divides: a token is of the slowest tier that a block of its groups is
         in. A state that is alone stands for all tokens before it."""
-        groups, fastest = self._geometry.groups, self._tiers.first.tier
+        groups = self._geometry.groups
         grain = math.gcd(*(group.block_tokens for group in groups))
-        slowest = bytearray([fastest]) * (tokens // grain)
+        slowest = np.full(tokens // grain, self._tiers.first.tier, np.uint8)
         only_states = all(group.state_tokens is not None for group in groups)
-        slower = [(source, group, at) for _, group, at, source, _ in details if source and source is not fastest]
-        for source, group, position in sorted(slower):  # the slowest last, over what others have said
-            block_tokens = groups[group].block_tokens
-            first = position * block_tokens - start_tokens
-            begin, end = 0 if only_states else max(0, first) // grain, (first + block_tokens) // grain
-            slowest[begin:end] = bytes([source]) * len(slowest[begin:end])
-        return {tier: slowest.count(tier) * grain for tier in self._sources}
+        is_slower = blocks.tiers > self._tiers.first.tier
+        for group in groups if is_slower.any() else ():
+            chosen = is_slower & (blocks.groups == group.group)
+            tiers = blocks.tiers[chosen]
+            firsts = blocks.positions[chosen] * group.block_tokens - start_tokens
+            for tier in np.unique(tiers):  # the slowest last, over what others have said
+                ends = np.minimum((firsts[tiers == tier] + group.block_tokens) // grain, len(slowest))
+                begins = np.zeros_like(ends) if only_states else np.maximum(0, firsts[tiers == tier]) // grain
+                covered = np.zeros(len(slowest) + 1, np.int32)
+                valid = begins < ends
+                np.add.at(covered, begins[valid], 1)
+                np.subtract.at(covered, ends[valid], 1)
+                np.maximum(slowest, tier, out=slowest, where=np.cumsum(covered[:-1]) > 0)
+        return {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in self._sources}

@@ -105,11 +105,12 @@ class Transfers:
         home: HomeSpec | None = None,
         segment: SegmentSpec | None = None,
         arrival: int = 0,
+        more: bool = False,
     ) -> JobRecord:
         """Queue a job for the next plan. ``request_id``: whose it is, if anybody's."""
         assert len(moves) == len(details)
         owner = request_id if kind is _LOAD else None
-        job = Job(JobId(self._next_id), kind, tuple(moves), epoch, owner, home, segment, arrival)
+        job = Job(JobId(self._next_id), kind, tuple(moves), epoch, owner, home, segment, arrival, more)
         self._next_id += 1
         record = self._records[job.id] = JobRecord(job, details, request_id)
         self._counts[kind] += 1
@@ -145,13 +146,13 @@ class Transfers:
         return [job_id for job_id, record in self._records.items() if record.job.kind is _LOAD]
 
     def failed_load_blocks(self, report: Report) -> set[int]:
-        """Return the GPU blocks that the loads in a report, which is not absorbed yet, have failed
-        to fill."""
+        """Return the GPU blocks that the loads under way have failed to fill, with those of a
+        report that is not absorbed yet."""
         return {
             record.job.moves[position].block
-            for job_id, result in report.results.items()
-            if (record := self._records.get(job_id)) is not None and record.job.kind is _LOAD
-            for position in result.failed
+            for job_id, record in self._records.items()
+            if record.job.kind is _LOAD
+            for position in (*record.failed, *(report.results[job_id].failed if job_id in report.results else ()))
         }
 
     def fail_stores(self) -> None:

@@ -27,7 +27,9 @@ from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.kv_hints import KVHints
-from kvdisk.manager.loads import GpuLoads, LoadPlanner, LoadThreshold
+from kvdisk.manager.load_jobs import GpuLoads, LoadJobs
+from kvdisk.manager.load_price import LoadThreshold
+from kvdisk.manager.loads import LoadLookups
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.prefetch import Promotions
@@ -93,12 +95,11 @@ class TierManager(HasParts):
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
         self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
-        self._loads = LoadPlanner(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold)
+        self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, self._gpu_loads, self._threshold)
+        self._loads = LoadJobs(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold)
         self._ages = Ages(parts, tiers)
         self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints, self._ages)
-        self._settlement = Settlement(
-            parts, tiers, self._stores, self._requests, self._hints, self._gpu_loads, self._hits
-        )
+        self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._hints, self._loads)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class TierManager(HasParts):
         if request is not None:
             self._promotions.leave(request)
             self._stores.finished(request)
-            self._gpu_loads.end(request.load_job)  # the engine does not keep what it brings
+            self._loads.leave(request)
             if request.kv_hints:
                 self._kv_hints.apply(request, ended=True)
 
@@ -178,20 +179,26 @@ class TierManager(HasParts):
         if request.stale:  # vLLM: it asks for requests without computed tokens only; this one starts again
             request.stale = False
             self._stores.forget(request)
-        return self._loads.lookup(request, local_tokens, total_tokens, now)
+        return self._lookups.lookup(request, local_tokens, total_tokens, now)
 
     @uncollected
     def plan_load(
         self, request_id: str, local_tokens: int, external_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Plan one job that loads what ``lookup`` promised into the request's GPU blocks.
+        """Begin to load what ``lookup`` promised into the request's GPU blocks: of a long hit each
+        step plans a part.
 
         ``block_ids``: the request's block table by group; 0 means that the engine needs no block
         there. A block that is gone by now becomes a failed move, which the engine recomputes.
         """
         request = self._requests[request_id]
         self._promotions.leave(request)
-        self._loads.plan(request, local_tokens, external_tokens, block_ids)
+        self._loads.begin(request, local_tokens, external_tokens, block_ids)
+
+    @property
+    def unplanned_loads(self) -> Collection[str]:
+        """The requests whose load goes on in later plans."""
+        return self._loads.unplanned
 
     def served_tokens(self, request_id: str) -> dict[Tier, int]:
         """Return how the last planned load of a request divides between the tiers, in tokens."""
@@ -259,6 +266,7 @@ class TierManager(HasParts):
         # A token takes a block at most in each group.
         self._state.taken_blocks += step_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
+        self._loads.go_on()
         void, self._void = tuple(self._void), []
         fence = self._sources.take_fence(overwritten)
         jobs = self._transfers.take_queued(now)
@@ -282,8 +290,6 @@ class TierManager(HasParts):
                 self._sources.end(record)
         for record in ended.settled:
             self._settlement.settle(record, now, now_s)
-            if record.job.kind is JobKind.LOAD:
-                self._threshold.settled(record, now)
         for record in ended.released:
             self._settlement.release(record)
         if report.remote_pause_s:
@@ -296,7 +302,7 @@ class TierManager(HasParts):
         Blocks that no load of kvdisk's own failed to fill were another connector's, and the model
         has computed on what was there.
         """
-        if blocks - self._transfers.failed_load_blocks(report):
+        if blocks - self._transfers.failed_load_blocks(report) - self._loads.failed_blocks:
             self.lose_gpu()
 
     def lose_gpu(self) -> None:
@@ -345,12 +351,12 @@ class TierManager(HasParts):
         self._hints.stop()
         self._forget_computed()
         self._urgent.clear()
+        self._loads.reset()
         self._void = self._transfers.sent_loads()
         for record in self._transfers.cancel_queued():
             self._sources.end(record)
             self._settlement.cancel(record)
         self._promotions.reset()
-        self._gpu_loads.clear()
         self._kv_hints.reset()
         for space in self._tiers:
             space.reset()
@@ -400,6 +406,7 @@ class TierManager(HasParts):
             self._stores.has_left(now)
             or self._ages.any
             or self._transfers.any_queued
+            or bool(self._loads.unplanned)
             or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))
             or (not silent and self._may_send and self._remote.can_go_on(now))

@@ -15,7 +15,7 @@ from itertools import islice
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.demand import Demand
-from kvdisk.manager.loads import GpuLoads, Read, Reader
+from kvdisk.manager.load_jobs import GpuLoads, Read, Reader
 from kvdisk.manager.lookup import Lookups, first_needed, reachable
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.remote import Hints

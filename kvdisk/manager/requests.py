@@ -147,7 +147,9 @@ class BlockKeys(Sequence[BlockKey]):
         return iter(self[:])
 
     def of(self, positions: Sequence[int]) -> list[BlockKey]:
-        """Return the keys of the blocks at these positions."""
+        """Return the keys of the blocks at these positions, which ascend."""
+        if positions and positions[-1] - positions[0] == len(positions) - 1:
+            return self[positions[0] : positions[-1] + 1]
         scale = self._scale
         return make_block_keys([self._hashes[(at + 1) * scale - 1] for at in positions], self._group)
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 from kvdisk.blocks import Slot, Tier
 from kvdisk.manager.catalog import READY
-from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord
-from kvdisk.manager.loads import GpuLoads
+from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import RequestState
@@ -40,8 +39,7 @@ class Settlement(HasParts):
         stores: StorePlanner,
         requests: dict[str, RequestState],
         hints: Hints,
-        gpu_loads: GpuLoads,
-        hits: HitCounts,
+        loads: LoadJobs,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -49,8 +47,7 @@ class Settlement(HasParts):
         self._requests = requests
         self._neighbours = hints.neighbours
         self._remote = hints.remote
-        self._gpu_loads = gpu_loads
-        self._hits = hits
+        self._loads = loads
 
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
@@ -135,7 +132,11 @@ class Settlement(HasParts):
         """End a load or a promotion: its sources, which were used or are bad, and the copies in
         memory it wrote."""
         if record.job.kind is JobKind.LOAD:
-            self._end_load_of_request(record, now)
+            given_up = 0
+            if not self._loads.settle(record, now):  # what was never tried, because its request has ended
+                given_up = sum(reason is Reason.ABSENT for reason in record.failed.values())
+            self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
+            self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - given_up)
         self._end_sources(record)
         landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
         self._stats.add("promoted_blocks", len([at for at in landed if at not in record.failed]))
@@ -151,24 +152,6 @@ class Settlement(HasParts):
         """Return how many of a job's moves failed because another engine's slot held something else
         by then: these are ``foreign_failures``, which a healthy machine has, too."""
         return sum(reason in _SOURCE_IS_BAD and record.job.moves[at].is_foreign for at, reason in record.failed.items())
-
-    def _end_load_of_request(self, record: JobRecord, now: float) -> None:
-        """Let a request go on after its load, and promise it no failed position again."""
-        self._gpu_loads.end(record.job.id)
-        self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
-        self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record))
-        request = self._requests.get(record.request_id or "")
-        if request is None:
-            return
-        request.loading = False
-        self._hits.loaded(request, record, now)
-        end_tokens = request.load_end_tokens
-        for at in record.failed:
-            detail = record.details[at]
-            failed_tokens = detail.position * self._geometry.groups[detail.group].block_tokens
-            end_tokens = min(end_tokens, failed_tokens)
-            request.limit_loads(failed_tokens)
-        request.loaded = (request.load_start_tokens, max(request.load_start_tokens, end_tokens))
 
     def _end_sources(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""

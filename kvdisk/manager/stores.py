@@ -395,7 +395,7 @@ class StorePlanner(HasParts):
         groups."""
         offers: list[_Offer] = []
         by_group: dict[int, list[int]] = {}
-        for group, at in sorted(places):
+        for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
         for group, positions in by_group.items():
             keys, blocks = request.keys[group], gpu_blocks[group]

@@ -21,6 +21,7 @@ from kvdisk.connector.connector import KVDiskWorkerMetadata
 from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
+from kvdisk.manager import load_jobs
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind, Report
@@ -163,6 +164,8 @@ def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     ids=lambda value: str(value) if isinstance(value, Plant) else f"{1 + bool(value)} groups",
 )
 def test_an_error_in_a_hook(engines, plant, groups, monkeypatch, caplog):
+    if groups:
+        monkeypatch.setattr(load_jobs, "MOST_PLANNED", 2)  # so that a load has several jobs
     bench = make(engines, **groups)
     warm(bench)
     raised = plant.put(bench, monkeypatch)

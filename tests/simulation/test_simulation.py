@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import ENVIRONMENT
+from support.low_bounds import lower_bounds
 from support.simulator import PICKS, REMOTE_PICKS, Simulation, run_seeds
 
 from kvdisk.worker.direct import Direct
@@ -60,6 +61,20 @@ def test_a_remote_store_that_fails_serves_what_is_right() -> None:
     wanted += ["get ABSENT", "hit_blocks.remote", "sent_blocks", "remote_rejects", "a kill", "a reset", *REMOTE_PICKS]
     missing = [what for what in wanted if not counts[what]]
     assert not missing, f"it never happened, so nothing is shown about it: {missing}"
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_prompts_longer_than_every_bound_of_a_step(monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    lower_bounds(monkeypatch)
+    counts = run_seeds(0, 20, remote=remote)
+    assert counts["LOAD whole"] and counts["a reset"] and counts["an abort"] and counts["a kill"]
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("remote", [False, True])
+def test_prompts_longer_than_every_bound_for_long(monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    lower_bounds(monkeypatch)
+    run_seeds(SHIFT, 200, remote=remote)
 
 
 @pytest.mark.torture

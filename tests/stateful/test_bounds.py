@@ -12,33 +12,16 @@ from typing import Any
 import pytest
 from machines import run_machine
 from support import manager_sizes as on
+from support.low_bounds import lower_bounds
 from support.manager_parts import Sizes
 
-from kvdisk.manager import demand, demotions, neighbours, prefetch, questions, remote, stores
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.questions import Questions
 from kvdisk.manager.stores import StorePlanner
 
-BOUNDS = (
-    (TailFirst, "MAX_STEPS", 1),
-    (TailFirst, "MAX_SKIPPED", 2),
-    (demand, "MOST_COUNTED", 2),
-    (stores, "MOST_REACHED", 2),
-    (stores, "MOST_LEFT", 3),
-    (demotions, "MAX_DEMOTE_MOVES", 3),
-    (demotions, "MAX_DEMOTE_JOBS", 1),
-    (prefetch, "MAX_PROMOTE_MOVES", 2),
-    (neighbours, "MOST_KEYS", 3),
-    (neighbours, "MOST_HINTS", 6),
-    (questions, "MOST_HINTS", 12),
-    (questions, "MOST_WAITING", 2),
-    (remote, "MOST_KEYS", 3),
-    (remote, "MOST_HINTS", 6),
-    (remote, "MOST_SEND_MOVES", 2),
-    (remote, "MOST_QUEUED", 4),
-)
 _LONG = ("aabbccddeeffgghht", "aabbccddeeffgghhii", "aabbccddjjkkllmmt", "nnooppqqrrsstt", "aabbt", "uuvvwwxxyyzzaabbt")
 # In "remote" one chain fills the NVMe tier. Its tail alone may leave there: what memory has just
 # written to get room.
@@ -56,9 +39,7 @@ SIZES = {
 @pytest.fixture
 def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Low bounds, and how often each kind of them ended something."""
-    for owner, name, value in BOUNDS:
-        assert hasattr(owner, name)
-        monkeypatch.setattr(owner, name, value)
+    lower_bounds(monkeypatch)
     counts: Counter[str] = Counter()
 
     def watch(owner: type, name: str, note: Callable[..., Any]) -> None:
@@ -76,6 +57,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     watch(
         StorePlanner, "_next_blocks", lambda _, args, __: {"more was reached than a step looks at": args[0].is_behind}
     )
+    watch(LoadJobs, "begin", lambda self, args, _: {"a load had several jobs": args[0].request_id in self.unplanned})
     watch(Demotions, "plan", lambda self, *_: {"a backlog was longer than a step's jobs": self.total})
     watch(
         Questions,
@@ -85,7 +67,12 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-EVERYWHERE = ("a search ended early", "a prompt was counted in parts", "more was reached than a step looks at")
+EVERYWHERE = (
+    "a search ended early",
+    "a prompt was counted in parts",
+    "more was reached than a step looks at",
+    "a load had several jobs",
+)
 ALSO = {
     "one group": ("a backlog was longer than a step's jobs", "foreign_questions went on after a first stretch"),
     "two groups": ("a backlog was longer than a step's jobs",),

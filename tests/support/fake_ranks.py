@@ -9,11 +9,12 @@ happen to a slot or a block between two legs happens here, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BY_KEY_OVER, BlockKey, JobId, Slot, Tier, make_block_key
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
+from kvdisk.worker.request_loads import RequestLoads
 from kvdisk.worker.routes import Leg, route_of
 from support.fake_engine import StepWork
 from support.fake_neighbours import FakeHome, FakeNeighbours
@@ -88,7 +89,7 @@ class FakeRank:
         self._joined = False
         self._works: dict[JobId, _Work] = {}
         self._report = Report()
-        self._loads: dict[JobId, Job] = {}
+        self._loads = RequestLoads()
         self._void: set[JobId] = set()
         self._late: list[tuple[Job, _Way]] = []
         """Moves that were given up, and whose first leg the device has begun."""
@@ -112,6 +113,7 @@ class FakeRank:
                 self.gpu[block] = "zeroed"
         self._protect(work.plan)
         self._submit(work.plan.jobs_beside)
+        self._loads.void(work.plan.void)
         self._void.update(job_id for job_id in work.plan.void if job_id in self._loads)
 
     def forward(self, work: StepWork) -> None:
@@ -129,18 +131,16 @@ class FakeRank:
 
     def take_report(self) -> tuple[Report, dict[str, list[int]]]:
         report, self._report = self._report, Report()
-        ended: dict[str, list[int]] = {}
+        ended: dict[JobId, Collection[int]] = {}
         for job_id, result in report.results.items():
-            job = self._loads.pop(job_id, None)
-            if job is not None:
-                assert job.request_id is not None and job.request_id not in ended
-                bad = range(len(job.moves)) if job_id in self._void else sorted(result.failed)
+            if job_id in self._loads:
+                moves = self._loads.jobs[job_id].moves
+                ended[job_id] = bad = range(len(moves)) if job_id in self._void else sorted(result.failed)
                 self._void.discard(job_id)
-                ended[job.request_id] = [job.moves[at].block for at in bad]
-                for at, move in enumerate(job.moves):
+                for at, move in enumerate(moves):
                     if at not in bad:
                         self._check(move.block, move.key, "has loaded")
-        return report, ended
+        return report, self._loads.end(ended)
 
     def _check(self, block: int, key: BlockKey, what: str) -> None:
         found, right = self.gpu.get(block), value_of(key, self._weights, self.rank)
@@ -148,9 +148,8 @@ class FakeRank:
 
     def _submit(self, jobs: Sequence[Job]) -> None:
         """Take jobs in. A store is handed in when the model has computed its blocks."""
+        self._loads.begin(jobs)
         for job in jobs:
-            if job.kind is JobKind.LOAD:
-                self._loads[job.id] = job
             self._check_late(job)
             work = self._works[job.id] = _Work(job)
             if job.moves:

@@ -21,6 +21,7 @@ from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
 from kvdisk.messages import Job, JobKind, JobResult, Plan, Report
+from kvdisk.worker.request_loads import RequestLoads
 from support.fake_engine import StepWork
 from support.live_model import LiveModel
 
@@ -69,12 +70,15 @@ class LocalRank:
         self._weights = 0
         self._idle = False
         self._report = Report()
+        self._loads = RequestLoads()
         self._loaded: dict[str, list[int]] = {}
 
     def before_forward(self, work: StepWork) -> None:
         mover, plan = self._parts.mover, work.plan
         self._weights, self._idle = work.weights, plan.idle
         self._jobs |= {job.id: job for job in plan.jobs}
+        self._loads.begin(plan.jobs)
+        self._loads.void(plan.void)
         if plan.fence or plan.urgent:
             mover.protect(plan._replace(jobs=plan.jobs_before, void=()))
         if plan.jobs_beside or plan.void:
@@ -135,7 +139,7 @@ class LocalRank:
         for position, move in enumerate(job.moves):
             if position not in result.failed:
                 self._check(group_of(move.key), move.block, move.key[:-2], f"was told that {job.request_id} loaded")
-        self._loaded[job.request_id] = [job.moves[position].block for position in result.failed]
+        self._loaded |= self._loads.end({job.id: result.failed})
 
     def _write(self, group: int, block: int, content: bytes) -> None:
         start = 0

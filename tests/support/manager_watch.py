@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, BlockKey, JobId, Slot, Tier, group_of, make_block_key
+from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
@@ -634,6 +634,11 @@ def check_pins(parts: ManagerParts) -> None:
             for tier, slot in move.slots.items():
                 if detail.row >= 0 and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
+    for load in parts.manager._loads._unplanned.values():
+        rest = load.order[load.planned :]
+        for tier in KEPT_TIERS:
+            rows = load.rows[rest][load.blocks.tiers[rest] == tier]
+            expected.update((row, tier) for row in rows.tolist() if row >= 0)
     for row in catalog.rows():
-        for tier in (Tier.CPU, Tier.NVME):
+        for tier in KEPT_TIERS:
             assert catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"

@@ -5,18 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvdisk.blocks import JobId, Tier, make_block_key
-from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.loads import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadThreshold
-from kvdisk.messages import Job, JobKind, Move, Reason
+from kvdisk.blocks import Tier
+from kvdisk.manager.load_price import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadThreshold
 
 BLOCK = 16
 CPU, NVME = Tier.CPU, Tier.NVME
-
-
-def load(price: LoadThreshold, seconds: float, tier: Tier, failed: dict[int, Reason] | None = None) -> None:
-    job = Job(JobId(1), JobKind.LOAD, (Move(make_block_key(b"", 0), 1, 1),), request_id="one")
-    price.settled(JobRecord(job, [MoveDetail(0, source=tier)], "one", failed=failed or {}, sent_s=0.0), seconds)
 
 
 def compute(price: LoadThreshold, seconds: float = 0.1, tokens: int = 2048) -> LoadThreshold:
@@ -35,22 +28,21 @@ def blocks(price: LoadThreshold) -> tuple[float, float]:
 
 def test_the_least_hit_is_what_is_computed_while_the_quickest_recent_load_takes_its_time():
     price = LoadThreshold(None, BLOCK)
-    load(price, 0.0021, CPU)
+    price.loaded(CPU, 0.0021)
     assert blocks(price) == (0, 0), "the engine's rate is not known"
     compute(price)
-    load(price, 0.0, CPU, {0: Reason.CHECKSUM})
     assert blocks(price) == (2, 0)
-    load(price, 3600.0, NVME)
+    price.loaded(NVME, 3600.0)
     assert blocks(price) == (2, MOST_BLOCKS)
     assert price.most_tokens == MOST_BLOCKS * BLOCK
     assert [price.is_worth(size * BLOCK, CPU, arrival=1) for size in (1, 2)] == [False, True]
     tried = [arrival for arrival in range(3 * TRIED_ANYWAY) if price.is_worth(BLOCK, NVME, arrival)]
     assert len(tried) == 3, "a short hit is loaded now and then"
-    load(price, 0.0001, NVME)
+    price.loaded(NVME, 0.0001)
     assert blocks(price) == (2, 0), "a quick load counts at once"
     found = []
     for _ in range(12):
-        load(price, 0.004, NVME)
+        price.loaded(NVME, 0.004)
         found.append(blocks(price)[1])
     assert found == sorted(found) and found[0] == 0 and found[-1] >= 2, "and slow ones little by little"
 
@@ -58,12 +50,12 @@ def test_the_least_hit_is_what_is_computed_while_the_quickest_recent_load_takes_
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.0001, LEAST_STEP_TOKENS - 1), (600.0, 2048), (0.0, 2048)])
 def test_decoding_and_pauses_say_nothing_about_the_rate(seconds, tokens):
     price = compute(compute(LoadThreshold(None, BLOCK)), seconds, tokens)
-    load(price, 0.0021, CPU)
+    price.loaded(CPU, 0.0021)
     assert blocks(price) == (2, 0)
 
 
 def test_what_the_user_gave_is_what_counts():
     price = compute(LoadThreshold(100, BLOCK))
-    load(price, 0.0021, CPU)
+    price.loaded(CPU, 0.0021)
     assert [price.is_worth(tokens, CPU, arrival=0) for tokens in (99, 100)] == [False, True]
     assert LoadThreshold(0, BLOCK).most_tokens == 0

@@ -4,22 +4,21 @@ up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 from tier_bench import TierBench
 
-from kvdisk.blocks import JobId, Tier, make_block_key
+from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.hits import HitCounts
-from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.loads import LoadThreshold
+from kvdisk.manager.hits import HitCounts, LoadedBlocks
+from kvdisk.manager.load_price import LoadThreshold
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import Asked, Outcome, RequestState
 from kvdisk.manager.tiers import Tiers, TierSpace
-from kvdisk.messages import Job, JobKind, Move, Reason
 from kvdisk.stats import Miss
 
 ONE = Geometry((GroupGeometry(0, 4, 4096),), 1, 4)
@@ -31,6 +30,12 @@ CPU, NVME = Tier.CPU, Tier.NVME
 NOTHING = (0, 0)
 COUNTED = ("hit_tokens", "hit_blocks", "missed_tokens", "missed_blocks")
 """Of memory and NVMe each; before them ``lookup_tokens``."""
+
+
+def blocks_of(blocks: Iterable[tuple[int, int, int]]) -> LoadedBlocks:
+    """Return blocks that each are a group, a position, and a tier, or 0."""
+    groups, positions, tiers = np.array(list(blocks)).T
+    return LoadedBlocks(groups.astype(np.uint8), positions, tiers.astype(np.uint8))
 
 
 def counts_of(geometry: Geometry, tiers: Sequence[Tier]) -> HitCounts:
@@ -65,8 +70,8 @@ def test_each_token_and_block_of_a_hit_is_counted_for_one_tier(geometry, tiers, 
     if load is not None:
         places = [tuple(map(int, place.split("."))) for place in words[::2]]
         froms = [{"cpu": CPU, "nvme": NVME}.get(word) for word in words[1::2]]
-        details = [MoveDetail(0, *place, tier) for place, tier in zip(places, froms, strict=True)]
-        counts.scheduled(request, load[1], details)
+        blocks = blocks_of((*place, tier or 0) for place, tier in zip(places, froms, strict=True))
+        counts.scheduled(request, load[1], blocks)
         assert (request.hit_tokens[CPU], request.hit_tokens[NVME]) == expected[1]
     for _ in range(2):
         counts.scheduled(request)
@@ -138,15 +143,11 @@ def test_what_a_load_saves_is_what_it_brought_at_the_measured_rate_less_its_time
     told: list[Outcome] = []
     counts._tell, counts._threshold.rate = told.append, rate
     request.asked = Asked(8, 24, 16, total_tokens=25)
-    details = [MoveDetail(0, 0, at, CPU) for at in (2, 3, 4, 5)]
-    counts.scheduled(request, 16, details)
+    blocks = blocks_of((0, at, CPU) for at in (2, 3, 4, 5))
+    counts.scheduled(request, 16, blocks)
     assert not told, "it is not known yet what comes of the load"
-    moves = tuple(Move(make_block_key(b"%d" % at, 0), 1, at) for at in range(4))
-    record = JobRecord(Job(JobId(7), JobKind.LOAD, moves), details, "r", sent_s=100.0)
-    record.failed = {at: Reason.CHECKSUM for at, detail in enumerate(details) if detail.position in failed}
-    request.load_job = JobId(7)
     for _ in range(2):
-        counts.loaded(request, record, 100.0 + load_s)
+        counts.loaded(request, blocks, min(failed, default=None), load_s)
     (outcome,) = told
     assert (outcome.saved_s, outcome.load_s, outcome.miss) == (saved_s, load_s, miss)
     assert counts._stats["saved_seconds"] == int(saved_s or 0)

@@ -100,10 +100,10 @@ class Engine:
         blocks += self._pool.take(tokens // self._block_tokens)
         manager.plan_load(request_id, local_tokens, tokens, [[0] * local + blocks[local:]])
         loads: list[Job] = []
-        while not loads:  # there is one: requests come one at a time
-            loads = [job for job in self._step(idle=True).jobs if job.kind is JobKind.LOAD]
+        while not loads or loads[-1].more:  # all are of this one: requests come one at a time
+            loads += [job for job in self._step(idle=True).jobs if job.kind is JobKind.LOAD]
         start = local
-        for tier, moves in groupby(loads[0].moves, key=_source_of):
+        for tier, moves in groupby((move for job in loads for move in job.moves), key=_source_of):
             end = start + len(list(moves))
             self._count(request, tier, start, end)
             start = end

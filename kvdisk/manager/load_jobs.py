@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads of requests: the jobs that bring what was promised, and what becomes of a request when
+they have ended. Scheduler thread only.
+
+A hit of a long prompt has as many blocks as that. To plan all of them at once would hold up the
+engine's step; so each step plans a part, as a job. All copies are pinned when the load begins, so
+that the later jobs find them. vLLM hears of one load: workers report it when its last job has ended
+(``Job.more``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, JobId, Slot, Tier
+from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.demand import Demand
+from kvdisk.manager.hits import HitCounts, LoadedBlocks
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.load_price import LoadThreshold
+from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
+from kvdisk.manager.requests import RequestState
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import JobKind, Move
+
+MOST_PLANNED = 4096
+"""Blocks of loads that a step plans, but that each load that begins has a job of as many."""
+_READY = bytes([READY])
+
+
+class GpuLoads:
+    """Blocks that loads are just bringing to the GPU, so that one load serves all who need them.
+
+    vLLM: it has a loaded block in its prefix cache before it looks up any waiting request again. So
+    whoever has waited for the load finds its blocks on the GPU. A block that two loads bring is the
+    later one's. ``enabled``: whether the engine has a prefix cache. Without one nothing is noted,
+    and so nobody waits.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._loaders: dict[BlockKey, JobId] = {}
+        self._keys: dict[JobId, Sequence[BlockKey]] = {}
+
+    def begin(self, load_id: JobId, keys: Sequence[BlockKey]) -> None:
+        """Note a load, by its first job, and all that it brings."""
+        if self._enabled:
+            self._keys[load_id] = keys
+            self._loaders.update(dict.fromkeys(keys, load_id))
+
+    def end(self, load_id: JobId | None) -> None:
+        """Forget a load that has ended, or whose blocks nobody will use. It may be forgotten
+        already."""
+        loaders = self._loaders
+        for key in self._keys.pop(load_id, ()) if load_id is not None else ():
+            if loaders.get(key) == load_id:
+                del loaders[key]
+
+    def clear(self) -> None:
+        """For a new epoch: no load on its way brings anything."""
+        self._keys.clear()
+        self._loaders.clear()
+
+    @property
+    def any(self) -> bool:
+        """Whether any load is on its way."""
+        return bool(self._keys)
+
+    def is_out(self, load_id: JobId | None) -> bool:
+        """Whether a load is on its way."""
+        return load_id in self._keys
+
+    def loader_of(self, key: BlockKey) -> JobId | None:
+        """Return the load that brings a block; None: none does."""
+        return self._loaders.get(key)
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """As ``Catalog.presences``: READY is what is on its way to the GPU."""
+        return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
+
+
+@dataclass(slots=True)
+class Read:
+    """A block to be read. ``source``: the tier whose copy is read; None: there is none.
+
+    ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_block``, ``group``,
+    ``position``: of a load.
+    """
+
+    key: BlockKey
+    parent: BlockKey | None
+    gpu_block: int = -1
+    group: int = -1
+    position: int = -1
+    row: int = NONE
+    generation: int = 0
+    source: Tier | None = None
+    target: Tier | None = None
+    slots: dict[Tier, Slot] = field(default_factory=dict)
+
+    @property
+    def move(self) -> Move:
+        """What the workers are told."""
+        return Move(self.key, self.generation, self.gpu_block, self.slots, self.parent)
+
+    @property
+    def detail(self) -> MoveDetail:
+        """What is to be finished when it is settled."""
+        return MoveDetail(self.row, self.group, self.position, self.source, self.target)
+
+
+class Reader(HasParts):
+    """Takes hold of what is read, and begins the copies in memory that reads leave."""
+
+    def __init__(self, parts: Parts, tiers: Tiers, hints: Hints) -> None:
+        super().__init__(parts)
+        self._landing = tiers.landing_tier
+        self._hints = hints
+
+    def pin_sources(self, reads: Sequence[Read]) -> None:
+        """Find and pin the fastest copy of each block: in a tier, or another's."""
+        catalog = self._catalog
+        found: dict[Tier, list[Read]] = {}
+        for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
+            source = catalog.readable_tier(row)
+            if source is not None:
+                read.row = row
+                found.setdefault(source, []).append(read)
+            else:
+                self.take_from_others(read)
+        for source, alike in found.items():
+            catalog.pin([read.row for read in alike], source)
+            self.read_from(source, alike)
+
+    def read_from(self, tier: Tier, reads: Sequence[Read]) -> None:
+        """Have each read its row's copy in a tier, which is pinned."""
+        catalog, generations = self._catalog, self._catalog.generations
+        slots = catalog.columns(tier).slots([read.row for read in reads])
+        for read, slot in zip(reads, slots, strict=True):
+            read.source, read.generation, read.parent = tier, generations[read.row], catalog.parent(read.row)
+            read.slots[tier] = slot
+
+    def take_from_others(self, read: Read) -> None:
+        """Have a read take another engine's copy, if one is known."""
+        taken = self._hints.take(read.key)
+        if taken is not None:
+            read.source, slot, read.generation = taken
+            read.slots[read.source] = slot
+
+    def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
+        """Begin a copy in memory of what each of some reads brings."""
+        catalog, landing = self._catalog, self._landing
+        assert landing is not None
+        for read, slot in zip(reads, slots, strict=True):
+            if read.row < 0:  # another's
+                (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
+                catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
+            read.target, read.slots[landing.tier] = landing.tier, slot
+        catalog.begin([read.row for read in reads], landing.tier, slots)
+        self._state.landing.update([read.key for read in reads])
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """A request's load: planned job by job, the head of its prompt first.
+
+    ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``rows``: NONE where
+    no copy is pinned. ``order``: of their places there, in which they are planned. ``id``: its
+    first job. ``planned``: how many are. ``jobs``: that are queued or out. ``failed``: groups and
+    positions. ``failed_blocks``: on the GPU. ``sent_s``: when the first job was. ``is_left``: the
+    request has ended. ``is_void``: all of it fails, also what was brought already.
+    """
+
+    request: RequestState
+    blocks: LoadedBlocks
+    keys: list[BlockKey]
+    gpu_blocks: NDArray[np.int32]
+    rows: NDArray[np.intp]
+    order: NDArray[np.intp]
+    id: JobId | None = None
+    planned: int = 0
+    jobs: set[JobId] = field(default_factory=set)
+    failed: list[tuple[int, int]] = field(default_factory=list)
+    failed_blocks: set[int] = field(default_factory=set)
+    sent_s: float | None = None
+    is_left: bool = False
+    is_void: bool = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its last job is queued or out, or was."""
+        return self.planned >= len(self.order)
+
+    def take(self, most: int) -> NDArray[np.intp]:
+        """Return which of its blocks come next, group by group; they are planned then."""
+        taken = self.order[self.planned : self.planned + most]
+        self.planned += len(taken)
+        return np.sort(taken)
+
+
+class LoadJobs(HasParts):
+    """Plans loads, and ends them."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        tiers: Tiers,
+        hits: HitCounts,
+        demand: Demand,
+        hints: Hints,
+        gpu_loads: GpuLoads,
+        threshold: LoadThreshold,
+    ) -> None:
+        super().__init__(parts)
+        self._tiers = tiers
+        self._hits = hits
+        self._demand = demand
+        self._hints = hints
+        self._gpu_loads = gpu_loads
+        self._threshold = threshold
+        self._reader = Reader(parts, tiers, hints)
+        self._by_job: dict[JobId, Load] = {}
+        self._under_way: dict[JobId, Load] = {}
+        """By their first job."""
+        self._unplanned: dict[JobId, Load] = {}
+        """Loads of which some blocks are not planned yet, by their first job."""
+        self._planned = 0
+        """Blocks, since the last step was planned."""
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def begin(
+        self, request: RequestState, local_tokens: int, external_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """See ``TierManager.plan_load``."""
+        end_tokens = local_tokens + external_tokens
+        load = self._find(request, local_tokens, end_tokens, block_ids)
+        request.loading = True
+        request.load_start_tokens, request.load_end_tokens = local_tokens, end_tokens
+        request.wait_started_s = None
+        self._state.taken_blocks += len(load.keys)
+        self._hits.scheduled(request, external_tokens, load.blocks)
+        self._planned += self._plan_job(load, MOST_PLANNED)
+        assert load.id is not None
+        request.load_job = load.id
+        self._under_way[load.id] = load
+        if not load.is_planned:
+            self._unplanned[load.id] = load
+        self._gpu_loads.begin(load.id, load.keys)
+
+    def go_on(self) -> None:
+        """Plan more of the loads that have begun, as much as a step may. Once a step."""
+        left, self._planned = MOST_PLANNED - self._planned, 0
+        for load_id, load in list(self._unplanned.items()):
+            if left <= 0:
+                break
+            left -= self._plan_job(load, left)
+            if load.is_planned:
+                del self._unplanned[load_id]
+
+    def _find(
+        self, request: RequestState, local_tokens: int, end_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> Load:
+        """Return the load of a hit, nothing of which is planned yet: its copies are pinned."""
+        keys: list[BlockKey] = []
+        groups, positions, gpu_blocks, ends = [], [], [], []
+        for group in self._geometry.groups:
+            self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
+            # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
+            # even where ``lookup`` needed less of a window: else nobody would have written it.
+            first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
+            given = np.array(block_ids[group.group][first:stop], np.int32)
+            needed = np.flatnonzero(given)
+            gpu_blocks.append(given[needed])
+            needed += first
+            keys += request.keys[group.group].of(needed.tolist())
+            groups.append(np.full(len(needed), group.group, np.uint8))
+            positions.append(needed)
+            ends.append((needed + 1) * group.block_tokens)
+        rows = np.array(self._catalog.find_all(keys), np.intp)
+        tiers = self._catalog.readable_tiers(rows)
+        for tier in KEPT_TIERS:
+            self._catalog.pin(rows[tiers == tier].tolist(), tier)
+        rows[tiers == 0] = NONE
+        for at in np.flatnonzero(tiers == 0).tolist() if self._hints.usable else ():
+            if keys[at] in self._hints.usable:
+                tiers[at] = self._hints.tier_of(keys[at])
+        blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
+        is_short = len(keys) <= MOST_PLANNED
+        order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
+        return Load(request, blocks, keys, np.concatenate(gpu_blocks), rows, order)
+
+    def _plan_job(self, load: Load, most: int) -> int:
+        """Plan a job of up to so many blocks that come next; return how many it has."""
+        taken = load.take(most)
+        reads = self._reads(load, taken)
+        self._land(reads)
+        self._add(load, [read.move for read in reads], [read.detail for read in reads])
+        return len(reads)
+
+    def _add(self, load: Load, moves: list[Move], details: list[MoveDetail]) -> None:
+        request = load.request
+        record = self._transfers.add(
+            JobKind.LOAD,
+            moves,
+            details,
+            epoch=self._state.epoch,
+            request_id=request.request_id,
+            arrival=request.arrival,
+            more=not load.is_planned,
+        )
+        load.id = load.id or record.job.id
+        load.jobs.add(record.job.id)
+        self._by_job[record.job.id] = load
+
+    def _reads(self, load: Load, taken: NDArray[np.intp]) -> list[Read]:
+        """Return the reads of some blocks. What nobody has any more has no source."""
+        blocks = load.blocks
+        rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
+        reads = [
+            Read(load.keys[at], None, gpu_block, group, position, row)
+            for at, gpu_block, group, position, row in zip(
+                taken.tolist(),
+                load.gpu_blocks[taken].tolist(),
+                blocks.groups[taken].tolist(),
+                blocks.positions[taken].tolist(),
+                rows,
+                strict=True,
+            )
+        ]
+        found: dict[Tier, list[Read]] = {}
+        for read, tier in zip(reads, tiers, strict=True):
+            if read.row != NONE:
+                found.setdefault(tier, []).append(read)
+            else:
+                (read.parent,) = load.request.keys[read.group].before((read.position,))
+                self._reader.take_from_others(read)
+        for tier in KEPT_TIERS:
+            self._reader.read_from(tier, found.get(tier, ()))
+        return reads
+
+    def _land(self, reads: Sequence[Read]) -> None:
+        """Begin copies in memory of blocks that are read from elsewhere, where admission and room
+        allow.
+
+        The rest goes through staging.
+        """
+        landing = self._tiers.landing_tier
+        if landing is None:
+            return
+        # In the order of the prompt: where room is short, as much is kept of every group.
+        vacant = sorted(
+            (read for read in reads if read.source not in {None, landing.tier} and self._is_vacant(read, landing.tier)),
+            key=lambda read: (read.position + 1) * self._geometry.groups[read.group].block_tokens,
+        )
+        by_class: dict[int, list[Read]] = {}
+        for read in compress(vacant, landing.admits([read.key for read in vacant], [read.parent for read in vacant])):
+            by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)
+        for size_class, alike in by_class.items():
+            slots = landing.allocate(size_class, len(alike))
+            self._reader.land(alike[: len(slots)], slots)
+
+    def _is_vacant(self, read: Read, tier: Tier) -> bool:
+        """Whether a read may begin a copy: not where this engine is just writing or dropping
+        one."""
+        if read.row >= 0:
+            return self._catalog.state(read.row, tier) == ABSENT
+        return self._catalog.find(read.key) < 0
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    @property
+    def unplanned(self) -> Collection[str]:
+        """The requests of which no plan has the last job yet, nor will the next one by itself."""
+        return [load.request.request_id for load in self._unplanned.values()]
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        """The GPU blocks that loads which go on have failed to fill, by jobs that were settled."""
+        return set().union(*(load.failed_blocks for load in self._under_way.values()))
+
+    def leave(self, request: RequestState) -> None:
+        """A request has ended: the engine does not keep what its load brings."""
+        self._gpu_loads.end(request.load_job)
+        load = self._under_way.get(request.load_job) if request.load_job is not None else None
+        if load is not None:
+            load.is_left = True
+            self._give_up(load)
+
+    def reset(self) -> None:
+        """The weights may have changed: loads fail whole, also what earlier jobs have brought."""
+        for load in self._under_way.values():
+            load.is_void = True
+            load.failed_blocks.update(load.gpu_blocks.tolist())
+            self._give_up(load)
+        self._gpu_loads.clear()
+
+    def _give_up(self, load: Load) -> None:
+        """Have what is not planned yet of a load fail: a job without a source, for its next block,
+        from which on vLLM computes. Workers wait for that job to report the load."""
+        if load.is_planned:
+            return
+        assert load.id is not None
+        del self._unplanned[load.id]
+        at = int(load.order[load.planned])
+        rest = load.take(len(load.order))
+        rows, tiers = load.rows[rest], load.blocks.tiers[rest]
+        for tier in KEPT_TIERS:
+            space = self._tiers.get(tier)
+            if space is not None:
+                space.unpin(rows[(tiers == tier) & (rows != NONE)].tolist())
+        group, position = int(load.blocks.groups[at]), int(load.blocks.positions[at])
+        self._add(load, [Move(load.keys[at], 0, int(load.gpu_blocks[at]))], [MoveDetail(NONE, group, position)])
+
+    def settle(self, record: JobRecord, now: float) -> bool:
+        """Note what a job has brought. With the load's last job let its request go on, and promise
+        it no failed position again. Return whether its request is still there."""
+        load = self._by_job.pop(record.job.id)
+        load.jobs.discard(record.job.id)
+        if record.sent_s is not None:
+            load.sent_s = record.sent_s if load.sent_s is None else min(load.sent_s, record.sent_s)
+        for at in record.failed:
+            load.failed.append((record.details[at].group, record.details[at].position))
+            load.failed_blocks.add(record.job.moves[at].block)
+        if load.is_planned and not load.jobs:
+            self._end(load, now)
+        return not load.is_left
+
+    def _end(self, load: Load, now: float) -> None:
+        assert load.id is not None
+        del self._under_way[load.id]
+        self._gpu_loads.end(load.id)
+        if load.sent_s is not None and load.keys and not load.failed:
+            slowest = int(load.blocks.tiers.max())
+            self._threshold.loaded(HIT_TIERS[HIT_TIERS.index(slowest)], now - load.sent_s)
+        if not load.is_left:
+            self._end_of_request(load, now)
+
+    def _end_of_request(self, load: Load, now: float) -> None:
+        request = load.request
+        request.loading = False
+        load_s = None if load.sent_s is None else max(0.0, now - load.sent_s)
+        if load.is_void:
+            blocks = load.blocks
+            load.failed = list(zip(blocks.groups.tolist(), blocks.positions.tolist(), strict=True))
+        first_failed = min((position for _, position in load.failed), default=None)
+        self._hits.loaded(request, load.blocks, first_failed, load_s)
+        end_tokens = request.load_end_tokens
+        for group, position in load.failed:
+            failed_tokens = position * self._geometry.groups[group].block_tokens
+            end_tokens = min(end_tokens, failed_tokens)
+            request.limit_loads(failed_tokens)
+        request.loaded = (request.load_start_tokens, max(request.load_start_tokens, end_tokens))

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounds of a step, so low that the short prompts of tests cross them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdisk.manager import demand, demotions, load_jobs, neighbours, prefetch, questions, remote, stores
+from kvdisk.manager.eviction import TailFirst
+
+BOUNDS = (
+    (TailFirst, "MAX_STEPS", 1),
+    (TailFirst, "MAX_SKIPPED", 2),
+    (demand, "MOST_COUNTED", 2),
+    (load_jobs, "MOST_PLANNED", 2),
+    (stores, "MOST_REACHED", 2),
+    (stores, "MOST_LEFT", 3),
+    (demotions, "MAX_DEMOTE_MOVES", 3),
+    (demotions, "MAX_DEMOTE_JOBS", 1),
+    (prefetch, "MAX_PROMOTE_MOVES", 2),
+    (neighbours, "MOST_KEYS", 3),
+    (neighbours, "MOST_HINTS", 6),
+    (questions, "MOST_HINTS", 12),
+    (questions, "MOST_WAITING", 2),
+    (remote, "MOST_KEYS", 3),
+    (remote, "MOST_HINTS", 6),
+    (remote, "MOST_SEND_MOVES", 2),
+    (remote, "MOST_QUEUED", 4),
+)
+
+
+def lower_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Lower them all."""
+    for owner, name, value in BOUNDS:
+        assert hasattr(owner, name)
+        patch.setattr(owner, name, value)
