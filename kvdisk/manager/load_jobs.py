@@ -10,6 +10,7 @@ that the later jobs find them. vLLM hears of one load: workers report it when it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -172,7 +173,8 @@ class Load:
 
     ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``rows``: NONE where
     no copy is pinned. ``order``: of their places there, in which they are planned. ``id``: its
-    first job. ``planned``: how many are. ``jobs``: that are queued or out. ``failed``: groups and
+    first job. ``planned``: how many are. ``landed``: copies that it leaves in memory, by size
+    class. ``jobs``: that are queued or out. ``failed``: groups and
     positions. ``failed_blocks``: on the GPU. ``sent_s``: when the first job was. ``is_left``: the
     request has ended. ``is_void``: all of it fails, also what was brought already.
     """
@@ -185,6 +187,7 @@ class Load:
     order: NDArray[np.intp]
     id: JobId | None = None
     planned: int = 0
+    landed: Counter[int] = field(default_factory=Counter)
     jobs: set[JobId] = field(default_factory=set)
     failed: list[tuple[int, int]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
@@ -300,7 +303,7 @@ class LoadJobs(HasParts):
         """Plan a job of up to so many blocks that come next; return how many it has."""
         taken = load.take(most)
         reads = self._reads(load, taken)
-        self._land(reads)
+        self._land(load, reads)
         self._add(load, [read.move for read in reads], [read.detail for read in reads])
         return len(reads)
 
@@ -345,11 +348,12 @@ class LoadJobs(HasParts):
             self._reader.read_from(tier, found.get(tier, ()))
         return reads
 
-    def _land(self, reads: Sequence[Read]) -> None:
+    def _land(self, load: Load, reads: Sequence[Read]) -> None:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room
         allow.
 
-        The rest goes through staging.
+        The rest goes through staging. A load leaves no more copies than memory has room for: its
+        later jobs would evict what the earlier ones have left.
         """
         landing = self._tiers.landing_tier
         if landing is None:
@@ -363,8 +367,10 @@ class LoadJobs(HasParts):
         for read in compress(vacant, landing.admits([read.key for read in vacant], [read.parent for read in vacant])):
             by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)
         for size_class, alike in by_class.items():
-            slots = landing.allocate(size_class, len(alike))
+            most = landing.pool.total[size_class] - load.landed[size_class]
+            slots = landing.allocate(size_class, min(len(alike), max(0, most)))
             self._reader.land(alike[: len(slots)], slots)
+            load.landed[size_class] += len(slots)
 
     def _is_vacant(self, read: Read, tier: Tier) -> bool:
         """Whether a read may begin a copy: not where this engine is just writing or dropping

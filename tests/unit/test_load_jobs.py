@@ -48,6 +48,23 @@ def test_a_step_plans_a_part_and_all_copies_are_pinned_from_the_start(bench):
     assert bench.stats["loaded_blocks"] == BLOCKS and bench.stats["hit_blocks.cpu"] == BLOCKS
 
 
+def test_a_load_that_is_longer_than_memory_leaves_its_head_there(monkeypatch):
+    """Its later jobs evict nothing of what its earlier ones have left."""
+    monkeypatch.setattr(load_jobs, "MOST_PLANNED", 2)
+    bench = TierBench([4], [20], nvme_admission="all", prefetch=False)
+    bench.idle()
+    for end in (4, 8, 12, 17):  # half of memory may wait for the drive
+        bench.add(PROMPT[:end])
+        bench.finish()
+    bench.parts.cpu.discard(*(row for row in bench.rows(PROMPT) if bench.catalog.readable(row, Tier.CPU)))
+    bench.engine.pool.forget_all()
+    hit = sum(bench.held(PROMPT))
+    bench.add(PROMPT)
+    bench.finish()
+    assert bench.stats["hit_blocks.nvme"] == hit > 4
+    assert bench.held(PROMPT, Tier.CPU)[:5] == [True] * 4 + [False]
+
+
 def test_those_that_wait_share_what_a_step_plans(bench):
     for name in range(2):
         bench.engine.pool.forget_all()
