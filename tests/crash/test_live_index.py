@@ -146,12 +146,13 @@ def children_of(pid: int) -> list[int]:
 
 
 def has_records(store: Path) -> bool:
-    """Whether the only engine store has committed some; blocks are written before."""
+    """Whether the only engine store has committed several, so that some outlive what is deleted
+    meanwhile; blocks are written before."""
     (home,) = list_homes(store)
     reader = ReaderProcess()
     try:
         blocks = reader.read(home.index_path).blocks
-        return blocks is not None and bool(blocks.keys)
+        return blocks is not None and len(blocks.keys) >= 2
     finally:
         reader.stop()
 

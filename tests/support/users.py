@@ -6,10 +6,14 @@ from __future__ import annotations
 import codecs
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import IO, Any
 from unittest import mock
+
+import lmdb
 
 from kvdisk.index import child_main
 
@@ -45,10 +49,19 @@ class _Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@cache
+def _open_lmdb_once() -> None:
+    """Let LMDB import what it imports when it opens its first file: the other user may not read
+    where that lies."""
+    with tempfile.TemporaryDirectory() as folder:
+        lmdb.open(folder).close()
+
+
 @contextmanager
 def user(uid: int, *groups: int, gid: int | None = None) -> Iterator[None]:
     """Be another user, also in ``groups``. ``gid``: the first group; None: as ``uid``."""
     codecs.lookup("ascii")  # one that could not be read is never looked for again, and this user may not read it
+    _open_lmdb_once()
     before = os.getgroups()
     os.setgroups(groups)
     os.setegid(uid if gid is None else gid)

@@ -113,6 +113,7 @@ def test_another_user_is_told_whose_store_it_is(volume, mode):
         0o777: rf"the store in {volume} belongs to user {ME}: run this as that user",
     }[mode]
     volume.chmod(mode)  # opening it made it private
+    run_here("inspect", volume)  # imports what the other user may not read
     with user(OTHER):
         done = run_here("inspect", volume)
     assert (done.exit_code, done.stdout) == (2, "") and said in done.stderr
