@@ -20,7 +20,7 @@ from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.standings import STAYS
+from kvdisk.manager.standings import PINNED
 
 if TYPE_CHECKING:
     from kvdisk.manager.demotions import Demotions
@@ -161,7 +161,7 @@ class TierSpace:
 
     def _is_to_stay(self, key: BlockKey) -> bool:
         order = self._orders[self._geometry.size_classes[group_of(key)]]
-        return self._standings.of(key) == STAYS and order.standings.may_stay()
+        return self._standings.of(key) == PINNED and order.standings.may_stay()
 
     def _most_staying(self, size_class: int) -> int:
         """Return how many copies of a size class may stay, of all that there may be."""

@@ -21,7 +21,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.segments import NvmeLayout
-from kvdisk.manager.standings import FIRST, LATE, STAYS, Standings
+from kvdisk.manager.standings import DEMOTED, PINNED, RETAINED, Standings
 from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import SegmentSpec
 
@@ -79,7 +79,7 @@ class Copies:
 
     def rank(self, row: int) -> float:
         """Whether a row is to leave before, among, or after others."""
-        return {FIRST: 0, LATE: 2}.get(self.order._policy.standing(row), 1)
+        return {DEMOTED: 0, RETAINED: 2}.get(self.order._policy.standing(row), 1)
 
     def free(self) -> list[int]:
         """Return the rows that may leave."""
@@ -106,16 +106,16 @@ class Copies:
         stays = 0
         for number, row in self.ready().items():
             told, is_so = self.standings.of(key_of(number)), self.order._policy.standing(row)
-            assert is_so == told or (is_so, told) in {(LATE, STAYS), (FIRST, None)}
-            stays += is_so == STAYS
-            if is_so == STAYS and self.parents[number] in self.ready():
-                assert self.order._policy.standing(self.ready()[self.parents[number]]) == STAYS
+            assert is_so == told or (is_so, told) in {(RETAINED, PINNED), (DEMOTED, None)}
+            stays += is_so == PINNED
+            if is_so == PINNED and self.parents[number] in self.ready():
+                assert self.order._policy.standing(self.ready()[self.parents[number]]) == PINNED
         assert stays <= MOST_STAYING
 
     def held(self) -> set[int]:
         """What may not leave: what is pinned or stays, and what that follows."""
         ready, standing = self.ready(), self.order._policy.standing
-        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU) or standing(row) == STAYS}
+        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU) or standing(row) == PINNED}
         for number in range(len(self.parents) - 1, -1, -1):  # parents come before their children
             if number in found and self.parents[number] in ready:
                 found.add(self.parents[number])
@@ -124,7 +124,7 @@ class Copies:
 
 parents_of = st.tuples(*(st.integers(-1, number - 1) for number in range(8))).map(list)
 steps = st.lists(st.tuples(st.sampled_from(["store", "use", "lose", "pin", "evict"]), st.integers(0, 7)), max_size=50)
-STANDINGS = {"first": FIRST, "late": LATE, "stays": STAYS}
+STANDINGS = {"first": DEMOTED, "late": RETAINED, "stays": PINNED}
 hints = st.lists(
     st.tuples(st.sampled_from(["store", "use", "lose", "evict", *STANDINGS, "wait"]), st.integers(0, 7)), min_size=20
 )
@@ -202,7 +202,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
     space = CpuSpace(parts, (2, 2), AdmissionPolicy())
     keys = [make_block_key(text, group) for text in (b"h", b"i") for group in (0, 1)]
     if pinned:
-        parts.standings.set(keys[1], STAYS, 3600.0)
+        parts.standings.set(keys[1], PINNED, 3600.0)
     for number, (key, parent) in enumerate(zip(keys, (None, keys[0], None, keys[2]), strict=True)):
         (row,) = parts.catalog.add([key], [number + 1], 0, [parent])
         parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
@@ -243,7 +243,7 @@ def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
         copies.order._useless.update(rows[:29])
     else:
         for number in range(29):
-            copies.standings.set(key_of(number), FIRST, 60.0)
+            copies.standings.set(key_of(number), DEMOTED, 60.0)
         copies.order.standings.rank(rows)
     assert [rows[29]] in [copies.victims(1) for _ in range(5)]
 
@@ -266,13 +266,13 @@ def test_standings_go_before_what_the_policy_says_and_hold_back_no_more_than_may
             assert copies.evict(number // 3) == min(number // 3, room)
         elif row >= 0 and step == "use":
             copies.order.access((row,))
-            assert copies.order._policy.standing(row) != FIRST
+            assert copies.order._policy.standing(row) != DEMOTED
         elif row >= 0:
             copies.drop(row)
-            assert copies.standings.of(key_of(number)) != FIRST, "it leaves first once"
+            assert copies.standings.of(key_of(number)) != DEMOTED, "it leaves first once"
         copies.check_standings()
     copies.end_standings()
-    assert not any(map(copies.order._policy.count, (LATE, STAYS)))
+    assert not any(map(copies.order._policy.count, (RETAINED, PINNED)))
     while copies.ready():
         assert copies.evict(3)
 
@@ -282,10 +282,10 @@ def test_what_stays_does_not_hold_back_what_comes_back_before_it_and_does_not_st
     copies = Copies("lru", list(range(-1, 3)))
     for number in (1, 2):
         copies.store(number)
-    copies.tell(2, STAYS)
+    copies.tell(2, PINNED)
     if is_demoted:  # before they were stored, and has left since
         copies.standings.forget(key_of(0))
-    assert copies.order._policy.count(STAYS) == MOST_STAYING
+    assert copies.order._policy.count(PINNED) == MOST_STAYING
     copies.store(0)
     copies.check_standings()
     assert copies.evict(3) == 3
