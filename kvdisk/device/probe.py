@@ -138,8 +138,8 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
 
 @contextmanager
 def on_trial(device: Device, fd: int, *memories: Buffer, owners: object = None) -> Iterator[None]:
-    """Make memory and a file known to a device, and close it at the end; where ``DeviceTimeout`` ends the
-    block it is kept for ever, with its memory and the ``owners`` of that."""
+    """Make memory and a file known to a device, and close it at the end; where ``DeviceTimeout``
+    ends the block it is kept for ever, with its memory and the ``owners`` of that."""
     try:
         for memory in memories:
             device.attach_memory(memory)
