@@ -91,7 +91,7 @@ class TierManager(HasParts):
             parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
         )
         self._sources = StoreSources(parts.context)
-        self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
+        self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.alignment_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
         self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
         self._kv_hints = KVHints(parts, tiers, self._promotions)

@@ -280,7 +280,7 @@ class FakeEngine:
     def _start_load(self, request: FakeRequest, local: list[list[int]], local_tokens: int, tokens: int) -> bool:
         """Allocate and plan a load; False where it does not fit beside what is in flight."""
         end = local_tokens + tokens
-        assert tokens > 0 and end % self._tables.step_tokens == 0 and end < len(request.tokens)
+        assert tokens > 0 and end % self._tables.alignment_tokens == 0 and end < len(request.tokens)
         reserved = sum(
             self._tables.missing_blocks(other)
             for other in self.waiting
