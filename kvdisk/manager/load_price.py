@@ -29,8 +29,8 @@ _SMOOTHING = 1 / 8
 class LoadThreshold:
     """How long a hit must be to be worth a load.
 
-    ``fixed_tokens``: given by the user; None: learn. ``alignment_tokens``: those of the largest block.
-    ``most_tokens``: a hit of so many is always loaded.
+    ``fixed_tokens``: given by the user; None: learn. ``alignment_tokens``: what hits are multiples
+    of. ``most_tokens``: a hit of so many is always loaded.
     """
 
     def __init__(self, fixed_tokens: int | None, alignment_tokens: int) -> None:
