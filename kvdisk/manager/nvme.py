@@ -149,7 +149,7 @@ class NvmeSpace(TierSpace):
             return False
         return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
-    def learn(self, record: JobRecord, now: float) -> None:
+    def on_settled(self, record: JobRecord, now: float) -> None:
         """Learn from a settled job how the drives are, and what has become of the files; hide what
         a quarantined drive holds."""
         if record.job.kind is JobKind.OPEN_HOME and record.failed:
@@ -167,7 +167,7 @@ class NvmeSpace(TierSpace):
                 self._ticket = self._index.delete_segment(spec.segment)
             else:
                 self._opened(spec, now, next(iter(record.failed.values()), None))
-        self.segments.learn(record, now, self._drops)
+        self.segments.on_settled(record, now, self._drops)
         self._hide()
 
     def _hide(self) -> None:

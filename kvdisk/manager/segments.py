@@ -424,7 +424,7 @@ class Segments:
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
-    def learn(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
+    def on_settled(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
         """Learn from a settled job how the drives are that it wrote to, or read from: not by reads
         of segments that are dropped, whose files may not have been opened."""
         wrote: dict[int, bool] = {}

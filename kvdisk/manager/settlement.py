@@ -64,7 +64,7 @@ class Settlement(HasParts):
 
     def _end(self, record: JobRecord, now: float, now_s: int) -> None:
         for space in self._tiers:
-            space.learn(record, now)
+            space.on_settled(record, now)
         if record.job.kind in _WRITES:
             self._end_write(record, now, now_s)
         elif record.job.kind in _READS:

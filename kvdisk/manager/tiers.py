@@ -127,7 +127,7 @@ class TierSpace:
         """Learn whether copies may be written now, and return it."""
         return True
 
-    def learn(self, record: JobRecord, now: float) -> None:
+    def on_settled(self, record: JobRecord, now: float) -> None:
         """Learn from a settled job, of any tier's, how this tier is."""
 
     def gauges(self) -> dict[str, float]:
