@@ -101,4 +101,4 @@ class KVHints(HasParts):
     def _rank(self, keys: list[BlockKey]) -> None:
         rows = [row for row in self._catalog.find_all(keys) if row != NONE]
         for space in self._tiers if rows else ():
-            space.rank(rows)
+            space.reorder(rows)

@@ -114,9 +114,9 @@ class CopyStandings:
     def insert(self, rows: Sequence[int]) -> None:
         """Copies were inserted."""
         if self._standings.held:
-            self.rank([*chain.from_iterable(map(self._followers, rows)), *rows])
+            self.reorder([*chain.from_iterable(map(self._followers, rows)), *rows])
 
-    def rank(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Place copies by the standing that their blocks have by now, and with them what follows
         them, which stays only if they do. ``rows``: of one chain the tail first."""
         todo = list(rows)
@@ -131,7 +131,7 @@ class CopyStandings:
         while self._policy.count(PINNED) > count:
             row = self._policy.oldest(PINNED)
             self._policy.place(row, RETAINED)
-            self.rank(self._followers(row))
+            self.reorder(self._followers(row))
 
     def may_stay(self) -> bool:
         """Whether one more copy may stay."""

@@ -167,10 +167,10 @@ class TierSpace:
         """Return how many copies of a size class may stay, of all that there may be."""
         return int(self._pin_share * self.capacity[size_class])
 
-    def rank(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Blocks have another standing than before; of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].standings.rank(alike)
+            self._orders[size_class].standings.reorder(alike)
 
     # -- room ----------------------------------------------------------------------------------
 

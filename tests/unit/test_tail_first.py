@@ -93,12 +93,12 @@ class Copies:
             self.standings.set(key_of(number), standing, seconds)
             rows.append(self.catalog.find(key_of(number)))
             number = self.parents[number]
-        self.order.standings.rank([row for row in rows if row >= 0])
+        self.order.standings.reorder([row for row in rows if row >= 0])
 
     def end_standings(self) -> None:
         """Let more than a second pass."""
         ended = self.standings.take_ended(self.standings.now + 2.0)
-        self.order.standings.rank([row for row in self.catalog.find_all(ended) if row >= 0])
+        self.order.standings.reorder([row for row in self.catalog.find_all(ended) if row >= 0])
 
     def check_standings(self) -> None:
         """Of what is to stay no more does than may, and not behind what may leave; the rest leaves
@@ -244,7 +244,7 @@ def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
     else:
         for number in range(29):
             copies.standings.set(key_of(number), DEMOTED, 60.0)
-        copies.order.standings.rank(rows)
+        copies.order.standings.reorder(rows)
     assert [rows[29]] in [copies.victims(1) for _ in range(5)]
 
 
