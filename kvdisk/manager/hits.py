@@ -207,7 +207,7 @@ class HitCounts(HasParts):
         """Return why no tier has a block that was asked for before: the last tier would not take
         it; or one has evicted blocks, so that it is taken to be one of these; or none has."""
         *_, last = self._tiers
-        if not (last.admission.is_open or last.admission.admits((key,))[0]):
+        if not (last.admission.admits_all or last.admission.admits((key,))[0]):
             return Miss.REFUSED
         cpu, nvme = self._stats["evicted_blocks.cpu"], self._stats["evicted_blocks.nvme"]
         untaken = self._stats["left_blocks.room"] + self._stats["left_blocks.budget"]

@@ -132,7 +132,7 @@ class Promotions(HasParts):
         if self._landing is None or awaited or not self._waiting:
             return
         slower = (space for space in self._tiers if space is not self._landing)
-        if not self._config.remote and not any(space.status.is_open for space in slower):
+        if not self._config.remote and not any(space.status.works for space in slower):
             for asked in list(self._asked):
                 self._end(asked)
             return

@@ -81,7 +81,7 @@ class Questions(HasParts):
             self.go_on()
         return self._last_number
 
-    def is_open(self, number: int) -> bool:
+    def is_asking(self, number: int) -> bool:
         """Whether something of a question is not answered yet."""
         return number in self._open
 

@@ -441,7 +441,7 @@ class StorePlanner(HasParts):
                 gone.add(offer.key)
             else:
                 kept.append((offer, row))
-        why = "room" if self._target.admission.is_open else "reuse"
+        why = "room" if self._target.admission.admits_all else "reuse"
         self._stats.add(f"refused_blocks.{why}", len(missing) - len(kept))
         return kept
 

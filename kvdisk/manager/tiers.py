@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 class TierStatus(NamedTuple):
     """The state of a tier; the defaults are those of one that can always be written.
 
-    ``is_open``: False once the tier is off for good. ``is_spent``: whether it was a budget that
+    ``works``: False once the tier is off for good. ``is_spent``: whether it was a budget that
     forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether there is room, or
     it comes without an eviction. ``uncommitted``: whether steps are needed until a commit.
     ``tickets``: of the last change that is to be committed, and of the last that is known to be.
     """
 
-    is_open: bool = True
+    works: bool = True
     is_spent: bool = False
     has_room_soon: bool = False
     uncommitted: bool = False
@@ -145,7 +145,7 @@ class TierSpace:
         """Return of each block whether it may enter now: also what is to stay; never what follows a
         refused one, which it would be of no use without. ``keys``: of one chain the tail comes
         first, or last. ``parents``: of each."""
-        if self.admission.is_open:
+        if self.admission.admits_all:
             return [True] * len(keys)
         # What the history has forgotten would be refused as what nobody wants, and all behind it.
         by_history = isinstance(self.admission, AdmitLearned | AdmitReused)

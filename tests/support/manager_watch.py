@@ -111,7 +111,7 @@ class ManagerWatch(Watch):
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.status.is_open or self.parts.neighbour_has(key):
+        if nvme is None or not nvme.status.works or self.parts.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
