@@ -83,7 +83,7 @@ class EvictionPolicy:
             last[row] = now
         self._lists.append(rows, self.classes_of(rows))
 
-    def access(self, rows: Sequence[int]) -> None:
+    def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first.
 
         One request may use a copy up to three times: when it is read ahead for, when it has loaded
@@ -240,7 +240,7 @@ class TailFirst:
 
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
     its tier follows it, and only those are proposed: what a policy proposes too early is parked
-    until something that follows it goes. ``insert`` and ``access`` take of one chain the tail
+    until something that follows it goes. ``insert`` and ``touch`` take of one chain the tail
     first; ``fill`` and ``call_back`` are the policy's own.
 
     What a block's standing says goes before what the policy says (``standings``).
@@ -284,11 +284,11 @@ class TailFirst:
         self._policy.insert(rows)
         self.standings.insert(rows)
 
-    def access(self, rows: Sequence[int]) -> None:
+    def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first. None of them is to leave first any more."""
         for row in self.standings.forget_first(rows):
             self._policy.place(row, None)
-        self._policy.access(rows)
+        self._policy.touch(rows)
 
     def remove(self, rows: Sequence[int]) -> list[int]:
         """Copies end, or are of use to nobody any more. Return what they follow, which may be tails

@@ -192,7 +192,7 @@ class Promotions(HasParts):
                     found.append((position * group.block_tokens, read))
         if not found:
             return deque()
-        self._landing.access(held[::-1])  # or reading ahead would make room by letting just these leave
+        self._landing.touch(held[::-1])  # or reading ahead would make room by letting just these leave
         found.sort(key=lambda place: place[0])
         end_tokens = (
             found[0][0] + request.limits.most_load_tokens if request.limits.most_load_tokens is not None else hit

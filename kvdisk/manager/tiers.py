@@ -278,17 +278,17 @@ class TierSpace:
         elif self._state(row) != DOOMED:
             self._catalog.doom(row, self.tier)
 
-    def access(self, rows: Sequence[int]) -> None:
+    def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].access(alike)
+            self._orders[size_class].touch(alike)
         if self.lower is not None:
             self.lower.used(rows)
 
     def reached(self, rows: Sequence[int]) -> None:
         """A request reached these blocks, which are in some tier; the tail of a chain first."""
         states = self._catalog.columns(self.tier).states
-        self.access([row for row in rows if states[row] == READY])
+        self.touch([row for row in rows if states[row] == READY])
 
     def drop(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""

@@ -144,7 +144,7 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
             assert copies.evict(number) == min(number, room)
         elif row >= 0 and step == "use":
             copies.history.count([key_of(number)], 0, 1, 0)
-            copies.order.access((row,))
+            copies.order.touch((row,))
         elif row >= 0 and step == "pin":
             if copies.catalog.pins(row, Tier.CPU):
                 copies.catalog.unpin((row,), Tier.CPU)
@@ -170,9 +170,9 @@ def test_what_a_state_that_has_left_alone_made_useful_leaves_next(eviction, at_o
     rows = [copies.store(number) for number in range(9)]
     for row in (rows[6], rows[8], rows[7]):
         copies.history.now += 1
-        copies.order.access((row,))
+        copies.order.touch((row,))
     copies.history.now += 1
-    copies.order.access([rows[number] for number in (5, 2, 4, 3, 1, 0)])  # used last of all
+    copies.order.touch([rows[number] for number in (5, 2, 4, 3, 1, 0)])  # used last of all
     left: list[int] = []
     while copies.ready():
         found = copies.victims(at_once)
@@ -188,7 +188,7 @@ def test_what_a_state_made_useful_stays_while_a_tier_has_the_state():
     copies.catalog.begin(rows[1:2], Tier.NVME, (Slot(0, 1),))
     copies.catalog.finish(rows[1:2], Tier.NVME)
     copies.history.now += 1
-    copies.order.access(rows[:1])
+    copies.order.touch(rows[:1])
     for row in (rows[1], rows[2], rows[0]):
         assert copies.victims(1) == [row]
         copies.drop(row)
@@ -227,7 +227,7 @@ def test_a_state_that_follows_a_state_makes_nothing_useful():
     copies.order.insert([rows[3], rows[0], rows[1], rows[2]])
     for row in (rows[0], rows[2], rows[1]):
         copies.history.now += 1
-        copies.order.access((row,))
+        copies.order.touch((row,))
     assert copies.victims(1) == [rows[3]]
     copies.drop(rows[3])
     assert copies.victims(3) == [rows[0], rows[2], rows[1]]
@@ -265,7 +265,7 @@ def test_standings_go_before_what_the_policy_says_and_hold_back_no_more_than_may
             room = len(copies.ready()) - len(copies.held())
             assert copies.evict(number // 3) == min(number // 3, room)
         elif row >= 0 and step == "use":
-            copies.order.access((row,))
+            copies.order.touch((row,))
             assert copies.order._policy.standing(row) != DEMOTED
         elif row >= 0:
             copies.drop(row)
@@ -336,7 +336,7 @@ def test_all_children_of_one_parent_leave_in_one_search(newest_first, monkeypatc
     children = rows[:0:-1] if newest_first else rows[1:]
     for row in children:
         copies.history.now += 1
-        copies.order.access((row,))
+        copies.order.touch((row,))
     assert copies.search(5000) == children[:5000]
     assert copies.search(5001) == [*children[5000:], rows[0]]
 
