@@ -220,7 +220,7 @@ class Drives:
         length_s = self._begin(number, _Pause.ALL, now)
         self._stats.add("drive_quarantines")
         logger.error(
-            "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
+            "kvdisk: drive %d of the store %s; it is quarantined for %.0f s; its blocks will be recomputed.",
             number,
             "does not answer" if hangs else f"failed to read {self._failures[number]} blocks in a row",
             length_s,
