@@ -148,7 +148,7 @@ class Geometry:
         return tuple(self.slot_sizes.index(group.slot_bytes) for group in self.groups)
 
     @cached_property
-    def step_tokens(self) -> int:
+    def alignment_tokens(self) -> int:
         """Tokens of the shortest prefix that ends with a block of every group."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
@@ -179,7 +179,7 @@ class Geometry:
         for group, size_class in zip(self.groups, self.size_classes, strict=True):
             per_token[size_class] += 1 / group.tokens_each
         tokens = int(min(count / needed for count, needed in zip(slots, per_token, strict=True)))
-        return tokens - tokens % self.step_tokens
+        return tokens - tokens % self.alignment_tokens
 
 
 def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:

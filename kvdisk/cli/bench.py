@@ -24,7 +24,7 @@ from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size, speed
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
-from kvdisk.device.probe import FILE_BYTES, Silence, nameless_file, on_trial, probe
+from kvdisk.device.probe import FILE_BYTES, DeviceTimeout, nameless_file, on_trial, probe
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import ALIGNMENT, Geometry
 from kvdisk.worker.arena import Arena
@@ -128,7 +128,7 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
     block_bytes = max(geometry.slot_sizes) if geometry else BLOCK_BYTES
     try:
         read, run_read, write = measure_drive(directory, min(block_bytes, RUN_BYTES))
-    except Silence:
+    except DeviceTimeout:
         raise DeviceError(errno.ETIMEDOUT, f"nothing was heard of it for {SILENT_S:g} s") from None
     except OSError as error:
         raise DeviceError(error.errno or errno.EIO, "the drive that is measured") from error
@@ -155,7 +155,7 @@ def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
 
 def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, float]:
     """Move an unnamed file in ``directory`` in blocks and in runs; return the bytes a second of
-    reads, of runs read, and of writes. Raises DeviceError, Silence, OSError."""
+    reads, of runs read, and of writes. Raises DeviceError, DeviceTimeout, OSError."""
     memory = Arena([RUN_BYTES], [FILE_BYTES // RUN_BYTES], pin=False).memory  # as an engine's: it has huge pages
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
     device = PosixDevice()
@@ -182,14 +182,14 @@ def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[
 
 
 def move_all(device: Device, op: Op, batches: Sequence[Sequence[Transfer]]) -> float:
-    """Move all batches; return bytes per second. Raises DeviceError, Silence."""
+    """Move all batches; return bytes per second. Raises DeviceError, DeviceTimeout."""
     began_s = time.monotonic()
     waiting = {device.submit(op, batch) for batch in batches}
     failed: list[int] = []
     while waiting:
         ended = device.poll(SILENT_S)
         if not ended:
-            raise Silence
+            raise DeviceTimeout
         for outcome in ended:
             waiting.discard(outcome.ticket)
             failed += outcome.errors.values()

@@ -421,7 +421,7 @@ def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
 
 def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:
     """Say why the hit is no longer."""
-    hit, step = asked.hit_tokens, asked.geometry.step_tokens
+    hit, step = asked.hit_tokens, asked.geometry.alignment_tokens
     if len(tokens) <= step:
         return f"the prompt is too short: a hit is of whole blocks of {step} tokens, and its last token is computed"
     if hit >= (len(tokens) - 1) // step * step:

@@ -277,8 +277,10 @@ class SchedulerSide:
             if request_id in self._requests:
                 self._describe(self._requests[request_id])
                 manager.plan_states(request_id, states, now)
-        step_tokens = int(sum(output.num_scheduled_tokens.values()))
-        plan = manager.take_plan(now, idle=step_tokens == 0, step_tokens=step_tokens, overwritten=overwritten)
+        scheduled_tokens = int(sum(output.num_scheduled_tokens.values()))
+        plan = manager.take_plan(
+            now, idle=scheduled_tokens == 0, scheduled_tokens=scheduled_tokens, overwritten=overwritten
+        )
         self._adapters.note(plan)
         unplanned = manager.unplanned_loads
         self._unsent = {name: blocks for name, blocks in self._unsent.items() if name in unplanned} if unplanned else {}

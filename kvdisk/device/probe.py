@@ -39,7 +39,7 @@ _given_up: list[object] = []
 """Silent devices, and their memory: the drive may still come to what they hold."""
 
 
-class Silence(Exception):
+class DeviceTimeout(Exception):
     """A device has not ended a batch in time: what it holds is given up, and it is not closed."""
 
 
@@ -103,7 +103,7 @@ def probe(
                 return ProbeReport(directory, name, True, direct, why)
             threads, still = _try(make(False), fd)
             return ProbeReport(directory, threads, False, direct, still or f"not {name}: {wrong}")
-    except Silence:
+    except DeviceTimeout:
         why = f"the drive has not answered for {GIVE_UP_S:.0f} s"
     except (OSError, KvdiskError) as error:
         full = getattr(error, "errno", None) in NO_ROOM
@@ -115,7 +115,7 @@ def probe(
 def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]]:
     """Open a file of so many allocated bytes that nobody else sees, and say whether it is direct.
 
-    It stays open where ``Silence`` ends the block. Raises OSError.
+    It stays open where ``DeviceTimeout`` ends the block. Raises OSError.
     """
     for left in directory.glob(_PREFIX + "*"):
         with suppress(OSError):
@@ -128,7 +128,7 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
         with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
             direct = make_direct(fd, lambda: os.pwritev(fd, [block], 0))
         yield fd, direct
-    except Silence:
+    except DeviceTimeout:
         fd = -1  # what has not ended may still use the number
         raise
     finally:
@@ -138,14 +138,14 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
 
 @contextmanager
 def on_trial(device: Device, fd: int, *memories: Buffer, owners: object = None) -> Iterator[None]:
-    """Make memory and a file known to a device, and close it at the end; where ``Silence`` ends the
-    block it is kept for ever, with its memory and the ``owners`` of that."""
+    """Make memory and a file known to a device, and close it at the end; where ``DeviceTimeout``
+    ends the block it is kept for ever, with its memory and the ``owners`` of that."""
     try:
         for memory in memories:
             device.attach_memory(memory)
         device.attach_file(fd)
         yield
-    except Silence:
+    except DeviceTimeout:
         _given_up.append((device, memories, owners))
         raise
     except BaseException:
@@ -156,7 +156,7 @@ def on_trial(device: Device, fd: int, *memories: Buffer, owners: object = None) 
 
 def _try(device: Device, fd: int) -> tuple[str, str]:
     """Return what a device is called with the file, and what is wrong with what it moves. Raises
-    Silence."""
+    DeviceTimeout."""
     memory = memoryview(mmap.mmap(-1, _TRIAL_BYTES))
     with on_trial(device, fd, memory):
         return device.name, _check(device, fd, memory)
@@ -184,7 +184,7 @@ def _check(device: Device, fd: int, memory: memoryview) -> str:
 def await_batches(device: Device, tickets: Collection[int]) -> dict[int, int]:
     """Wait until these batches have ended, the only ones under way; return the errors of all.
 
-    Raises Silence where one has not ended in ``GIVE_UP_S``.
+    Raises DeviceTimeout where one has not ended in ``GIVE_UP_S``.
     """
     waiting, errors = set(tickets), dict[int, int]()
     deadline_s = time.monotonic() + GIVE_UP_S
@@ -193,5 +193,5 @@ def await_batches(device: Device, tickets: Collection[int]) -> dict[int, int]:
             waiting.discard(outcome.ticket)
             errors |= outcome.errors
         if waiting and time.monotonic() >= deadline_s:
-            raise Silence
+            raise DeviceTimeout
     return errors

@@ -23,7 +23,7 @@ class AdmissionPolicy:
     """
 
     @property
-    def is_open(self) -> bool:
+    def admits_all(self) -> bool:
         """Whether ``admits`` would now return True for any block: then it is not asked."""
         return True
 
@@ -49,7 +49,7 @@ class AdmissionPolicy:
 class AdmitReused(AdmissionPolicy):
     """A block may enter once ``needed`` distinct requests wanted it."""
 
-    is_open = False
+    admits_all = False
 
     def __init__(self, history: ReuseHistory, needed: int) -> None:
         self._history = history
@@ -81,13 +81,13 @@ class AdmitLearned(AdmissionPolicy):
         self._orders = orders
 
     @property
-    def is_open(self) -> bool:
+    def admits_all(self) -> bool:
         """Return whether there is room."""
         return not self._is_full
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether it is worth its write."""
-        if self.is_open:
+        if self.admits_all:
             return [True] * len(keys)
         history, rate = self._history, max(order.least_rate() for order in self._orders)
         gains: dict[tuple[int, int], bool] = {}

@@ -69,7 +69,7 @@ class Demotions:
         Asked when a copy becomes READY, and each time its key's count may have risen. ``own``: also
         what a neighbour has; these are to leave as soon as the lower tier has them.
         """
-        if self._lower.status.is_open:
+        if self._lower.status.works:
             queued = self._queue(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
             if own:
                 self._mark(queued)
@@ -82,7 +82,7 @@ class Demotions:
         first.
         """
         status = self._lower.status
-        if not status.is_open:
+        if not status.works:
             return list(rows)
         lacking = self._lacking(rows)
         admitted = self._admitted(lacking)
@@ -111,7 +111,7 @@ class Demotions:
     def _admitted(self, rows: Sequence[int]) -> Sequence[int]:
         """Return which copies the lower tier lets in: also what copies there follow, for these
         would serve nobody without it."""
-        if not rows or self._lower.admission.is_open:
+        if not rows or self._lower.admission.admits_all:
             return rows
         keys, parents = [self._catalog.keys[row] for row in rows], list(map(self._catalog.parent, rows))
         followers, answers = self._catalog.columns(self._lower.tier).first_child, self._lower.admits(keys, parents)
@@ -192,7 +192,7 @@ class Demotions:
     def plan(self, now: float) -> None:
         """Make room in the lower tier for what is queued; plan jobs for what finds some."""
         lower = self._lower
-        if not lower.status.is_open:
+        if not lower.status.works:
             self._queued = RowLists(len(self._queued.counts))
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]

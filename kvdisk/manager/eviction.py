@@ -20,7 +20,7 @@ from kvdisk.config import EVICTIONS
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
-from kvdisk.manager.standings import FIRST, STAYS, CopyStandings, Standings
+from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
@@ -83,7 +83,7 @@ class EvictionPolicy:
             last[row] = now
         self._lists.append(rows, self.classes_of(rows))
 
-    def access(self, rows: Sequence[int]) -> None:
+    def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first.
 
         One request may use a copy up to three times: when it is read ahead for, when it has loaded
@@ -148,7 +148,7 @@ class EvictionPolicy:
     @property
     def proposed(self) -> int:
         """How many rows are proposed, or will be: neither parked nor to stay."""
-        return sum(self._lists.counts[: self.classes + STAYS])
+        return sum(self._lists.counts[: self.classes + PINNED])
 
     def standing(self, row: int) -> int | None:
         """Return a row's standing; None: it has none, or is not here."""
@@ -194,7 +194,7 @@ class EvictionPolicy:
         Between two rows the caller may park the first, and nothing else.
         """
         lists, last = self._lists, self._last
-        numbers = [number for number in range(self.classes + STAYS) if lists.counts[number]]
+        numbers = [number for number in range(self.classes + PINNED) if lists.counts[number]]
         rows = [lists.oldest(number) for number in numbers]
         worths = [self._worth(number, last[row]) for number, row in zip(numbers, rows, strict=True)]
         while (least := min(worths, default=math.inf)) < math.inf:
@@ -240,7 +240,7 @@ class TailFirst:
 
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
     its tier follows it, and only those are proposed: what a policy proposes too early is parked
-    until something that follows it goes. ``insert`` and ``access`` take of one chain the tail
+    until something that follows it goes. ``insert`` and ``touch`` take of one chain the tail
     first; ``fill`` and ``call_back`` are the policy's own.
 
     What a block's standing says goes before what the policy says (``standings``).
@@ -284,11 +284,11 @@ class TailFirst:
         self._policy.insert(rows)
         self.standings.insert(rows)
 
-    def access(self, rows: Sequence[int]) -> None:
+    def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first. None of them is to leave first any more."""
         for row in self.standings.forget_first(rows):
             self._policy.place(row, None)
-        self._policy.access(rows)
+        self._policy.touch(rows)
 
     def remove(self, rows: Sequence[int]) -> list[int]:
         """Copies end, or are of use to nobody any more. Return what they follow, which may be tails
@@ -361,7 +361,7 @@ class TailFirst:
         if len(found) < count:
             for row in reversed(passed):
                 self._useless.discard(row)
-                if self._policy.standing(row) == FIRST:
+                if self._policy.standing(row) == DEMOTED:
                     self._policy.place(row, None)
                 self._policy.postpone(row)
         # Rows that were parked are not looked at again, and tails that were passed over come last:

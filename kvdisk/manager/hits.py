@@ -80,7 +80,7 @@ class HitCounts(HasParts):
         if asked is None or asked.promised_tokens != loaded_tokens:
             return
         start_tokens, limit_tokens = asked.start_tokens, asked.limit_tokens
-        step = self._geometry.step_tokens
+        step = self._geometry.alignment_tokens
         end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
         tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, blocks)
         missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
@@ -188,7 +188,7 @@ class HitCounts(HasParts):
     ) -> tuple[BlockKey | None, int, bool]:
         """Return the key of the first block that the next longer hit lacks, its presence, and
         whether this request itself has come to it before."""
-        end = hit_end_tokens + self._geometry.step_tokens
+        end = hit_end_tokens + self._geometry.alignment_tokens
         for group in self._geometry.groups:
             first = hit_end_tokens // group.block_tokens
             if not group.reads_all:
@@ -207,7 +207,7 @@ class HitCounts(HasParts):
         """Return why no tier has a block that was asked for before: the last tier would not take
         it; or one has evicted blocks, so that it is taken to be one of these; or none has."""
         *_, last = self._tiers
-        if not (last.admission.is_open or last.admission.admits((key,))[0]):
+        if not (last.admission.admits_all or last.admission.admits((key,))[0]):
             return Miss.REFUSED
         cpu, nvme = self._stats["evicted_blocks.cpu"], self._stats["evicted_blocks.nvme"]
         untaken = self._stats["left_blocks.room"] + self._stats["left_blocks.budget"]

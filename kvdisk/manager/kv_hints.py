@@ -14,7 +14,7 @@ from kvdisk.manager.catalog import NONE
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.standings import FIRST, LATE, MOST_STANDINGS, STAYS
+from kvdisk.manager.standings import DEMOTED, MOST_STANDINGS, PINNED, RETAINED
 from kvdisk.manager.tiers import Tiers
 
 RETAIN, PIN, PREFETCH, DEMOTE = ACTIONS = ("retain", "pin", "prefetch", "demote")
@@ -45,12 +45,12 @@ class KVHints(HasParts):
             elif hint.action != DEMOTE:
                 hinted = self._prompt(request, most)
                 for key in hinted:
-                    self._standings.set(key, STAYS if hint.action == PIN else LATE, hint.seconds)
+                    self._standings.set(key, PINNED if hint.action == PIN else RETAINED, hint.seconds)
                 keys += hinted
             elif ended:
                 hinted = list(self._own(request))
                 for key in hinted:
-                    self._standings.set(key, FIRST, DEMOTED_S)
+                    self._standings.set(key, DEMOTED, DEMOTED_S)
                 keys += hinted
         self._rank(keys)
 
@@ -101,4 +101,4 @@ class KVHints(HasParts):
     def _rank(self, keys: list[BlockKey]) -> None:
         rows = [row for row in self._catalog.find_all(keys) if row != NONE]
         for space in self._tiers if rows else ():
-            space.rank(rows)
+            space.reorder(rows)

@@ -29,14 +29,14 @@ _SMOOTHING = 1 / 8
 class LoadThreshold:
     """How long a hit must be to be worth a load.
 
-    ``fixed_tokens``: given by the user; None: learn. ``step_tokens``: those of the largest block.
-    ``most_tokens``: a hit of so many is always loaded.
+    ``fixed_tokens``: given by the user; None: learn. ``alignment_tokens``: what hits are multiples
+    of. ``most_tokens``: a hit of so many is always loaded.
     """
 
-    def __init__(self, fixed_tokens: int | None, step_tokens: int) -> None:
-        self.most_tokens = MOST_BLOCKS * step_tokens if fixed_tokens is None else fixed_tokens
+    def __init__(self, fixed_tokens: int | None, alignment_tokens: int) -> None:
+        self.most_tokens = MOST_BLOCKS * alignment_tokens if fixed_tokens is None else fixed_tokens
         self._is_fixed = fixed_tokens is not None
-        self._step_tokens = step_tokens
+        self._alignment_tokens = alignment_tokens
         self.rate = 0.0
         """Tokens computed per second; 0: not known."""
         self._seconds: dict[Tier, float] = {}
@@ -51,8 +51,8 @@ class LoadThreshold:
         """Return the shortest hit that is loaded from a tier."""
         if self._is_fixed:
             return self.most_tokens
-        blocks = int(self.rate * self._seconds.get(tier, 0.0) / self._step_tokens)
-        return min(blocks * self._step_tokens, self.most_tokens)
+        blocks = int(self.rate * self._seconds.get(tier, 0.0) / self._alignment_tokens)
+        return min(blocks * self._alignment_tokens, self.most_tokens)
 
     def stepped(self, now: float, tokens: int) -> None:
         """Learn the engine's rate: a step begins that computes so many tokens."""

@@ -50,7 +50,7 @@ class LoadLookups(HasParts):
         if request.limits.most_load_tokens is not None:
             limit = min(limit, local_tokens + request.limits.most_load_tokens)
         self._hints.refresh(request, now)
-        may_hit = limit // self._geometry.step_tokens * self._geometry.step_tokens > local_tokens
+        may_hit = limit // self._geometry.alignment_tokens * self._geometry.alignment_tokens > local_tokens
         if may_hit and not request.gave_up_waiting and self._hints.is_asking(request) and self._may_wait(request, now):
             self._hits.waits(request, now)  # at once: many may wait, and with each answer a hit may be longer
             return None

@@ -103,7 +103,7 @@ class Lookups:
     ) -> Hits:
         """As ``hits``, but looks even where nothing has changed; of new ``Lookups`` in any
         ``presences``."""
-        step = geometry.step_tokens
+        step = geometry.alignment_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
         ready = coming = limit_tokens // step * step

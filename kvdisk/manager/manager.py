@@ -91,7 +91,7 @@ class TierManager(HasParts):
             parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
         )
         self._sources = StoreSources(parts.context)
-        self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.step_tokens)
+        self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.alignment_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
         self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
@@ -244,10 +244,12 @@ class TierManager(HasParts):
             space.note_time(now_s)
 
     @uncollected
-    def take_plan(self, now: float, *, idle: bool, step_tokens: int = 0, overwritten: Collection[int] = ()) -> Plan:
+    def take_plan(
+        self, now: float, *, idle: bool, scheduled_tokens: int = 0, overwritten: Collection[int] = ()
+    ) -> Plan:
         """Return the step's plan.
 
-        ``step_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
+        ``scheduled_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
         ``overwritten``: see ``preempt``.
         """
         for space in self._tiers:
@@ -264,7 +266,7 @@ class TierManager(HasParts):
         self._promotions.plan()
         self._demand.step()
         # A token takes a block at most in each group.
-        self._state.taken_blocks += step_tokens * len(self._geometry.groups)
+        self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
         self._loads.go_on()
         void, self._void = tuple(self._void), []
@@ -272,7 +274,7 @@ class TierManager(HasParts):
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
-        self._threshold.stepped(now, step_tokens)
+        self._threshold.stepped(now, scheduled_tokens)
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 

@@ -69,7 +69,7 @@ class NeighbourCopies(HasParts):
 
     def is_asking(self, request: RequestState) -> bool:
         """Whether the answer to a request's question is still to come."""
-        return self._questions.is_open(request.question) and self._neighbours is not None and self._neighbours.any
+        return self._questions.is_asking(request.question) and self._neighbours is not None and self._neighbours.any
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, as far as the step allows it, ask for the rest, and

@@ -113,13 +113,13 @@ class NvmeSpace(TierSpace):
     @property
     def status(self) -> TierStatus:
         """The state of the tier now."""
-        is_open, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
+        works, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
-        works = is_open and self._index_state is not IndexState.GONE
+        is_writable = works and self._index_state is not IndexState.GONE
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
         return TierStatus(
-            is_open, is_spent, comes and works and not is_spent, uncommitted, (self._ticket, self._committed)
+            works, is_spent, comes and is_writable and not is_spent, uncommitted, (self._ticket, self._committed)
         )
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
@@ -149,7 +149,7 @@ class NvmeSpace(TierSpace):
             return False
         return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
 
-    def learn(self, record: JobRecord, now: float) -> None:
+    def on_settled(self, record: JobRecord, now: float) -> None:
         """Learn from a settled job how the drives are, and what has become of the files; hide what
         a quarantined drive holds."""
         if record.job.kind is JobKind.OPEN_HOME and record.failed:
@@ -167,7 +167,7 @@ class NvmeSpace(TierSpace):
                 self._ticket = self._index.delete_segment(spec.segment)
             else:
                 self._opened(spec, now, next(iter(record.failed.values()), None))
-        self.segments.learn(record, now, self._drops)
+        self.segments.on_settled(record, now, self._drops)
         self._hide()
 
     def _hide(self) -> None:

@@ -132,7 +132,7 @@ class Promotions(HasParts):
         if self._landing is None or awaited or not self._waiting:
             return
         slower = (space for space in self._tiers if space is not self._landing)
-        if not self._config.remote and not any(space.status.is_open for space in slower):
+        if not self._config.remote and not any(space.status.works for space in slower):
             for asked in list(self._asked):
                 self._end(asked)
             return
@@ -192,7 +192,7 @@ class Promotions(HasParts):
                     found.append((position * group.block_tokens, read))
         if not found:
             return deque()
-        self._landing.access(held[::-1])  # or reading ahead would make room by letting just these leave
+        self._landing.touch(held[::-1])  # or reading ahead would make room by letting just these leave
         found.sort(key=lambda place: place[0])
         end_tokens = (
             found[0][0] + request.limits.most_load_tokens if request.limits.most_load_tokens is not None else hit

@@ -81,7 +81,7 @@ class Questions(HasParts):
             self.go_on()
         return self._last_number
 
-    def is_open(self, number: int) -> bool:
+    def is_asking(self, number: int) -> bool:
         """Whether something of a question is not answered yet."""
         return number in self._open
 
@@ -148,7 +148,7 @@ class Questions(HasParts):
 
     def _look_at_next(self, question: Question) -> None:
         """Look for what is missing of the next stretch."""
-        groups, step = self._geometry.groups, self._geometry.step_tokens
+        groups, step = self._geometry.groups, self._geometry.alignment_tokens
         step_keys = sum(step // group.block_tokens for group in groups)
         start = question.tokens
         end = question.tokens = start + max(1, self._most_keys() // step_keys) * step

@@ -214,7 +214,7 @@ class RemoteCopies(HasParts):
 
     def is_asking(self, request: RequestState) -> bool:
         """Whether the answer to a request's question is still to come."""
-        return self._questions.is_open(request.remote_question) and self._index is not None and self._index.any
+        return self._questions.is_asking(request.remote_question) and self._index is not None and self._index.any
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, as far as the step allows it, ask for the rest, and
@@ -304,7 +304,7 @@ class RemoteCopies(HasParts):
         ready = [keys[row] for row in rows if states[row] == READY and keys[row] not in self._queue]
         bad = [self.bad.is_to_replace(key) for key in ready]
         wanted = [key for key, is_bad in zip(ready, bad, strict=True) if is_bad is None and key not in self.hints]
-        if not self.admission.is_open:
+        if not self.admission.admits_all:
             wanted = list(compress(wanted, self.admission.admits(wanted)))
         wanted = self._by_place([*compress(ready, bad), *wanted])[: max(0, MOST_QUEUED - len(self._queue))]
         self._queue.update((key, self.bad.is_to_replace(key) is True) for key in wanted)

@@ -175,7 +175,7 @@ class Drives:
         """Whether a segment may be made on a drive that may be written."""
         return now >= self._ends_s.get((number, _Pause.SEGMENTS), now)
 
-    def wrote(self, number: int, now: float, failure: str | None = None) -> None:
+    def note_write_result(self, number: int, now: float, failure: str | None = None) -> None:
         """A write ended. A ``failure`` stops writes for a while, longer each time."""
         if failure is None:
             self._next_s.pop((number, _Pause.WRITES), None)
@@ -186,7 +186,7 @@ class Drives:
                 "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
             )
 
-    def made(self, number: int, now: float, *, failed: bool = False, full: bool = False) -> None:
+    def note_segment_result(self, number: int, now: float, *, failed: bool = False, full: bool = False) -> None:
         """A segment was made, or could not be made on some rank: then none is for a while.
 
         ``full``: for want of room, which is nothing to warn of each time.
@@ -208,7 +208,7 @@ class Drives:
         self._ends_s.pop((number, _Pause.SEGMENTS), None)
         self._next_s.pop((number, _Pause.SEGMENTS), None)
 
-    def read(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
+    def note_read_result(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
         """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
         if not (failed or hangs):
             self._failures[number] = 0
@@ -220,7 +220,7 @@ class Drives:
         length_s = self._begin(number, _Pause.ALL, now)
         self._stats.add("drive_quarantines")
         logger.error(
-            "kvdisk: drive %d of the store %s; it is left alone for %.0f s, and what is on it is computed again.",
+            "kvdisk: drive %d of the store %s; it is quarantined for %.0f s; its blocks will be recomputed.",
             number,
             "does not answer" if hangs else f"failed to read {self._failures[number]} blocks in a row",
             length_s,
@@ -345,7 +345,7 @@ class Segments:
         if is_full and spec.slot_count > self._least_slots(size_class):
             self._halvings[drive] = (self._layout.slot_counts[size_class] // spec.slot_count).bit_length()
             return
-        self.drives.made(drive, now, failed=failure is not None, full=is_full)
+        self.drives.note_segment_result(drive, now, failed=failure is not None, full=is_full)
         if is_full:
             self._full.add(drive)
             if not self._told:
@@ -424,7 +424,7 @@ class Segments:
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
-    def learn(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
+    def on_settled(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
         """Learn from a settled job how the drives are that it wrote to, or read from: not by reads
         of segments that are dropped, whose files may not have been opened."""
         wrote: dict[int, bool] = {}
@@ -438,6 +438,6 @@ class Segments:
                 if bad or reason is None:
                     wrote[spec.drive] = bad or wrote.get(spec.drive, False)
             elif spec.segment not in dropping and (hangs or reason in _READ_TELLS):
-                self.drives.read(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
+                self.drives.note_read_result(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
         for drive, bad in wrote.items():
-            self.drives.wrote(drive, now, "a write failed on some rank" if bad else None)
+            self.drives.note_write_result(drive, now, "a write failed on some rank" if bad else None)

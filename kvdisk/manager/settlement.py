@@ -64,7 +64,7 @@ class Settlement(HasParts):
 
     def _end(self, record: JobRecord, now: float, now_s: int) -> None:
         for space in self._tiers:
-            space.learn(record, now)
+            space.on_settled(record, now)
         if record.job.kind in _WRITES:
             self._end_write(record, now, now_s)
         elif record.job.kind in _READS:
@@ -191,7 +191,7 @@ class Settlement(HasParts):
             self._offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
             space.unpin(spent[space.tier])
             space.reached(reached)  # so that the request need not do it again
-            space.access(used[space.tier])
+            space.touch(used[space.tier])
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good

@@ -17,7 +17,7 @@ from kvdisk.manager.catalog import NONE, READY, Catalog
 if TYPE_CHECKING:
     from kvdisk.manager.eviction import EvictionPolicy
 
-FIRST, LATE, STAYS = range(3)
+DEMOTED, RETAINED, PINNED = range(3)
 """The standings of a block: it leaves before all others, after them, or not at all."""
 MOST_STANDINGS: Final = 1 << 18
 MOST_ENDED: Final = 1024
@@ -49,13 +49,13 @@ class Standings:
     def set(self, key: BlockKey, standing: int, seconds: float) -> None:
         """Give a block a standing for so long from now on.
 
-        Of two that are to keep it, the stronger holds, and of equal ones the longer. FIRST ends
+        Of two that are to keep it, the stronger holds, and of equal ones the longer. DEMOTED ends
         both.
         """
         end = math.ceil(self.now + seconds)
         held = self.held.get(key)
         if held is not None:
-            if standing != FIRST and held >= (standing, end):
+            if standing != DEMOTED and held >= (standing, end):
                 return
             self.forget(key)
         elif len(self.held) >= MOST_STANDINGS:
@@ -114,9 +114,9 @@ class CopyStandings:
     def insert(self, rows: Sequence[int]) -> None:
         """Copies were inserted."""
         if self._standings.held:
-            self.rank([*chain.from_iterable(map(self._followers, rows)), *rows])
+            self.reorder([*chain.from_iterable(map(self._followers, rows)), *rows])
 
-    def rank(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Place copies by the standing that their blocks have by now, and with them what follows
         them, which stays only if they do. ``rows``: of one chain the tail first."""
         todo = list(rows)
@@ -128,29 +128,29 @@ class CopyStandings:
     def keep_at_most(self, count: int) -> None:
         """Let more than ``count`` copies not stay any more, for there is less room than there
         was."""
-        while self._policy.count(STAYS) > count:
-            row = self._policy.oldest(STAYS)
-            self._policy.place(row, LATE)
-            self.rank(self._followers(row))
+        while self._policy.count(PINNED) > count:
+            row = self._policy.oldest(PINNED)
+            self._policy.place(row, RETAINED)
+            self.reorder(self._followers(row))
 
     def may_stay(self) -> bool:
         """Whether one more copy may stay."""
-        return self._policy.count(STAYS) < self._most_staying()
+        return self._policy.count(PINNED) < self._most_staying()
 
     def _standing_of(self, row: int) -> int | None:
         key, had = self._catalog.keys[row], self._policy.standing(row)
         standing = self._standings.of(key)
         if standing is None or self._catalog.find(key) != row:  # or it is of another epoch
-            return FIRST if had == FIRST else None  # until it is used
-        if standing == STAYS:
-            if had != STAYS and not self.may_stay():
+            return DEMOTED if had == DEMOTED else None  # until it is used
+        if standing == PINNED:
+            if had != PINNED and not self.may_stay():
                 self._standings.clipped = True
-                return LATE
+                return RETAINED
             parent = self._catalog.parent_rows[row]
             # Of what is of another size nobody knows here whether it stays.
             is_here = parent != NONE and self._catalog.state(parent, self._tier) == READY
-            if is_here and self._policy.standing(parent) != STAYS:
-                return LATE
+            if is_here and self._policy.standing(parent) != PINNED:
+                return RETAINED
         return standing
 
     def _followers(self, row: int) -> list[int]:
@@ -165,9 +165,9 @@ class CopyStandings:
     def forget_first(self, rows: Sequence[int]) -> list[int]:
         """Return which of some rows were to leave first; they are not any more elsewhere, nor
         later."""
-        if not self._policy.count(FIRST):
+        if not self._policy.count(DEMOTED):
             return []
-        found = [row for row in rows if self._policy.standing(row) == FIRST]
+        found = [row for row in rows if self._policy.standing(row) == DEMOTED]
         for row in found:
             self._standings.forget(self._catalog.keys[row])
         return found

@@ -149,7 +149,7 @@ class StorePlanner(HasParts):
         request.is_behind = sum(full) - sum(starts) > most
         stops = full
         if request.is_behind:
-            step = self._geometry.step_tokens
+            step = self._geometry.alignment_tokens
             first = min(start * group.block_tokens for start, group in zip(starts, groups, strict=True))
             blocks = sum(step // group.block_tokens for group in groups)
             end = (first // step + max(1, most // blocks)) * step
@@ -441,7 +441,7 @@ class StorePlanner(HasParts):
                 gone.add(offer.key)
             else:
                 kept.append((offer, row))
-        why = "room" if self._target.admission.is_open else "reuse"
+        why = "room" if self._target.admission.admits_all else "reuse"
         self._stats.add(f"refused_blocks.{why}", len(missing) - len(kept))
         return kept
 

@@ -20,7 +20,7 @@ from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.standings import STAYS
+from kvdisk.manager.standings import PINNED
 
 if TYPE_CHECKING:
     from kvdisk.manager.demotions import Demotions
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 class TierStatus(NamedTuple):
     """The state of a tier; the defaults are those of one that can always be written.
 
-    ``is_open``: False once the tier is off for good. ``is_spent``: whether it was a budget that
+    ``works``: False once the tier is off for good. ``is_spent``: whether it was a budget that
     forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether there is room, or
     it comes without an eviction. ``uncommitted``: whether steps are needed until a commit.
     ``tickets``: of the last change that is to be committed, and of the last that is known to be.
     """
 
-    is_open: bool = True
+    works: bool = True
     is_spent: bool = False
     has_room_soon: bool = False
     uncommitted: bool = False
@@ -127,7 +127,7 @@ class TierSpace:
         """Learn whether copies may be written now, and return it."""
         return True
 
-    def learn(self, record: JobRecord, now: float) -> None:
+    def on_settled(self, record: JobRecord, now: float) -> None:
         """Learn from a settled job, of any tier's, how this tier is."""
 
     def gauges(self) -> dict[str, float]:
@@ -145,7 +145,7 @@ class TierSpace:
         """Return of each block whether it may enter now: also what is to stay; never what follows a
         refused one, which it would be of no use without. ``keys``: of one chain the tail comes
         first, or last. ``parents``: of each."""
-        if self.admission.is_open:
+        if self.admission.admits_all:
             return [True] * len(keys)
         # What the history has forgotten would be refused as what nobody wants, and all behind it.
         by_history = isinstance(self.admission, AdmitLearned | AdmitReused)
@@ -161,16 +161,16 @@ class TierSpace:
 
     def _is_to_stay(self, key: BlockKey) -> bool:
         order = self._orders[self._geometry.size_classes[group_of(key)]]
-        return self._standings.of(key) == STAYS and order.standings.may_stay()
+        return self._standings.of(key) == PINNED and order.standings.may_stay()
 
     def _most_staying(self, size_class: int) -> int:
         """Return how many copies of a size class may stay, of all that there may be."""
         return int(self._pin_share * self.capacity[size_class])
 
-    def rank(self, rows: Sequence[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Blocks have another standing than before; of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].standings.rank(alike)
+            self._orders[size_class].standings.reorder(alike)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -278,17 +278,17 @@ class TierSpace:
         elif self._state(row) != DOOMED:
             self._catalog.doom(row, self.tier)
 
-    def access(self, rows: Sequence[int]) -> None:
+    def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].access(alike)
+            self._orders[size_class].touch(alike)
         if self.lower is not None:
             self.lower.used(rows)
 
     def reached(self, rows: Sequence[int]) -> None:
         """A request reached these blocks, which are in some tier; the tail of a chain first."""
         states = self._catalog.columns(self.tier).states
-        self.access([row for row in rows if states[row] == READY])
+        self.touch([row for row in rows if states[row] == READY])
 
     def drop(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""

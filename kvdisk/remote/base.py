@@ -160,7 +160,7 @@ class Health:
         self._trial: int | None = None
 
     @property
-    def is_open(self) -> bool:
+    def answers(self) -> bool:
         """Whether a batch may be sent now."""
         return not self._pause_s or (self._trial is None and self._clock() >= self._until_s)
 
@@ -176,7 +176,7 @@ class Health:
 
     def begin(self, ticket: int) -> bool:
         """Whether to send a batch. It then has to end."""
-        allowed = self.is_open
+        allowed = self.answers
         if allowed and self._pause_s:
             self._trial = ticket
         return allowed

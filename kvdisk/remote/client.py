@@ -139,7 +139,7 @@ class BucketObjects:
     @property
     def answers(self) -> bool:
         """See ``Objects.answers``."""
-        return self._reads.is_open
+        return self._reads.answers
 
     @property
     def is_sound(self) -> bool:

@@ -45,7 +45,7 @@ class ChainSearch:
         ways = min(WAYS, count)
         return [start + way * count // ways for way in range(ways)]
 
-    def learn(self, there: dict[int, bool | None]) -> None:
+    def take_answers(self, there: dict[int, bool | None]) -> None:
         """Take in the answers to the ``probes``; None: there was none, so that it may be asked for
         again."""
         self.gone = min([at for at, found in there.items() if found is False], default=self.gone)
@@ -73,7 +73,7 @@ class _Question:
         self._asked += [(len(self._searches), at) for at in self._alone]
         return [] if self._is_over else [self._keys[chain][at] for chain, at in self._asked]
 
-    def learn(self, results: Sequence[Result]) -> None:
+    def take_answers(self, results: Sequence[Result]) -> None:
         """Take in what came of the blocks of ``next``. Those that were not answered are asked for
         again, unless none was, or it happens too often."""
         answers: dict[int, dict[int, bool | None]] = {}
@@ -81,7 +81,7 @@ class _Question:
             answers.setdefault(chain, {})[at] = _THERE.get(result)
         for chain, there in answers.items():
             if chain < len(self._searches):
-                self._searches[chain].learn(there)
+                self._searches[chain].take_answers(there)
             else:
                 self._found += [self._keys[chain][at] for at, found in there.items() if found]
                 self._alone = [at for at, found in there.items() if found is None]
@@ -160,7 +160,7 @@ class RemoteReader:
                 self._any, self._is_sound = self._objects.answers, self._objects.is_sound
                 for outcome in outcomes:
                     question = self._asked.pop(outcome.ticket)
-                    question.learn(outcome.results)
+                    question.take_answers(outcome.results)
                     self._go_on(question)
         finally:
             self._any = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.header import MULTILINEAR, XXH3_128
-from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, Silence, await_batches, nameless_file, on_trial
+from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, DeviceTimeout, await_batches, nameless_file, on_trial
 from kvdisk.messages import Move
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.routes import Route
@@ -125,7 +125,7 @@ def choose_direct(
         arena.await_pinned()
         with nameless_file(directory, file_bytes) as (fd, _):
             _Trial(fd, make_device(), arena, staging, found).run(file_bytes)
-    except Silence:
+    except DeviceTimeout:
         return DirectChoice(None, f"{_NOTHING}: the drive has not answered for {GIVE_UP_S:.0f} s")
     except Exception as error:  # torch's of a full GPU, kvikio's, the file system's
         found.problems.append(" ".join(str(error).split()) or type(error).__name__)
@@ -186,7 +186,7 @@ class _Trial:
         self._random = random.Random(0)  # noqa: S311 - the same places each time
 
     def run(self, file_bytes: int) -> None:
-        """Add to the findings, in about ``BUDGET_S`` for each size. Raises Silence."""
+        """Add to the findings, in about ``BUDGET_S`` for each size. Raises DeviceTimeout."""
         arena, staging = self._arena, self._staging
         with on_trial(self._device, self._fd, arena.memory, staging.memory, owners=(arena, staging)):
             for size_class, slot_bytes in enumerate(arena.slot_sizes):

@@ -58,7 +58,7 @@ _ON_BLOCKS = frozenset({Leg.GATHER, Leg.SCATTER})
 """Legs that wait for the model's work on vLLM's blocks."""
 
 
-class Summing:
+class ChecksumDone:
     """``Event`` of what checksum threads do."""
 
     def __init__(self, future: Future[Any]) -> None:
@@ -436,7 +436,7 @@ class Runner:
             return False
         copy.synchronize()
         part.copy = None
-        if isinstance(copy, Summing):
+        if isinstance(copy, ChecksumDone):
             self._note_summed(part, copy.future.result())
             return True
         self._count(part, len(part.positions))
@@ -507,7 +507,7 @@ class Runner:
         if self._threads is None or part.route.direct:
             self._note_summed(part, act(part))
             return True
-        part.copy = Summing(self._threads.submit(act, part))
+        part.copy = ChecksumDone(self._threads.submit(act, part))
         return False
 
     def _note_summed(self, part: Part, found: tuple[dict[int, Reason], list[int]] | None) -> None:

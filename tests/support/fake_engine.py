@@ -219,8 +219,10 @@ class FakeEngine:
             if self.manager.may_offer(request.id, computed_tokens):
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
-        step_tokens = sum(self._scheduled.values())
-        plan = self.manager.take_plan(self.now, idle=step_tokens == 0, step_tokens=step_tokens, overwritten=overwritten)
+        scheduled_tokens = sum(self._scheduled.values())
+        plan = self.manager.take_plan(
+            self.now, idle=scheduled_tokens == 0, scheduled_tokens=scheduled_tokens, overwritten=overwritten
+        )
         self.watch.planned(plan, preempted)
         self.victims.clear()
         self.work = StepWork(plan, self.weights, set(self._new_blocks), self.zeroes)
@@ -280,7 +282,7 @@ class FakeEngine:
     def _start_load(self, request: FakeRequest, local: list[list[int]], local_tokens: int, tokens: int) -> bool:
         """Allocate and plan a load; False where it does not fit beside what is in flight."""
         end = local_tokens + tokens
-        assert tokens > 0 and end % self._tables.step_tokens == 0 and end < len(request.tokens)
+        assert tokens > 0 and end % self._tables.alignment_tokens == 0 and end < len(request.tokens)
         reserved = sum(
             self._tables.missing_blocks(other)
             for other in self.waiting

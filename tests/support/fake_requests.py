@@ -73,13 +73,13 @@ class BlockTables:
     def __init__(self, geometry: Geometry, pool: FakePool) -> None:
         self._groups = geometry.groups
         self._pool = pool
-        self.step_tokens = math.lcm(*(group.block_tokens for group in geometry.groups))
+        self.alignment_tokens = math.lcm(*(group.block_tokens for group in geometry.groups))
         """A hit is a multiple of this."""
 
     def local_hit(self, request: FakeRequest) -> tuple[list[list[int]], int]:
         """Return the blocks and tokens of the longest prefix that the GPU holds, short of the last
         token."""
-        end = (len(request.tokens) - 1) // self.step_tokens * self.step_tokens
+        end = (len(request.tokens) - 1) // self.alignment_tokens * self.alignment_tokens
         while end > 0:
             tables: list[list[int | None]] = []
             for group in self._groups:
@@ -89,7 +89,7 @@ class BlockTables:
                 tables.append([*[0] * skipped, *found])
             if all(None not in table for table in tables):
                 return [[block or 0 for block in table] for table in tables], end
-            end -= self.step_tokens
+            end -= self.alignment_tokens
         return [[] for _ in self._groups], 0
 
     def missing_blocks(self, request: FakeRequest) -> int:

@@ -21,7 +21,7 @@ from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.standings import FIRST, STAYS
+from kvdisk.manager.standings import DEMOTED, PINNED
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
 from support.fake_requests import FakeRequest, Status, key_of
@@ -111,7 +111,7 @@ class ManagerWatch(Watch):
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.status.is_open or self.parts.neighbour_has(key):
+        if nvme is None or not nvme.status.works or self.parts.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -486,7 +486,7 @@ class ManagerWatch(Watch):
 
     def _note_pinned(self) -> None:
         held = self.parts.manager._kv_hints._standings.held
-        self._pinned |= {key for key, (standing, _) in held.items() if standing == STAYS}
+        self._pinned |= {key for key, (standing, _) in held.items() if standing == PINNED}
 
     def _check_standings(self) -> None:
         """Of each tier no more stays than may, and what it follows stays, too. What has no standing
@@ -494,15 +494,15 @@ class ManagerWatch(Watch):
         catalog, standings = self.parts.catalog, self.parts.manager._kv_hints._standings
         for space in self.parts.manager._tiers:
             for size_class, order in enumerate(space._orders):
-                assert order._policy.count(STAYS) <= space._most_staying(size_class)
+                assert order._policy.count(PINNED) <= space._most_staying(size_class)
             for row in catalog.rows_in(space.tier):
                 size_class = self.sizes.geometry.size_classes[group_of(catalog.keys[row])]
                 policy = space._orders[size_class]._policy
                 told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_so, parent = policy.standing(row), catalog.parent_rows[row]
-                assert is_so in {None, FIRST} or told in {is_so, STAYS}
-                if is_so == STAYS and parent != NONE and policy.holds(parent):
-                    assert policy.standing(parent) == STAYS
+                assert is_so in {None, DEMOTED} or told in {is_so, PINNED}
+                if is_so == PINNED and parent != NONE and policy.holds(parent):
+                    assert policy.standing(parent) == PINNED
 
     def _check_records(self) -> None:
         """Invariant 2: a committed record's slot holds that key's bytes on every rank."""

@@ -197,7 +197,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a drive that fails and is never left alone": Bug(
         "a drive that fails is quarantined",
-        nothing("kvdisk.manager.segments:Drives", "read"),
+        nothing("kvdisk.manager.segments:Drives", "note_read_result"),
         "tests/unit/test_drive_health.py::test_only_failures_in_a_row_quarantine_a_drive_and_one_that_is_tried_again",
     ),
     # -- resets --

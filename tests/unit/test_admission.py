@@ -156,7 +156,7 @@ class TestLearned:
         _, policy = self.make()
         for free, enters in ((100, True), (13, True), (12, False), (13, True), (0, False)):
             policy.note_room(free, 100)
-            assert policy.is_open == enters and policy.admits([OTHER]) == [enters]
+            assert policy.admits_all == enters and policy.admits([OTHER]) == [enters]
 
     def test_then_what_brings_more_than_what_leaves(self):
         history, policy = self.make()
@@ -219,7 +219,7 @@ def test_names():
         (f"{__name__}:Nobody", "no class of that name"),
         (f"{__name__}:PROMPT", "no class of that name"),
         (f"{__name__}:Failing", "cannot be built without arguments: ValueError: no luck"),
-        (f"{__name__}:Half", "'is_open', 'admits', 'watch', 'note_room', 'reset'"),
+        (f"{__name__}:Half", "'admits_all', 'admits', 'watch', 'note_room', 'reset'"),
     ],
 )
 def test_a_wrong_name_is_one_sentence_that_names_the_setting(text, said):

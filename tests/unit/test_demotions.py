@@ -117,5 +117,5 @@ def test_what_memory_gives_up_stays_on_the_drive_until_memory_has_let_go():
 
 def test_what_memory_uses_again_may_leave_the_drive():
     bench, tail = given_up()
-    bench.parts.cpu.access([tail])
+    bench.parts.cpu.touch([tail])
     assert bench.parts.nvme._victims(0, 1, keep_queued=False) == [tail]

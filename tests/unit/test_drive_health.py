@@ -19,15 +19,15 @@ from kvdisk.stats import Stats
 
 
 def write(drives: Drives, now: float, *, fails: bool) -> None:
-    drives.wrote(1, now, "no space" if fails else None)
+    drives.note_write_result(1, now, "no space" if fails else None)
 
 
 def make(drives: Drives, now: float, *, fails: bool) -> None:
-    drives.made(1, now, failed=fails)
+    drives.note_segment_result(1, now, failed=fails)
 
 
 def read(drives: Drives, now: float, *, fails: bool) -> None:
-    drives.read(1, now, hangs=fails)
+    drives.note_read_result(1, now, hangs=fails)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_only_failures_in_a_row_quarantine_a_drive_and_one_that_is_tried_again()
     drives = Drives(1, Stats())
     for fails in (FAILURES_IN_A_ROW - 1) * [True] + [False] + FAILURES_IN_A_ROW * [True]:
         assert not drives.quarantined, "bad blocks among good ones"
-        drives.read(0, 5.0, failed=fails)
+        drives.note_read_result(0, 5.0, failed=fails)
     assert drives.quarantined == {0}
     assert drives.refresh(5.0 + FIRST_QUARANTINE_S)
-    drives.read(0, 70.0, failed=True)
+    drives.note_read_result(0, 70.0, failed=True)
     assert drives.quarantined == {0}, "on probation one failure is enough"
     assert drives.refresh(70.0 + 2 * FIRST_QUARANTINE_S)
-    drives.read(0, 300.0)
-    drives.read(0, 300.0, failed=True)
+    drives.note_read_result(0, 300.0)
+    drives.note_read_result(0, 300.0, failed=True)
     assert not drives.quarantined

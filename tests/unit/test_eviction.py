@@ -16,7 +16,7 @@ from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.reuse import ReuseHistory
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
-STEPS = st.lists(st.tuples(st.sampled_from(["insert", "access", "remove", "park"]), st.integers(0, 7)), max_size=60)
+STEPS = st.lists(st.tuples(st.sampled_from(["insert", "touch", "remove", "park"]), st.integers(0, 7)), max_size=60)
 
 
 def order_of(policy: EvictionPolicy) -> list[int]:
@@ -34,8 +34,8 @@ def test_every_policy_proposes_each_row_that_it_has_and_lru_in_its_order(name, s
         if step == "insert" and row not in model:
             policy.insert((row,))
             model[row] = None
-        elif step == "access":
-            policy.access((row,))
+        elif step == "touch":
+            policy.touch((row,))
             if row in model:
                 model.move_to_end(row)
             parked.discard(row)
@@ -89,5 +89,5 @@ def test_a_copy_keeps_its_class_when_its_key_is_forgotten():
     number = policy._class(0)
     history.clear()
     history.count(KEYS, 0, 1, 0)
-    policy.access((0,))
+    policy.touch((0,))
     assert policy._class(0) == number > policy.classes_of([0])[0]

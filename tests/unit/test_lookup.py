@@ -144,7 +144,7 @@ def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span,
         elif name == "weights" and event[0] == 0:
             catalog.hide_all()
         elif name == "ask":
-            local, limit = event[0] * geometry.step_tokens, event[1]
+            local, limit = event[0] * geometry.alignment_tokens, event[1]
         places = (catalog, geometry, keys, local, limit, elsewhere)
         with mock.patch.object(lookup, "_SPAN", span), mock.patch.object(catalogs, "_FEW", few):
             found = lookups.hits(*places, changes)

@@ -24,7 +24,7 @@ def test_a_chain_is_found_to_its_end_in_few_rounds(count):
         while probes := search.probes():
             assert len(set(probes)) == len(probes)
             rounds, asked = rounds + 1, asked + len(probes)
-            search.learn({at: at < there for at in probes})
+            search.take_answers({at: at < there for at in probes})
         assert (search.there, search.gone) == (there, there)
         assert rounds <= 4
         assert asked <= 64
@@ -35,7 +35,7 @@ def test_a_chain_is_found_to_its_end_in_few_rounds(count):
 def test_behind_a_hole_nothing_is_thought_to_be_there():
     search = ChainSearch(1000)
     while probes := search.probes():
-        search.learn({at: at != 7 for at in probes})
+        search.take_answers({at: at != 7 for at in probes})
     assert search.there == 7
 
 

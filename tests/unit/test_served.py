@@ -41,7 +41,7 @@ def blocks_of(blocks: Iterable[tuple[int, int, int]]) -> LoadedBlocks:
 def counts_of(geometry: Geometry, tiers: Sequence[Tier]) -> HitCounts:
     parts = Parts.make(Config(), geometry, None)
     spaces = Tiers(*(TierSpace(parts, tier, AdmissionPolicy()) for tier in tiers))
-    return HitCounts(parts, spaces, LoadThreshold(None, geometry.step_tokens))
+    return HitCounts(parts, spaces, LoadThreshold(None, geometry.alignment_tokens))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_drive_that_is_left_alone_does_not_keep_the_others_full():
     served = Served(drives=2, segments=2)
     served.serve_steps("aabbccddx")
     assert served.on_nvme("aabbccdd") == [0, 0, 1, 1]
-    served.parts.nvme.segments.drives.read(1, served.engine.now, hangs=True)
+    served.parts.nvme.segments.drives.note_read_result(1, served.engine.now, hangs=True)
     served.serve_steps("eeffx")
     served.steps(4)
     assert served.on_nvme("eeff") == [0, 0]

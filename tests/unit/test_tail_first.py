@@ -21,7 +21,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.segments import NvmeLayout
-from kvdisk.manager.standings import FIRST, LATE, STAYS, Standings
+from kvdisk.manager.standings import DEMOTED, PINNED, RETAINED, Standings
 from kvdisk.manager.tiers import CpuSpace
 from kvdisk.messages import SegmentSpec
 
@@ -79,7 +79,7 @@ class Copies:
 
     def rank(self, row: int) -> float:
         """Whether a row is to leave before, among, or after others."""
-        return {FIRST: 0, LATE: 2}.get(self.order._policy.standing(row), 1)
+        return {DEMOTED: 0, RETAINED: 2}.get(self.order._policy.standing(row), 1)
 
     def free(self) -> list[int]:
         """Return the rows that may leave."""
@@ -93,12 +93,12 @@ class Copies:
             self.standings.set(key_of(number), standing, seconds)
             rows.append(self.catalog.find(key_of(number)))
             number = self.parents[number]
-        self.order.standings.rank([row for row in rows if row >= 0])
+        self.order.standings.reorder([row for row in rows if row >= 0])
 
     def end_standings(self) -> None:
         """Let more than a second pass."""
         ended = self.standings.take_ended(self.standings.now + 2.0)
-        self.order.standings.rank([row for row in self.catalog.find_all(ended) if row >= 0])
+        self.order.standings.reorder([row for row in self.catalog.find_all(ended) if row >= 0])
 
     def check_standings(self) -> None:
         """Of what is to stay no more does than may, and not behind what may leave; the rest leaves
@@ -106,16 +106,16 @@ class Copies:
         stays = 0
         for number, row in self.ready().items():
             told, is_so = self.standings.of(key_of(number)), self.order._policy.standing(row)
-            assert is_so == told or (is_so, told) in {(LATE, STAYS), (FIRST, None)}
-            stays += is_so == STAYS
-            if is_so == STAYS and self.parents[number] in self.ready():
-                assert self.order._policy.standing(self.ready()[self.parents[number]]) == STAYS
+            assert is_so == told or (is_so, told) in {(RETAINED, PINNED), (DEMOTED, None)}
+            stays += is_so == PINNED
+            if is_so == PINNED and self.parents[number] in self.ready():
+                assert self.order._policy.standing(self.ready()[self.parents[number]]) == PINNED
         assert stays <= MOST_STAYING
 
     def held(self) -> set[int]:
         """What may not leave: what is pinned or stays, and what that follows."""
         ready, standing = self.ready(), self.order._policy.standing
-        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU) or standing(row) == STAYS}
+        found = {number for number, row in ready.items() if self.catalog.pins(row, Tier.CPU) or standing(row) == PINNED}
         for number in range(len(self.parents) - 1, -1, -1):  # parents come before their children
             if number in found and self.parents[number] in ready:
                 found.add(self.parents[number])
@@ -124,7 +124,7 @@ class Copies:
 
 parents_of = st.tuples(*(st.integers(-1, number - 1) for number in range(8))).map(list)
 steps = st.lists(st.tuples(st.sampled_from(["store", "use", "lose", "pin", "evict"]), st.integers(0, 7)), max_size=50)
-STANDINGS = {"first": FIRST, "late": LATE, "stays": STAYS}
+STANDINGS = {"first": DEMOTED, "late": RETAINED, "stays": PINNED}
 hints = st.lists(
     st.tuples(st.sampled_from(["store", "use", "lose", "evict", *STANDINGS, "wait"]), st.integers(0, 7)), min_size=20
 )
@@ -144,7 +144,7 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
             assert copies.evict(number) == min(number, room)
         elif row >= 0 and step == "use":
             copies.history.count([key_of(number)], 0, 1, 0)
-            copies.order.access((row,))
+            copies.order.touch((row,))
         elif row >= 0 and step == "pin":
             if copies.catalog.pins(row, Tier.CPU):
                 copies.catalog.unpin((row,), Tier.CPU)
@@ -170,9 +170,9 @@ def test_what_a_state_that_has_left_alone_made_useful_leaves_next(eviction, at_o
     rows = [copies.store(number) for number in range(9)]
     for row in (rows[6], rows[8], rows[7]):
         copies.history.now += 1
-        copies.order.access((row,))
+        copies.order.touch((row,))
     copies.history.now += 1
-    copies.order.access([rows[number] for number in (5, 2, 4, 3, 1, 0)])  # used last of all
+    copies.order.touch([rows[number] for number in (5, 2, 4, 3, 1, 0)])  # used last of all
     left: list[int] = []
     while copies.ready():
         found = copies.victims(at_once)
@@ -188,7 +188,7 @@ def test_what_a_state_made_useful_stays_while_a_tier_has_the_state():
     copies.catalog.begin(rows[1:2], Tier.NVME, (Slot(0, 1),))
     copies.catalog.finish(rows[1:2], Tier.NVME)
     copies.history.now += 1
-    copies.order.access(rows[:1])
+    copies.order.touch(rows[:1])
     for row in (rows[1], rows[2], rows[0]):
         assert copies.victims(1) == [row]
         copies.drop(row)
@@ -202,7 +202,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
     space = CpuSpace(parts, (2, 2), AdmissionPolicy())
     keys = [make_block_key(text, group) for text in (b"h", b"i") for group in (0, 1)]
     if pinned:
-        parts.standings.set(keys[1], STAYS, 3600.0)
+        parts.standings.set(keys[1], PINNED, 3600.0)
     for number, (key, parent) in enumerate(zip(keys, (None, keys[0], None, keys[2]), strict=True)):
         (row,) = parts.catalog.add([key], [number + 1], 0, [parent])
         parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
@@ -227,7 +227,7 @@ def test_a_state_that_follows_a_state_makes_nothing_useful():
     copies.order.insert([rows[3], rows[0], rows[1], rows[2]])
     for row in (rows[0], rows[2], rows[1]):
         copies.history.now += 1
-        copies.order.access((row,))
+        copies.order.touch((row,))
     assert copies.victims(1) == [rows[3]]
     copies.drop(rows[3])
     assert copies.victims(3) == [rows[0], rows[2], rows[1]]
@@ -243,8 +243,8 @@ def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
         copies.order._useless.update(rows[:29])
     else:
         for number in range(29):
-            copies.standings.set(key_of(number), FIRST, 60.0)
-        copies.order.standings.rank(rows)
+            copies.standings.set(key_of(number), DEMOTED, 60.0)
+        copies.order.standings.reorder(rows)
     assert [rows[29]] in [copies.victims(1) for _ in range(5)]
 
 
@@ -265,14 +265,14 @@ def test_standings_go_before_what_the_policy_says_and_hold_back_no_more_than_may
             room = len(copies.ready()) - len(copies.held())
             assert copies.evict(number // 3) == min(number // 3, room)
         elif row >= 0 and step == "use":
-            copies.order.access((row,))
-            assert copies.order._policy.standing(row) != FIRST
+            copies.order.touch((row,))
+            assert copies.order._policy.standing(row) != DEMOTED
         elif row >= 0:
             copies.drop(row)
-            assert copies.standings.of(key_of(number)) != FIRST, "it leaves first once"
+            assert copies.standings.of(key_of(number)) != DEMOTED, "it leaves first once"
         copies.check_standings()
     copies.end_standings()
-    assert not any(map(copies.order._policy.count, (LATE, STAYS)))
+    assert not any(map(copies.order._policy.count, (RETAINED, PINNED)))
     while copies.ready():
         assert copies.evict(3)
 
@@ -282,10 +282,10 @@ def test_what_stays_does_not_hold_back_what_comes_back_before_it_and_does_not_st
     copies = Copies("lru", list(range(-1, 3)))
     for number in (1, 2):
         copies.store(number)
-    copies.tell(2, STAYS)
+    copies.tell(2, PINNED)
     if is_demoted:  # before they were stored, and has left since
         copies.standings.forget(key_of(0))
-    assert copies.order._policy.count(STAYS) == MOST_STAYING
+    assert copies.order._policy.count(PINNED) == MOST_STAYING
     copies.store(0)
     copies.check_standings()
     assert copies.evict(3) == 3
@@ -336,7 +336,7 @@ def test_all_children_of_one_parent_leave_in_one_search(newest_first, monkeypatc
     children = rows[:0:-1] if newest_first else rows[1:]
     for row in children:
         copies.history.now += 1
-        copies.order.access((row,))
+        copies.order.touch((row,))
     assert copies.search(5000) == children[:5000]
     assert copies.search(5001) == [*children[5000:], rows[0]]
 

@@ -124,7 +124,7 @@ class Engine:
 
     def _step(self, tokens: int = 0, *, idle: bool = False) -> Plan:
         """Run a step that computes so many tokens of a prompt."""
-        plan = self.manager.take_plan(self._now, idle=idle, step_tokens=tokens)
+        plan = self.manager.take_plan(self._now, idle=idle, scheduled_tokens=tokens)
         for job in plan.jobs:
             on_drive = sum(Tier.NVME in move.slots for move in job.moves)
             if job.kind in {JobKind.STORE, JobKind.DEMOTE}:
