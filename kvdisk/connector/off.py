@@ -192,6 +192,7 @@ class WorkerOff:
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:  # noqa: ARG002 - as the half's
         """Return the requests whose loads have ended, all of them failed."""
         out = self._still_out()
+        self._loads.void(self._loads.jobs)  # also what was brought before: no later reset would be told
         jobs = {job_id: job for job_id, job in self._loads.jobs.items() if job_id not in out}
         ended = self._loads.end({job_id: range(len(job.moves)) for job_id, job in jobs.items()})
         self.failed_blocks = {block for failed in ended.values() for block in failed} if self._by_block else set()

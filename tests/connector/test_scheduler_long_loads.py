@@ -110,3 +110,20 @@ def test_a_reset_on_the_way_leaves_nothing_of_before(engines, groups, steps):
         assert not bench.step().num_scheduled_tokens
     assert request.num_computed_tokens == 0
     bench.finish("r1", count=3)
+
+
+@pytest.mark.parametrize("groups", [{}, TWO_GROUPS], ids=["one group", "two groups"])
+def test_an_error_of_ours_on_the_way_fails_all_of_the_load(engines, groups, monkeypatch):
+    """Also what was brought before it: nobody would tell the worker of a reset that comes later."""
+    bench = engines.make(**groups).warm(1)
+    request = bench.add("r1", prompt_of(1), max_tokens=3)
+    bench.step()
+
+    def collect(_plan):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(bench.ranks[0].ours.worker, "collect", collect)
+    while not bench.scheduler.failed_recving_kv_req_ids:
+        assert not bench.step().num_scheduled_tokens
+    assert request.num_computed_tokens == 0
+    bench.finish("r1", count=3)
