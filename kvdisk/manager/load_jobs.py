@@ -174,9 +174,9 @@ class Load:
     ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``rows``: NONE where
     no copy is pinned. ``order``: of their places there, in which they are planned. ``id``: its
     first job. ``planned``: how many are. ``landed``: copies that it leaves in memory, by size
-    class. ``jobs``: that are queued or out. ``failed``: groups and
-    positions. ``failed_blocks``: on the GPU. ``sent_s``: when the first job was. ``is_left``: the
-    request has ended. ``is_void``: all of it fails, also what was brought already.
+    class. ``jobs``: that are queued or out. ``failed``: groups and positions. ``failed_blocks``: on
+    the GPU. ``sent_s``: when the first job was. ``is_left``: the request has ended. ``is_void``:
+    all of it fails, also what was brought already.
     """
 
     request: RequestState
@@ -324,6 +324,7 @@ class LoadJobs(HasParts):
 
     def _reads(self, load: Load, taken: NDArray[np.intp]) -> list[Read]:
         """Return the reads of some blocks. What nobody has any more has no source."""
+        self._let_go_unreadable(load, taken)
         blocks = load.blocks
         rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
         reads = [
@@ -347,6 +348,17 @@ class LoadJobs(HasParts):
         for tier in KEPT_TIERS:
             self._reader.read_from(tier, found.get(tier, ()))
         return reads
+
+    def _let_go_unreadable(self, load: Load, taken: NDArray[np.intp]) -> None:
+        """Give back copies that must not be read any more: since the load began another one has
+        found them bad, they have become too old, or their drive was quarantined."""
+        rows, tiers = load.rows[taken], load.blocks.tiers[taken]
+        for tier in KEPT_TIERS:
+            held = np.flatnonzero((tiers == tier) & (rows != NONE))
+            if len(held):
+                gone = held[self._catalog.columns(tier).presences(rows[held]) != READY]
+                load.rows[taken[gone]] = NONE
+                self._tiers[tier].unpin(rows[gone].tolist())
 
     def _land(self, load: Load, reads: Sequence[Read]) -> None:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room
@@ -383,7 +395,7 @@ class LoadJobs(HasParts):
 
     @property
     def unplanned(self) -> Collection[str]:
-        """The requests of which no plan has the last job yet, nor will the next one by itself."""
+        """The requests with blocks that no job has yet."""
         return [load.request.request_id for load in self._unplanned.values()]
 
     @property

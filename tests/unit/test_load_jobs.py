@@ -76,6 +76,16 @@ def test_those_that_wait_share_what_a_step_plans(bench):
     assert sum(found) in {BLOCKS, 2 * BLOCKS}, "the second waits for the first's, or loads"
 
 
+def test_a_later_job_reads_no_copy_that_was_found_bad_meanwhile(bench):
+    bench.add(PROMPT)
+    bench.step()
+    bench.parts.cpu.discard(bench.rows(PROMPT)[4])
+    (job,) = (job for job in bench.step().jobs if job.kind is JobKind.LOAD)
+    assert [bool(move.slots) for move in job.moves] == [True, False, True]
+    bench.finish()
+    assert pins(bench) == [0] * BLOCKS
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_an_abort_gives_all_pins_back(bench, steps):
     request = bench.add(PROMPT)
