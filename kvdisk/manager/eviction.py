@@ -303,7 +303,8 @@ class TailFirst:
             self._useless.difference_update(rows)
         self._policy.remove(rows)
         self._policy.call_back(before)
-        self._in_vain = 0
+        if rows:
+            self._in_vain = 0
         return before
 
     def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:

@@ -11,6 +11,7 @@ from tier_bench import TierBench
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import demotions
+from kvdisk.manager.eviction import TailFirst
 
 PAYLOADS = {"small and large": (4096, 16384), "large and small": (16384, 4096), "three": (8192, 4096, 28672)}
 PROMPTS = 60
@@ -119,3 +120,18 @@ def test_what_memory_uses_again_may_leave_the_drive():
     bench, tail = given_up()
     bench.parts.cpu.touch([tail])
     assert bench.parts.nvme._victims(0, 1, keep_queued=False) == [tail]
+
+
+def test_a_search_that_ends_early_for_ever_is_given_up(monkeypatch):
+    """What finds nothing, and so drops nothing, does not begin it anew: an idle engine would go on
+    looking."""
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
+    bench = TierBench([4])
+    for prompt in ("abcd", "efgh"):
+        bench.add(prompt)
+        bench.finish()
+    cpu, rows = bench.parts.cpu, [*bench.rows("abcd"), *bench.rows("efgh")]
+    bench.catalog.pin(rows, Tier.CPU)
+    for _ in range(2 * len(rows)):
+        assert cpu.allocate(0, 1) == []
+    assert not cpu.is_searching
