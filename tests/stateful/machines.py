@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.cache import LRUCache
+from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import invariant, run_state_machine_as_test
 from support.manager_machine import ManagerMachine
 from support.manager_parts import Sizes
@@ -14,6 +18,17 @@ from support.manager_watch import check_pins
 EXAMPLES_FOR_A_BUG = (100, 1500)
 """At most, in one of the sizes: a few in each, then many in each. The first that fails ends the
 search."""
+
+
+@contextmanager
+def _whatever_is_imported() -> Iterator[None]:
+    """Have Hypothesis draw no constants of the modules that are imported: else examples would
+    differ by what ran before in this process."""
+    with (
+        mock.patch.object(providers, "_get_local_constants", return_value=providers.Constants()),
+        mock.patch.object(providers, "CONSTANTS_CACHE", LRUCache(1024)),
+    ):
+        yield
 
 
 def run_machine(sizes: Sizes, examples: int, *, shrink: bool = True) -> None:
@@ -27,19 +42,18 @@ def run_machine(sizes: Sizes, examples: int, *, shrink: bool = True) -> None:
 
     Machine.sizes = sizes
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=60,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-            phases=phases,
-        ),
+    how = settings(
+        max_examples=examples,
+        stateful_step_count=60,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        phases=phases,
     )
+    with _whatever_is_imported():
+        run_state_machine_as_test(Machine, settings=how)
 
 
 def search(all_sizes: Sequence[Sizes]) -> None:
