@@ -371,7 +371,7 @@ BUGS = {
     "budget that a restart fills": Bug(after(WriteBudget, "__init__", fill_at_start), (on.NVME_BUDGET,)),
     # -- the remote store --
     "bad block of the remote store loaded again": Bug(
-        instead(BadObjects, "may_be_read", lambda *_: True), (on.REMOTE_ONLY,)
+        instead(BadObjects, "may_be_read", lambda *_: True), (on.REMOTE_QUEUE,)
     ),
     "remote store asked after the weights changed": Bug(nothing(RemoteCopies, "stop"), (on.REMOTE_ONLY,)),
     "sent to the remote store whoever wanted it": Bug(send_whatever, (on.REMOTE_REUSE,)),

@@ -23,6 +23,7 @@ def run(tmp_path, monkeypatch, *more: str) -> str:
     monkeypatch.setenv("KVDISK_GPU_TESTS_ON", "cpu")
     command = [*gpu_report.tests_command(tmp_path / "base"), *more]
     done = subprocess.run(command, cwd=gpu_report.ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout[-6000:], done.stderr[-2000:])  # pytest shows it when a test fails
     return done.stdout
 
 
