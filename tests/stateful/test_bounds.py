@@ -85,3 +85,10 @@ def test_the_invariants_hold_of_prompts_longer_than_every_bound(name: str, sizes
     run_machine(sizes, examples=30)
     missing = [what for what in (*EVERYWHERE, *ALSO.get(name, ())) if not crossed[what]]
     assert not missing, f"it never happened, so nothing is shown about it: {missing}, of {crossed}"
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.usefixtures("crossed")
+def test_they_hold_in_many_more_examples(sizes: Sizes) -> None:
+    run_machine(sizes, examples=200, shrink=False)

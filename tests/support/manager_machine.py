@@ -33,7 +33,7 @@ from support.manager_sizes import RANKS
 
 MOST_REQUESTS = 4
 BUDGET_TOKENS = 8
-PATIENCE_ROUNDS = 12
+PATIENCE_ROUNDS = 40
 MOST_PEACE_STEPS = 5
 """Steps of the engine between two rare events, at least."""
 LONGEST_BACK_OFF_S = 61.0

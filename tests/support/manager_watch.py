@@ -447,7 +447,8 @@ class ManagerWatch(Watch):
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
             pending = parts.manager.has_pending_work(now) and not parts.manager._remote.can_go_on(now)
             searches = parts.cpu is not None and parts.manager._stores.has_left(now)
-            idle = not pending or parts.manager._promotions.is_asked or searches
+            goes_on = parts.manager._promotions.is_asked or parts.manager._loads.unplanned
+            idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):

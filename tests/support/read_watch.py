@@ -68,13 +68,15 @@ class ReadWatch:
             self._waits.pop(request.id, None)
 
     def _loads_of(self, request: FakeRequest) -> set[JobId]:
-        """Return the loads on their way of any of a request's blocks."""
+        """Return the loads on their way of any of a request's blocks, also those of which no job is
+        out just now."""
         keys = {
             key_of(request, group, position)
             for group in self.sizes.geometry.groups
             for position in range(len(request.tokens) // group.block_tokens)
         }
-        return {record.job.id for record in self._loads() if any(move.key in keys for move in record.job.moves)}
+        loads = self.parts.manager._loads._under_way
+        return {load_id for load_id, load in loads.items() if not keys.isdisjoint(load.keys)}
 
     def _loads(self) -> list[JobRecord]:
         transfers = self.parts.transfers
@@ -120,7 +122,8 @@ class ReadWatch:
         key = job.moves[0].key
         last = self._last_loads.get(key)
         self._last_loads.update(dict.fromkeys([move.key for move in job.moves], job.id))
-        if owner in self._gave_up:
+        is_first_of_load = self.parts.manager._loads._by_job[job.id].id == job.id
+        if owner in self._gave_up or not is_first_of_load:
             return
         for other in self._loads():
             request = self.engine.requests.get(other.request_id or "")
