@@ -341,17 +341,20 @@ class TailFirst:
         self._steps = self.MAX_STEPS
         return next((self.value_of(row) for row in self._tails({})), 0.0)
 
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+    def victims(self, count: int, evictable: Callable[[int], bool], *, go_on: bool = False) -> list[int]:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all
         that follow it.
 
         Removes none. The search is bounded: where it ends early, the next one goes on from there.
+        ``go_on``: by what the last one has left of its bound.
         Copies that may not leave now are postponed where they held it up, so that they do not hold
         up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []
-        parked, self._steps = self._policy.parked, self.MAX_STEPS + 4 * count
+        parked = self._policy.parked
+        if not go_on:
+            self._steps = self.MAX_STEPS + 4 * count
         for row in self._tails(found) if count > 0 else ():
             if evictable(row):
                 found[row] = None

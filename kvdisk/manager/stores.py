@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
@@ -29,7 +29,8 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
 
 MOST_REACHED = 4096
-"""Blocks of one request that a step looks at, or as many as a step can compute."""
+"""Blocks of one request that a step looks at, or as many as a step can compute: of those it has
+come to, and of those that wait for room."""
 MOST_LEFT = 1024
 """Blocks of requests that have ended which wait for room: the head of each, and of all the last."""
 
@@ -46,6 +47,7 @@ class _Offer(NamedTuple):
 
 
 _POSITION_OF = attrgetter("position")
+_POSITION_AND_GROUP = itemgetter(1, 0)
 
 
 class StorePlanner(HasParts):
@@ -112,6 +114,7 @@ class StorePlanner(HasParts):
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         had_due, holds = bool(request.due), request.back_off.holds(self._state.released, now)
+        due: list[tuple[int, int]] = []
         for group, start, stop in self._next_blocks(request, self._storable_tokens(request, computed_tokens)):
             keys = request.keys[group.group]
             self._demand.reach(request, group.group, stop)
@@ -124,16 +127,18 @@ class StorePlanner(HasParts):
                 if first < last and not holds:  # what a load has brought is mostly still in a tier
                     there = self._catalog.presences(keys[first:last])
                     positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
-                request.due += [(group.group, at) for at in positions]
+                due += [(group.group, at) for at in positions]
+        request.due += self._in_order(due)
         states, request.states = request.states, []
         self._use(states)
         if not request.due or holds:
             return
+        most = max(MOST_REACHED, self._context.step_blocks)
+        due, rest = request.due[:most], request.due[most:]
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
-            request.due = list({(group, at) for group, at in request.due if at < request.reached[group]})
-        offers = self._offers(request, request.due, block_ids)
-        job_id, refused = self._store(offers, request, now)
-        request.due = [(offer.group, offer.position) for offer in refused]
+            due = [(group, at) for group, at in due if at < request.reached[group]]
+        job_id, refused = self._store(self._offers(request, due, block_ids), request, now)
+        request.due = [(offer.group, offer.position) for offer in refused] + rest
         if job_id is not None:
             request.back_off.accept()
         if refused and not self._target.is_searching:
@@ -231,7 +236,7 @@ class StorePlanner(HasParts):
         that live."""
         comes = self._target.status.has_room_soon or self._target.is_searching
         if request.due and not request.stale and comes:
-            due = [(group, at) for group, at in request.due if at < request.reached[group]]
+            due = [(group, at) for group, at in request.due if at < request.reached[group]][:MOST_LEFT]
             self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
         if request.is_behind and not request.stale:
             storable_tokens = self._storable_tokens(request, request.held_tokens)
@@ -292,7 +297,9 @@ class StorePlanner(HasParts):
             back_off = self._free_back_off
         elif request is not None:
             details = [record.details[at] for at in record.failed]
-            request.due += [(detail.group, detail.position) for detail in details if detail.position >= 0]
+            # First: what follows them in the prompt would be left out as behind a gap.
+            again = self._in_order([(detail.group, detail.position) for detail in details if detail.position >= 0])
+            request.due = again + request.due
             back_off = request.back_off
         else:
             return
@@ -387,6 +394,13 @@ class StorePlanner(HasParts):
         self._state.taken_blocks = self._context.step_blocks
 
     # -- answers -------------------------------------------------------------------------------
+
+    def _in_order(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return blocks, by group and position, in the order of their prompt over all groups."""
+        sizes = [group.block_tokens for group in self._geometry.groups]
+        if len(set(sizes)) == 1:
+            return sorted(places, key=_POSITION_AND_GROUP)
+        return sorted(places, key=lambda place: ((place[1] + 1) * sizes[place[0]], place[0]))
 
     def _offers(
         self, request: RequestState, places: Iterable[tuple[int, int]], gpu_blocks: Sequence[Sequence[int]]

@@ -212,10 +212,12 @@ class TierSpace:
         return self._catalog.evictable_in(self.tier)
 
     def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
-        """End up to ``count`` copies; the others are in use, or wait for their demotion."""
-        evicted = 0
+        """End up to ``count`` copies; the others are in use, or wait for their demotion. All its
+        searches together are as long as one may be."""
+        evicted, searched = 0, False
         while evicted < count:
-            rows = self._victims(size_class, count - evicted, keep_queued=keep_queued)
+            rows = self._victims(size_class, count - evicted, keep_queued=keep_queued, go_on=searched)
+            searched = True
             leaving = rows if self.lower is None else self.lower.leaving(rows)
             self.drop(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
@@ -229,8 +231,8 @@ class TierSpace:
             self.lower.leave_soon[size_class].clear()  # nobody waits for what was queued
         return evicted
 
-    def _victims(self, size_class: int, count: int, *, keep_queued: bool) -> list[int]:
-        """Return copies that may leave.
+    def _victims(self, size_class: int, count: int, *, keep_queued: bool, go_on: bool = False) -> list[int]:
+        """Return copies that may leave. ``go_on``: see ``TailFirst.victims``.
 
         While the next tier takes no writes, queued copies may, too; otherwise they would block
         their ancestors.
@@ -239,10 +241,10 @@ class TierSpace:
         if self._standings.held:
             order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if lower is None:
-            return order.victims(count, evictable)
-        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row))
+            return order.victims(count, evictable, go_on=go_on)
+        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row), go_on=go_on)
         if not rows and lower.stalls and not keep_queued and lower.count(size_class):
-            rows = order.victims(count, evictable)
+            rows = order.victims(count, evictable, go_on=go_on)
         return rows
 
     # -- the life of copies ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tier_bench import TierBench
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import demotions
+from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.eviction import TailFirst
 
 PAYLOADS = {"small and large": (4096, 16384), "large and small": (16384, 4096), "three": (8192, 4096, 28672)}
@@ -135,3 +136,30 @@ def test_a_search_that_ends_early_for_ever_is_given_up(monkeypatch):
     for _ in range(2 * len(rows)):
         assert cpu.allocate(0, 1) == []
     assert not cpu.is_searching
+
+
+def test_what_is_queued_instead_of_leaving_makes_no_step_longer(monkeypatch):
+    """Each search finds what has to wait for the drive: the next one goes on by the same bound, and
+    in the next step by another one."""
+    monkeypatch.setattr(TailFirst, "MAX_STEPS", 4)
+    looked, tails = [0], TailFirst._tails
+
+    def counted(order, found):
+        for row in tails(order, found):
+            looked[-1] += 1
+            yield row
+
+    bench = TierBench([400], [800], nvme_admission="reuse(2)", gpu_blocks=1000)
+    bench.idle()
+    for number in range(100, 150):
+        bench.serve(f"{number}" * 6)  # once: nothing of it is wanted on the drive
+    monkeypatch.setattr(bench.parts.nvme, "admission", AdmissionPolicy())  # now all is
+    monkeypatch.setattr(TailFirst, "_tails", counted)
+    cpu = bench.parts.cpu
+    cpu.allocate(0, 2)
+    while cpu.is_searching:
+        looked.append(0)
+        cpu.allocate(0, 2)
+    assert cpu.lower.count(0) > 20, "queued are"
+    assert len(looked) > 3
+    assert max(looked) <= 4 + 4 * 2

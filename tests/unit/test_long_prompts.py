@@ -8,6 +8,8 @@ from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import stores
+from kvdisk.manager.catalog import NONE
 from kvdisk.manager.eviction import TailFirst
 
 GROUPS = {
@@ -38,8 +40,8 @@ def cut_short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(TailFirst, "MAX_STEPS", 1)
     ended, search = [], TailFirst.victims
 
-    def victims(order: TailFirst, *asked: object) -> list[int]:
-        found = search(order, *asked)  # type: ignore[arg-type]
+    def victims(order: TailFirst, *asked: object, **how: object) -> list[int]:
+        found = search(order, *asked, **how)  # type: ignore[arg-type]
         ended.append(order.ended_early)
         return found
 
@@ -63,6 +65,34 @@ def test_behind_a_long_prompt_the_next_one_is_stored_whole(tiers, geometry, cut_
         bench.step(8)
     assert any(cut_short)
     assert hit_of(bench, prompt_of(1)) == LENGTH
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monkeypatch):
+    """A step costs as much as a step's bound, however much waits; and what waits is stored at last,
+    the head first."""
+    monkeypatch.setattr(stores, "MOST_REACHED", 14)
+    bench = TierBench((40 + 20 * len(geometry.groups),), geometry=geometry, gpu_blocks=2000, min_load_tokens=0)
+    bench.manager._context.step_blocks = 14  # what the fake engine computes in a step of 4 tokens, at most
+    offered, store = [], bench.manager._stores._store
+    bench.manager._stores._store = lambda offers, *rest, **also: (
+        offered.append(len(offers)) or store(offers, *rest, **also)
+    )
+    bench.serve(prompt_of(0))
+    held = bench.catalog.rows_in(Tier.CPU)
+    bench.catalog.pin(held, Tier.CPU)
+    bench.come(prompt_of(1), 400, finishing=False)
+    for _ in range(30):
+        bench.step(4, seconds=3.0)
+    (request,) = bench.manager._requests.values()
+    assert len(request.due) > 14, "more waits than a step offers"
+    bench.catalog.unpin(held, Tier.CPU)
+    bench.manager._state.released += 1  # as when the job ends that held them
+    for _ in range(200):
+        bench.step(4, seconds=3.0)
+    assert not request.due
+    assert NONE not in bench.catalog.find_all(request.keys[0][: LENGTH // 2])
+    assert max(offered) <= 14
 
 
 def test_what_an_ended_request_could_not_store_yet_is_stored_once_the_search_gets_there(cut_short):
