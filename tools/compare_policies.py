@@ -90,11 +90,11 @@ def score(trace: Trace, room: str, policy: str) -> Score:
     return Score(100 * sum(counts.hits) / trace.references, counts.written)
 
 
-def read_traces(paths: Iterable[Path], seed: int) -> Iterator[tuple[str, Trace]]:
+def read_traces(paths: Iterable[Path], families: Iterable[str], seed: int) -> Iterator[tuple[str, Trace]]:
     """Yield traces with their families."""
     for path in paths:
         yield path.stem, read_trace(path)
-    for family, block_tokens in product(FAMILIES, (512, 16)):
+    for family, block_tokens in product(families, (512, 16)):
         requests, references = 200, REFERENCES[block_tokens] * _LONGER.get(family, 1)
         for _ in range(3):  # how long prompts are depends on how many came before
             trace = make_trace(family, seed, block_tokens, requests)
@@ -161,10 +161,11 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("traces", type=Path, nargs="*", help="of real requests")
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES), help="the made ones: all")
     parser.add_argument("--seed", type=int, default=3, help="of the made ones")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    _traces[:] = read_traces(options.traces, options.seed)
+    _traces[:] = read_traces(options.traces, options.families, options.seed)
     for line in tell(compare(options.processes)):
         print(line, flush=True)
 
