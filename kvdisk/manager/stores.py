@@ -23,7 +23,7 @@ from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.remote import Hints
-from kvdisk.manager.requests import BackOff, RequestState
+from kvdisk.manager.requests import BackOff, BlockKeys, RequestState
 from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
@@ -82,8 +82,9 @@ class StorePlanner(HasParts):
         """Blocks that wait for room: of requests that have ended, and recurrent states."""
         self._left_at = -1
         """``released`` when these were last offered."""
-        self._unused: deque[list[BlockKey]] = deque()
-        """Blocks that requests which have ended came to, and that no step has looked at."""
+        self._unused: deque[tuple[BlockKeys, int, int]] = deque()
+        """Blocks that requests which have ended came to, and that no step has looked at: of whose
+        keys, from where to where."""
         self._wrong_up_to = 0
         """The last job of before the last reset."""
 
@@ -242,8 +243,9 @@ class StorePlanner(HasParts):
             storable_tokens = self._storable_tokens(request, request.held_tokens)
             for group in self._geometry.groups:
                 if group.state_tokens is None:
-                    stop = self._full_blocks(request, group, storable_tokens)
-                    self._unused.append(request.keys[group.group][request.reached[group.group] : stop])
+                    start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
+                    if start < stop:
+                        self._unused.append((request.keys[group.group], start, stop))
         self.forget(request)
 
     def _use_rest(self) -> None:
@@ -251,11 +253,12 @@ class StorePlanner(HasParts):
         them."""
         left = MOST_REACHED
         while left > 0 and self._unused:
-            keys = self._unused.popleft()
-            self._use(keys[:left])
-            if len(keys) > left:
-                self._unused.appendleft(keys[left:])
-            left -= len(keys)
+            keys, start, stop = self._unused.popleft()
+            end = min(stop, start + left)
+            self._use(keys[start:end])
+            if end < stop:
+                self._unused.appendleft((keys, end, stop))
+            left -= end - start
 
     def _leave(self, offers: Sequence[_Offer]) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them."""

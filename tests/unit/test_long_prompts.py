@@ -11,6 +11,8 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import stores
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.requests import BlockKeys
+from kvdisk.manager.stores import StorePlanner
 
 GROUPS = {
     "one group": GEOMETRY,
@@ -124,3 +126,32 @@ def test_tails_that_may_not_leave_are_passed_over_for_a_while_only(monkeypatch):
         ended.append(order.ended_early)
     assert ended[0] and not ended[-1], "it goes around for ever"
     bench.catalog.unpin(rows, Tier.CPU)
+
+
+def test_the_rest_of_a_long_prompt_is_used_in_steps_after_its_end(monkeypatch):
+    """Its end makes no key of it, and each step looks at a part."""
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    bench.serve(prompt_of(0))
+    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    bench.manager._context.step_blocks = 4
+    used, use = [], StorePlanner._use
+
+    def noted(planner, keys, **how):
+        used.append(len(keys))
+        use(planner, keys, **how)
+
+    monkeypatch.setattr(StorePlanner, "_use", noted)
+    bench.add(prompt_of(0), finishing=False)
+    bench.engine.pool.forget_all()
+    while bench.engine.requests and sum(used) < 8:
+        bench.step(LENGTH)
+    (request,) = bench.manager._requests.values()
+    made, make = [], BlockKeys.__getitem__
+    monkeypatch.setattr(BlockKeys, "__getitem__", lambda keys, at: made.append(at) or make(keys, at))
+    bench.manager._stores.finished(request)
+    assert not made
+    before = sum(used)
+    for _ in range(LENGTH):
+        bench.manager._stores.plan_free(bench.now)
+    assert sum(used) - before >= LENGTH // 2 - 8
+    assert max(used) <= 4
