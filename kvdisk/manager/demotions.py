@@ -16,12 +16,12 @@ from itertools import islice, repeat
 
 from kvdisk.blocks import JobId, Slot, group_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
-from kvdisk.manager.jobs import MoveDetail
+from kvdisk.manager.copies import Copies
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 from kvdisk.manager.tiers import TierSpace
-from kvdisk.messages import JobKind, Move
+from kvdisk.messages import JobKind
 
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
@@ -37,7 +37,9 @@ class Demotions:
     and the lower tier never gets those.
     """
 
-    def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, neighbours: NeighbourCopies) -> None:
+    def __init__(
+        self, parts: Parts, upper: TierSpace, lower: TierSpace, neighbours: NeighbourCopies, copies: Copies
+    ) -> None:
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._stats = parts.stats
@@ -47,6 +49,7 @@ class Demotions:
         self._needs_all = len(parts.geometry.groups) > 1
         """Whether a part of a prompt's blocks can serve nobody."""
         self._neighbours = neighbours
+        self._copies = copies
         self._queued = RowLists(len(upper.pool.total))
         """By size class, in the order of ``_turns``."""
         self._turns = array("Q")
@@ -238,19 +241,7 @@ class Demotions:
         if not rows:
             return ended
         self._queued.remove(rows)
-        catalog, source, target = self._catalog, self._upper.tier, self._lower.tier
-        catalog.begin(rows, target, slots)
-        catalog.pin(rows, source)
-        moves = [
-            Move(
-                catalog.keys[row],
-                catalog.generations[row],
-                slots={source: above, target: below},
-                parent=catalog.parent(row),
-            )
-            for row, above, below in zip(rows, catalog.columns(source).slots(rows), slots, strict=True)
-        ]
-        details = [MoveDetail(row, source=source, target=target) for row in rows]
+        moves, details = self._copies.begin_moves(rows, self._upper.tier, self._lower.tier, slots)
         record = self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)
         self._jobs.append(record.job.id)
         return ended

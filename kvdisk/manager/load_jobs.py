@@ -18,8 +18,9 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, JobId, Slot, Tier
+from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, JobId, Tier
 from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
 from kvdisk.manager.jobs import JobRecord, MoveDetail
@@ -86,87 +87,6 @@ class GpuLoads:
         return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
 
 
-@dataclass(slots=True)
-class Read:
-    """A block to be read. ``source``: the tier whose copy is read; None: there is none.
-
-    ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_block``, ``group``,
-    ``position``: of a load.
-    """
-
-    key: BlockKey
-    parent: BlockKey | None
-    gpu_block: int = -1
-    group: int = -1
-    position: int = -1
-    row: int = NONE
-    generation: int = 0
-    source: Tier | None = None
-    target: Tier | None = None
-    slots: dict[Tier, Slot] = field(default_factory=dict)
-
-    @property
-    def move(self) -> Move:
-        """What the workers are told."""
-        return Move(self.key, self.generation, self.gpu_block, self.slots, self.parent)
-
-    @property
-    def detail(self) -> MoveDetail:
-        """What is to be finished when it is settled."""
-        return MoveDetail(self.row, self.group, self.position, self.source, self.target)
-
-
-class Reader(HasParts):
-    """Takes hold of what is read, and begins the copies in memory that reads leave."""
-
-    def __init__(self, parts: Parts, tiers: Tiers, hints: Hints) -> None:
-        super().__init__(parts)
-        self._landing = tiers.landing_tier
-        self._hints = hints
-
-    def pin_sources(self, reads: Sequence[Read]) -> None:
-        """Find and pin the fastest copy of each block: in a tier, or another's."""
-        catalog = self._catalog
-        found: dict[Tier, list[Read]] = {}
-        for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
-            source = catalog.readable_tier(row)
-            if source is not None:
-                read.row = row
-                found.setdefault(source, []).append(read)
-            else:
-                self.take_from_others(read)
-        for source, alike in found.items():
-            catalog.pin([read.row for read in alike], source)
-            self.read_from(source, alike)
-
-    def read_from(self, tier: Tier, reads: Sequence[Read]) -> None:
-        """Have each read its row's copy in a tier, which is pinned."""
-        catalog, generations = self._catalog, self._catalog.generations
-        slots = catalog.columns(tier).slots([read.row for read in reads])
-        for read, slot in zip(reads, slots, strict=True):
-            read.source, read.generation, read.parent = tier, generations[read.row], catalog.parent(read.row)
-            read.slots[tier] = slot
-
-    def take_from_others(self, read: Read) -> None:
-        """Have a read take another engine's copy, if one is known."""
-        taken = self._hints.take(read.key)
-        if taken is not None:
-            read.source, slot, read.generation = taken
-            read.slots[read.source] = slot
-
-    def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
-        """Begin a copy in memory of what each of some reads brings."""
-        catalog, landing = self._catalog, self._landing
-        assert landing is not None
-        for read, slot in zip(reads, slots, strict=True):
-            if read.row < 0:  # another's
-                (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
-                catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
-            read.target, read.slots[landing.tier] = landing.tier, slot
-        catalog.begin([read.row for read in reads], landing.tier, slots)
-        self._state.landing.update([read.key for read in reads])
-
-
 @dataclass(eq=False, slots=True)
 class Load:
     """A request's load: planned job by job, the head of its prompt first.
@@ -219,6 +139,7 @@ class LoadJobs(HasParts):
         hints: Hints,
         gpu_loads: GpuLoads,
         threshold: LoadThreshold,
+        copies: Copies,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -227,7 +148,7 @@ class LoadJobs(HasParts):
         self._hints = hints
         self._gpu_loads = gpu_loads
         self._threshold = threshold
-        self._reader = Reader(parts, tiers, hints)
+        self._copies = copies
         self._by_job: dict[JobId, Load] = {}
         self._under_way: dict[JobId, Load] = {}
         """By their first job."""
@@ -344,9 +265,9 @@ class LoadJobs(HasParts):
                 found.setdefault(tier, []).append(read)
             else:
                 (read.parent,) = load.request.keys[read.group].before((read.position,))
-                self._reader.take_from_others(read)
+                self._copies.take_from_others(read)
         for tier in KEPT_TIERS:
-            self._reader.read_from(tier, found.get(tier, ()))
+            self._copies.read_from(tier, found.get(tier, ()))
         return reads
 
     def _let_go_unreadable(self, load: Load, taken: NDArray[np.intp]) -> None:
@@ -381,7 +302,7 @@ class LoadJobs(HasParts):
         for size_class, alike in by_class.items():
             most = landing.pool.total[size_class] - load.landed[size_class]
             slots = landing.allocate(size_class, min(len(alike), max(0, most)))
-            self._reader.land(alike[: len(slots)], slots)
+            self._copies.land(alike[: len(slots)], slots)
             load.landed[size_class] += len(slots)
 
     def _is_vacant(self, read: Read, tier: Tier) -> bool:

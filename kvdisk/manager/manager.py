@@ -20,6 +20,7 @@ from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import DOOMED
+from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
@@ -82,9 +83,10 @@ class TierManager(HasParts):
         self._gpu_loads = GpuLoads(enabled=parts.context.caches)
         parts.state.generation = first_generation
         near = NeighbourCopies(parts, neighbours)
-        self._demotions = [Demotions(parts, *pair, near) for pair in tiers.pairs]
         self._remote = _make_remote(parts, remote)
         self._hints = Hints(near, self._remote, parts.state)
+        copies = self._copies = Copies(parts, tiers, self._hints)
+        self._demotions = [Demotions(parts, *pair, near, copies) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
         demand = self._demand = Demand(
@@ -93,13 +95,13 @@ class TierManager(HasParts):
         self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.alignment_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
-        self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads)
+        self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads, copies)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
         self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, self._gpu_loads, self._threshold)
-        self._loads = LoadJobs(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold)
+        self._loads = LoadJobs(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold, copies)
         self._ages = Ages(parts, tiers)
-        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints, self._ages)
-        self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._hints, self._loads)
+        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints, self._ages, copies)
+        self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class TierManager(HasParts):
         for record in ended.settled:
             self._settlement.settle(record, now, now_s)
         for record in ended.released:
-            self._settlement.release(record)
+            self._copies.release(record)
         if report.remote_pause_s:
             self._remote.pause(report.remote_pause_s, now)
 

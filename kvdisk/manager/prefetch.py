@@ -14,8 +14,9 @@ from itertools import islice
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
 from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
-from kvdisk.manager.load_jobs import GpuLoads, Read, Reader
+from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.lookup import Lookups, first_needed, reachable
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.remote import Hints
@@ -51,14 +52,16 @@ class Promotions(HasParts):
     Each block is read ahead once for a request's stay in the queue: that bounds the reads.
     """
 
-    def __init__(self, parts: Parts, tiers: Tiers, demand: Demand, hints: Hints, gpu_loads: GpuLoads) -> None:
+    def __init__(
+        self, parts: Parts, tiers: Tiers, demand: Demand, hints: Hints, gpu_loads: GpuLoads, copies: Copies
+    ) -> None:
         super().__init__(parts)
         self._tiers = tiers
         self._landing = tiers.landing_tier if len(tiers) > 1 or parts.config.remote else None
         self._demand = demand
         self._hints = hints
         self._gpu_loads = gpu_loads
-        self._reader = Reader(parts, tiers, hints)
+        self._copies = copies
         self._waiting: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
         """Those with something left to be read ahead, or (None) not looked at yet; in order of
         arrival."""
@@ -226,8 +229,8 @@ class Promotions(HasParts):
         for read in picked:
             of_class = slots[self._class_of(read)]
             if of_class:
-                self._reader.pin_sources((read,))
-                self._reader.land((read,), (of_class.popleft(),))
+                self._copies.pin_sources((read,))
+                self._copies.land((read,), (of_class.popleft(),))
                 made.append(read)
             else:
                 left.append(read)

@@ -19,6 +19,7 @@ from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import HasParts, Parts
@@ -62,6 +63,7 @@ class StorePlanner(HasParts):
         sources: StoreSources,
         hints: Hints,
         ages: Ages,
+        copies: Copies,
     ) -> None:
         super().__init__(parts)
         self._tiers = tiers
@@ -71,6 +73,7 @@ class StorePlanner(HasParts):
         self._sources = sources
         self._hints = hints
         self._ages = ages
+        self._copies = copies
         groups = parts.geometry.groups
         self._min_block_tokens = min(group.block_tokens for group in groups)
         self._behind = {group.volatile_tokens for group in groups}
@@ -542,21 +545,13 @@ class StorePlanner(HasParts):
         """
         if not taken:
             return None
-        catalog, tier = self._catalog, self._target.tier
-        new = [offer for offer, row, _ in taken if row == NONE]
-        first = self._state.generation + 1
-        self._state.generation += len(new)
-        generations = range(first, first + len(new))
-        keys, parents = [offer.key for offer in new], [offer.parent for offer in new]
-        added = iter(catalog.add(keys, generations, self._state.epoch, parents))
-        rows, moves, details = [], [], []
-        for (key, parent, gpu_block, group, position), had, slot in taken:
-            row = next(added) if had == NONE else had
-            rows.append(row)
-            moves.append(Move(key, catalog.generations[row], gpu_block, {tier: slot}, parent))
+        generations, tier = self._catalog.generations, self._target.tier
+        blocks = [(offer.key, offer.parent, row) for offer, row, _ in taken]
+        rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in taken])
+        moves, details = [], []
+        for row, ((key, parent, gpu_block, group, position), _, slot) in zip(rows, taken, strict=True):
+            moves.append(Move(key, generations[row], gpu_block, {tier: slot}, parent))
             details.append(MoveDetail(row, group, position, None, tier))
-            catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins
-        catalog.begin(rows, tier, [slot for _, _, slot in taken])
         request_id = None if request is None else request.request_id
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
         if watched:

@@ -18,11 +18,12 @@ from kvdisk.blocks import Tier
 from kvdisk.manager import prefetch
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import READY, Catalog
+from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.jobs import StoreSources, Transfers
-from kvdisk.manager.load_jobs import GpuLoads, LoadJobs, Reader
+from kvdisk.manager.load_jobs import GpuLoads, LoadJobs
 from kvdisk.manager.loads import LoadLookups
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -161,11 +162,11 @@ def keep_failed_promotions(_settlement: Settlement, record: Any, *_: Any) -> Non
         record.failed = {}
 
 
-def keep_sources_of_promotions(real: Real, settlement: Settlement, record: Any) -> None:
+def keep_sources_of_promotions(real: Real, copies: Copies, record: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if record.job.kind is JobKind.PROMOTE:
-            patch.setattr(Settlement, "_is_bad", lambda *_: False)
-        real(settlement, record)
+            patch.setattr(Copies, "_is_bad", lambda *_: False)
+        real(copies, record)
 
 
 def take_and_close(real: Real, neighbours: NeighbourCopies, key: Any) -> Any:
@@ -181,7 +182,7 @@ def never_close(_real: Real, neighbours: NeighbourCopies, slot: Any) -> None:
 
 def give_another_generation(planter: Planter) -> None:
     planter.replace_in(
-        Reader,
+        Copies,
         "land",
         Catalog,
         "add",
@@ -316,11 +317,9 @@ BUGS = {
     # -- settlement --
     "failed store left ready": Bug(before(Settlement, "_end_write", keep_failed_stores)),
     "failed position promised again": Bug(nothing(RequestState, "limit_loads"), (on.WINDOW, on.ONE_GROUP)),
-    "pins of late moves never given back": Bug(nothing(Settlement, "release")),
+    "pins of late moves never given back": Bug(nothing(Copies, "release")),
     "failed promotion left ready": Bug(before(Settlement, "_end_read", keep_failed_promotions), on.QUEUE_SIZES),
-    "source of a failed promotion kept": Bug(
-        instead(Settlement, "_end_sources", keep_sources_of_promotions), on.QUEUE_SIZES
-    ),
+    "source of a failed promotion kept": Bug(instead(Copies, "end_reads", keep_sources_of_promotions), on.QUEUE_SIZES),
     # -- loads and reading ahead --
     "read without a pin": Bug(without_pins(LoadJobs, "_find"), (on.ONE_GROUP, *on.QUEUE_SIZES)),
     "waiting without end": Bug(nothing(LoadLookups, "_is_over", False), (on.NVME_ONLY, on.QUEUE_WINDOW)),

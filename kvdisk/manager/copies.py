@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a copy: how it begins and ends, whoever plans its job. Scheduler thread only.
+
+A write begins a copy, which becomes READY or is abandoned when its job has ended. A read pins its
+source, which was used then, or was bad. A late move has failed, and a device may still touch its
+slots: its target is DOOMED and keeps its writer's pin, and its source keeps its pin, until
+``release``. Of one chain the tail ends first, so that its head ends as the most recently used.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.manager.catalog import NONE, READY
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import JobKind, Move, Reason
+
+SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
+"""Failures of a read after which its source copy is dropped. A deadline says nothing about the
+copy."""
+
+
+@dataclass(slots=True)
+class Read:
+    """A block to be read. ``source``: the tier whose copy is read; None: there is none.
+
+    ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_block``, ``group``,
+    ``position``: of a load.
+    """
+
+    key: BlockKey
+    parent: BlockKey | None
+    gpu_block: int = -1
+    group: int = -1
+    position: int = -1
+    row: int = NONE
+    generation: int = 0
+    source: Tier | None = None
+    target: Tier | None = None
+    slots: dict[Tier, Slot] = field(default_factory=dict)
+
+    @property
+    def move(self) -> Move:
+        """What the workers are told."""
+        return Move(self.key, self.generation, self.gpu_block, self.slots, self.parent)
+
+    @property
+    def detail(self) -> MoveDetail:
+        """What is to be finished when it is settled."""
+        return MoveDetail(self.row, self.group, self.position, self.source, self.target)
+
+
+class Copies(HasParts):
+    """Begins and ends the copies that jobs read and write."""
+
+    def __init__(self, parts: Parts, tiers: Tiers, hints: Hints) -> None:
+        super().__init__(parts)
+        self._tiers = tiers
+        self._landing = tiers.landing_tier
+        self._hints = hints
+        self._neighbours, self._remote = hints.neighbours, hints.remote
+
+    # -- reads begin -----------------------------------------------------------------------------
+
+    def pin_sources(self, reads: Sequence[Read]) -> None:
+        """Find and pin the fastest copy of each block: in a tier, or another's."""
+        catalog = self._catalog
+        found: dict[Tier, list[Read]] = {}
+        for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
+            source = catalog.readable_tier(row)
+            if source is not None:
+                read.row = row
+                found.setdefault(source, []).append(read)
+            else:
+                self.take_from_others(read)
+        for source, alike in found.items():
+            catalog.pin([read.row for read in alike], source)
+            self.read_from(source, alike)
+
+    def read_from(self, tier: Tier, reads: Sequence[Read]) -> None:
+        """Have each read its row's copy in a tier, which is pinned."""
+        catalog, generations = self._catalog, self._catalog.generations
+        slots = catalog.columns(tier).slots([read.row for read in reads])
+        for read, slot in zip(reads, slots, strict=True):
+            read.source, read.generation, read.parent = tier, generations[read.row], catalog.parent(read.row)
+            read.slots[tier] = slot
+
+    def take_from_others(self, read: Read) -> None:
+        """Have a read take another engine's copy, if one is known."""
+        taken = self._hints.take(read.key)
+        if taken is not None:
+            read.source, slot, read.generation = taken
+            read.slots[read.source] = slot
+
+    def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
+        """Begin a copy in memory of what each of some reads brings."""
+        catalog, landing = self._catalog, self._landing
+        assert landing is not None
+        for read, slot in zip(reads, slots, strict=True):
+            if read.row < 0:  # another's
+                (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
+                catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
+            read.target, read.slots[landing.tier] = landing.tier, slot
+        catalog.begin([read.row for read in reads], landing.tier, slots)
+        self._state.landing.update([read.key for read in reads])
+
+    # -- writes begin ----------------------------------------------------------------------------
+
+    def begin_new(
+        self, tier: Tier, blocks: Sequence[tuple[BlockKey, BlockKey | None, int]], slots: Sequence[Slot]
+    ) -> list[int]:
+        """Begin the first copies of blocks that no tier has; return their rows.
+
+        ``blocks``: key, the key before it in its chain, and the row, NONE where it has none yet.
+        """
+        catalog = self._catalog
+        new = [(key, parent) for key, parent, row in blocks if row == NONE]
+        first = self._state.generation + 1
+        self._state.generation += len(new)
+        keys, parents = [key for key, _ in new], [parent for _, parent in new]
+        added = iter(catalog.add(keys, range(first, first + len(new)), self._state.epoch, parents))
+        rows = [next(added) if row == NONE else row for _, _, row in blocks]
+        for row in rows:
+            catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins
+        catalog.begin(rows, tier, slots)
+        return rows
+
+    def begin_moves(
+        self, rows: Sequence[int], source: Tier, target: Tier, slots: Sequence[Slot]
+    ) -> tuple[list[Move], list[MoveDetail]]:
+        """Begin copies in ``slots`` of what another tier has; return what their job is made of. The
+        sources are pinned."""
+        catalog = self._catalog
+        catalog.begin(rows, target, slots)
+        catalog.pin(rows, source)
+        moves = [
+            Move(
+                catalog.keys[row],
+                catalog.generations[row],
+                slots={source: above, target: below},
+                parent=catalog.parent(row),
+            )
+            for row, above, below in zip(rows, catalog.columns(source).slots(rows), slots, strict=True)
+        ]
+        return moves, [MoveDetail(row, source=source, target=target) for row in rows]
+
+    # -- jobs end --------------------------------------------------------------------------------
+
+    def end_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
+        """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail
+        first.
+
+        The slot of a late move stays taken until ``release``.
+        """
+        written: dict[Tier, list[int]] = {}
+        for at in reversed(range(len(record.details))):
+            detail = record.details[at]
+            if detail.target is not None:
+                rows = written.setdefault(detail.target, [])
+                if at not in record.failed:
+                    rows.append(detail.row)
+        ready = {tier: self._tiers[tier].finish(rows, now_s) for tier, rows in written.items()}
+        for at in sorted(record.failed, reverse=True):
+            detail = record.details[at]
+            if detail.target is not None:
+                self._tiers[detail.target].abandon(detail.row, late=at in record.late)
+        return ready
+
+    def unpin_sources(self, record: JobRecord) -> None:
+        """Give back the sources of a job that wrote, but for those of late moves."""
+        for at, detail in enumerate(record.details):
+            if detail.source is not None and at not in record.late:
+                self._tiers[detail.source].unpin((detail.row,))
+
+    def end_reads(self, record: JobRecord) -> None:
+        """Give back the pins of sources, drop the bad ones, and note that the others were used."""
+        sound: defaultdict[Tier, list[int]] = defaultdict(list)
+        used: defaultdict[Tier, list[int]] = defaultdict(list)
+        reached: list[int] = []
+        spent: defaultdict[Tier, list[int]] = defaultdict(list)
+        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
+        for at in reversed(range(len(record.details))):
+            (row, group, _, tier, _), move = record.details[at], record.job.moves[at]
+            reason, late = record.failed.get(at), at in record.late
+            if tier is self._remote.tier:
+                self._remote.loaded(move, reason)
+                continue
+            foreign = self._neighbours.slot_of(move) if tier is self._neighbours.tier else None
+            if foreign is not None:
+                self._end_foreign(move, foreign, reason, late=late)
+                self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))
+                continue
+            assert tier is not None or reason is not None, "nothing was read, and the move has not failed"
+            if tier is None:
+                continue
+            if not late:
+                spent[tier].append(row)
+            if reason is not None and self._is_bad(row, tier, reason):
+                self._tiers[tier].discard(row)
+            elif states[tier][row] == READY:
+                sound[tier].append(row)
+                if reason is not None:
+                    continue
+                is_state = group >= 0 and self._geometry.groups[group].state_tokens is not None
+                if record.job.kind is JobKind.LOAD and not is_state:
+                    reached.append(row)
+                else:
+                    used[tier].append(row)
+        for space in self._tiers:
+            self.offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
+            space.unpin(spent[space.tier])
+            space.reached(reached)  # so that the request need not do it again
+            space.touch(used[space.tier])
+
+    def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
+        """Whether to drop a copy that was read. One on a drive that was given up for now is as good
+        as before."""
+        if reason not in SOURCE_IS_BAD or self._catalog.state(row, tier) != READY:
+            return False
+        return reason is not Reason.IO_ERROR or self._catalog.readable(row, tier)
+
+    def _end_foreign(self, move: Move, slot: Slot, reason: Reason | None, *, late: bool) -> None:
+        """End the read of a neighbour's copy."""
+        if reason in SOURCE_IS_BAD:
+            self._neighbours.reject(move.key, slot, move.generation)
+        if not late:
+            self._neighbours.unpin(slot)
+
+    def offer_lower(self, rows: Sequence[int], tier: Tier) -> None:
+        """Offer copies that have become READY, or were used, to the next tier, and to the remote
+        store."""
+        lower = self._tiers[tier].lower
+        if lower is not None:
+            lower.offer(rows)
+        if tier is self._remote.source:
+            self._remote.offer(rows)
+
+    def release(self, record: JobRecord) -> None:
+        """Give back the pins of a settled job's late moves: nothing touches their slots any
+        more."""
+        self._state.released += 1
+        for at in sorted(record.late, reverse=True):
+            detail, move = record.details[at], record.job.moves[at]
+            foreign = self._neighbours.slot_of(move)
+            if foreign is not None:
+                self._neighbours.unpin(foreign)
+            elif detail.source is not None:  # never the remote store: nothing of it is late
+                self._tiers[detail.source].unpin((detail.row,))
+            if detail.target is not None:
+                self._tiers[detail.target].abandon(detail.row)
