@@ -199,9 +199,8 @@ def make_lanes() -> Lanes:
 
 def tests_command(base: Path) -> list[str]:
     """Return what runs tests/gpu: it names each test as it goes, and what failed at the end."""
-    # Neither a thread of ours that logs a traceback nor pytest may parse sources: two threads that
-    # do so at once end the run (Python issue 106905). The first parses them for its carets.
-    command = [sys.executable, "-X", "no_debug_ranges", "-m", "pytest", "--tb=native"]
+    # pytest's own traceback parses sources, which ends a run beside threads (Python issue 106905).
+    command = [sys.executable, "-m", "pytest", "--tb=native"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfEs"]
     if find_spec("pytest_timeout") is not None:
         command += ["--timeout", str(TEST_S)]
