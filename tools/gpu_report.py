@@ -199,7 +199,7 @@ def make_lanes() -> Lanes:
 
 def tests_command(base: Path) -> list[str]:
     """Return what runs tests/gpu: it names each test as it goes, and what failed at the end."""
-    # pytest's own traceback parses sources, which ends a run beside threads (Python issue 106905).
+    # Tracebacks as Python prints them: pytest's own are long, and take longer.
     command = [sys.executable, "-m", "pytest", "--tb=native"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "-rfEs"]
     if find_spec("pytest_timeout") is not None:
