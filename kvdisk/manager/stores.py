@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
@@ -47,7 +47,6 @@ class _Offer(NamedTuple):
     position: int = -1
 
 
-_POSITION_OF = attrgetter("position")
 _POSITION_AND_GROUP = itemgetter(1, 0)
 
 
@@ -118,7 +117,7 @@ class StorePlanner(HasParts):
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         had_due, holds = bool(request.due), request.back_off.holds(self._state.released, now)
-        due: list[tuple[int, int]] = []
+        new: list[tuple[int, int]] = []
         for group, start, stop in self._next_blocks(request, self._storable_tokens(request, computed_tokens)):
             keys = request.keys[group.group]
             self._demand.reach(request, group.group, stop)
@@ -131,8 +130,8 @@ class StorePlanner(HasParts):
                 if first < last and not holds:  # what a load has brought is mostly still in a tier
                     there = self._catalog.presences(keys[first:last])
                     positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
-                due += [(group.group, at) for at in positions]
-        request.due += self._in_order(due)
+                new += [(group.group, at) for at in positions]
+        request.due += self._in_order(new)
         states, request.states = request.states, []
         self._use(states)
         if not request.due or holds:
@@ -401,7 +400,7 @@ class StorePlanner(HasParts):
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _in_order(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _in_order(self, places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return blocks, by group and position, in the order of their prompt over all groups."""
         sizes = [group.block_tokens for group in self._geometry.groups]
         if len(set(sizes)) == 1:
@@ -413,21 +412,15 @@ class StorePlanner(HasParts):
     ) -> list[_Offer]:
         """Return a request's blocks, by group and position, in the order of its prompt over all
         groups."""
-        offers: list[_Offer] = []
+        found: dict[tuple[int, int], _Offer] = {}
         by_group: dict[int, list[int]] = {}
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
         for group, positions in by_group.items():
             keys, blocks = request.keys[group], gpu_blocks[group]
             named = zip(keys.of(positions), keys.before(positions), map(blocks.__getitem__, positions), strict=True)
-            offers += [_Offer(*each, group, at) for each, at in zip(named, positions, strict=True)]
-        if len(by_group) > 1:
-            sizes = [group.block_tokens for group in self._geometry.groups]
-            if len(set(sizes)) == 1:
-                offers.sort(key=_POSITION_OF)  # at each of them the groups are in order
-            else:
-                offers.sort(key=lambda offer: ((offer.position + 1) * sizes[offer.group], offer.group))
-        return offers
+            found |= {(group, at): _Offer(*each, group, at) for each, at in zip(named, positions, strict=True)}
+        return [found[place] for place in self._in_order(found)]
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
