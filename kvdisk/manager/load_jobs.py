@@ -128,7 +128,7 @@ class Load:
 
 
 class LoadJobs(HasParts):
-    """Plans loads, and ends them."""
+    """Plans loads, and ends them. ``gpu_loads``: what they are just bringing."""
 
     def __init__(
         self,
@@ -137,7 +137,6 @@ class LoadJobs(HasParts):
         hits: HitCounts,
         demand: Demand,
         hints: Hints,
-        gpu_loads: GpuLoads,
         threshold: LoadThreshold,
         copies: Copies,
     ) -> None:
@@ -146,7 +145,7 @@ class LoadJobs(HasParts):
         self._hits = hits
         self._demand = demand
         self._hints = hints
-        self._gpu_loads = gpu_loads
+        self.gpu_loads = GpuLoads(enabled=parts.context.caches)
         self._threshold = threshold
         self._copies = copies
         self._by_job: dict[JobId, Load] = {}
@@ -176,7 +175,7 @@ class LoadJobs(HasParts):
         self._under_way[load.id] = load
         if not load.is_planned:
             self._unplanned[load.id] = load
-        self._gpu_loads.begin(load.id, load.keys)
+        self.gpu_loads.begin(load.id, load.keys)
 
     def go_on(self) -> None:
         """Plan more of the loads that have begun, as much as a step may. Once a step."""
@@ -326,7 +325,7 @@ class LoadJobs(HasParts):
 
     def leave(self, request: RequestState) -> None:
         """A request has ended: the engine does not keep what its load brings."""
-        self._gpu_loads.end(request.load_job)
+        self.gpu_loads.end(request.load_job)
         load = self._under_way.get(request.load_job) if request.load_job is not None else None
         if load is not None:
             load.is_left = True
@@ -338,7 +337,7 @@ class LoadJobs(HasParts):
             load.is_void = True
             load.failed_blocks.update(load.gpu_blocks.tolist())
             self._give_up(load)
-        self._gpu_loads.clear()
+        self.gpu_loads.clear()
 
     def _give_up(self, load: Load) -> None:
         """Have what is not planned yet of a load fail: a job without a source, for its next block,
@@ -374,7 +373,7 @@ class LoadJobs(HasParts):
     def _end(self, load: Load, now: float) -> None:
         assert load.id is not None
         del self._under_way[load.id]
-        self._gpu_loads.end(load.id)
+        self.gpu_loads.end(load.id)
         if load.sent_s is not None and load.keys and not load.failed:
             slowest = int(load.blocks.tiers.max())
             self._threshold.loaded(HIT_TIERS[HIT_TIERS.index(slowest)], now - load.sent_s)

@@ -26,9 +26,9 @@ from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.hits import HitCounts
-from kvdisk.manager.jobs import StoreSources, Transfers
+from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.kv_hints import KVHints
-from kvdisk.manager.load_jobs import GpuLoads, LoadJobs
+from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.load_price import LoadThreshold
 from kvdisk.manager.loads import LoadLookups
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -80,7 +80,6 @@ class TierManager(HasParts):
         self._arrivals = 0
         self._tiers = tiers
         self._heard_tickets = [(0, 0)] * len(tiers)
-        self._gpu_loads = GpuLoads(enabled=parts.context.caches)
         parts.state.generation = first_generation
         near = NeighbourCopies(parts, neighbours)
         self._remote = _make_remote(parts, remote)
@@ -92,15 +91,15 @@ class TierManager(HasParts):
         demand = self._demand = Demand(
             parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
         )
-        self._sources = StoreSources(parts.context)
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.alignment_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
-        self._promotions = Promotions(parts, tiers, demand, self._hints, self._gpu_loads, copies)
+        self._loads = LoadJobs(parts, tiers, self._hits, demand, self._hints, self._threshold, copies)
+        gpu_loads = self._loads.gpu_loads
+        self._promotions = Promotions(parts, tiers, demand, self._hints, gpu_loads, copies)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
-        self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, self._gpu_loads, self._threshold)
-        self._loads = LoadJobs(parts, tiers, self._hits, demand, self._hints, self._gpu_loads, self._threshold, copies)
+        self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, gpu_loads, self._threshold)
         self._ages = Ages(parts, tiers)
-        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._sources, self._hints, self._ages, copies)
+        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, self._ages, copies)
         self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
     # -- requests ------------------------------------------------------------------------------
@@ -272,7 +271,7 @@ class TierManager(HasParts):
         self._stores.plan_free(now)
         self._loads.go_on()
         void, self._void = tuple(self._void), []
-        fence = self._sources.take_fence(overwritten)
+        fence = self._stores.sources.take_fence(overwritten)
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
@@ -291,7 +290,7 @@ class TierManager(HasParts):
             self._heard_s = now
         for record in (*ended.copied, *ended.settled):
             if record.job.kind is JobKind.STORE:
-                self._sources.end(record)
+                self._stores.sources.end(record)
         for record in ended.settled:
             self._settlement.settle(record, now, now_s)
         for record in ended.released:
@@ -358,7 +357,7 @@ class TierManager(HasParts):
         self._loads.reset()
         self._void = self._transfers.sent_loads()
         for record in self._transfers.cancel_queued():
-            self._sources.end(record)
+            self._stores.sources.end(record)
             self._settlement.cancel(record)
         self._promotions.reset()
         self._kv_hints.reset()

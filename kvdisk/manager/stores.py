@@ -51,7 +51,7 @@ _POSITION_AND_GROUP = itemgetter(1, 0)
 
 
 class StorePlanner(HasParts):
-    """Takes offers into slots of the first tier, and has their GPU blocks watched."""
+    """Takes offers into slots of the first tier, and has their GPU blocks watched: ``sources``."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class StorePlanner(HasParts):
         tiers: Tiers,
         store_policy: StorePolicy,
         demand: Demand,
-        sources: StoreSources,
         hints: Hints,
         ages: Ages,
         copies: Copies,
@@ -69,7 +68,7 @@ class StorePlanner(HasParts):
         self._target = tiers.first
         self._store_policy = store_policy
         self._demand = demand
-        self._sources = sources
+        self.sources = StoreSources(parts.context)
         self._hints = hints
         self._ages = ages
         self._copies = copies
@@ -548,5 +547,5 @@ class StorePlanner(HasParts):
         request_id = None if request is None else request.request_id
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
         if watched:
-            self._sources.add(record)
+            self.sources.add(record)
         return record.job.id

@@ -124,7 +124,7 @@ def describe(llm: Any) -> str:
     parts = [f"running {len(scheduler.running)}, waiting {len(scheduler.waiting)}"]
     for connector in connectors_of(llm):
         manager = connector.scheduler._manager
-        parts.append(f"jobs {len(manager._transfers)}, sources {len(manager._sources)}, {manager.stats.counts}")
+        parts.append(f"jobs {len(manager._transfers)}, sources {len(manager._stores.sources)}, {manager.stats.counts}")
     return "; ".join(parts)
 
 

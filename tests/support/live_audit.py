@@ -64,9 +64,9 @@ def audit_manager(manager: Any) -> None:
     """Assert what must hold of a manager without requests, with nothing under way."""
     assert not manager._requests and not manager._urgent and not manager._void
     assert len(manager._transfers) == 0, "jobs are on their way"
-    assert not manager._gpu_loads.any
+    assert not manager._loads.gpu_loads.any
     assert not manager._loads._under_way and not manager._loads._unplanned and not manager._loads._by_job
-    assert not len(manager._sources), "blocks are watched that nobody copies from"
+    assert not len(manager._stores.sources), "blocks are watched that nobody copies from"
     for space in manager._tiers:
         check_pool(space.pool)
         pinned = [row for row in manager._catalog.rows() if manager._catalog.pins(row, space.tier)]
