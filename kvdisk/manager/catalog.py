@@ -54,8 +54,6 @@ _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 _FEW = 8
 """Of fewer keys an array costs more than it saves."""
-_MANY = 512
-"""Of so many rows an array saves more than it costs, where a list has to be made one."""
 
 
 class TierColumns:
@@ -216,13 +214,15 @@ class Catalog:
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block."""
         is_placeholder = self._is_placeholder
-        found = list(map(self._rows.get, keys, repeat(NONE)))
-        if len(found) >= _MANY and is_placeholder:
-            rows = np.array(found, np.intp)
-            rows[np.frombuffer(is_placeholder, np.bool_)[rows]] = NONE  # the last one's, where there is none
-            many: list[int] = rows.tolist()
-            return many
+        found = map(self._rows.get, keys, repeat(NONE))
         return [NONE if row != NONE and is_placeholder[row] else row for row in found]
+
+    def find_many(self, keys: Iterable[BlockKey]) -> NDArray[np.intp]:
+        """As ``find_all``, of many blocks."""
+        rows = np.array(list(map(self._rows.get, keys, repeat(NONE))), np.intp)
+        if self._is_placeholder:
+            rows[np.frombuffer(self._is_placeholder, np.bool_)[rows]] = NONE  # the last one's, where there is none
+        return rows
 
     def parent(self, row: int) -> BlockKey | None:
         """Return the key of the block before a row's in its chain; None of the first."""
@@ -473,17 +473,18 @@ class Catalog:
         self.keys[row] = _NOBODY
         self._vacant.append(row)
 
-    def pin(self, rows: Sequence[int], tier: Tier) -> None:
+    def pin(self, rows: Iterable[int], tier: Tier) -> None:
         """Hold READY copies for one job."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
-        if len(rows) >= _MANY:
-            places = np.array(rows, np.intp)
-            assert (np.frombuffer(states, np.uint8)[places] == READY).all()
-            np.add.at(np.frombuffer(pins, np.uint32), places, 1)
-            return
         for row in rows:
             assert states[row] == READY
             pins[row] += 1
+
+    def pin_many(self, rows: NDArray[np.intp], tier: Tier) -> None:
+        """As ``pin``, of many rows, each of which is there once."""
+        states, pins = self._columns[tier].states, self._columns[tier].pins
+        assert (np.frombuffer(states, np.uint8)[rows] == READY).all()
+        np.frombuffer(pins, np.uint32)[rows] += 1
 
     def unpin(self, rows: Iterable[int], tier: Tier) -> None:
         """Give one pin of each copy back."""

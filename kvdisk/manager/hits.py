@@ -232,9 +232,8 @@ class HitCounts(HasParts):
             for tier in np.unique(tiers):  # the slowest last, over what others have said
                 ends = np.minimum((firsts[tiers == tier] + group.block_tokens) // grain, len(slowest))
                 begins = np.zeros_like(ends) if only_states else np.maximum(0, firsts[tiers == tier]) // grain
-                covered = np.zeros(len(slowest) + 1, np.int32)
                 valid = begins < ends
-                np.add.at(covered, begins[valid], 1)
-                np.subtract.at(covered, ends[valid], 1)
+                covered = np.bincount(begins[valid], minlength=len(slowest) + 1)
+                covered -= np.bincount(ends[valid], minlength=len(slowest) + 1)
                 np.maximum(slowest, tier, out=slowest, where=np.cumsum(covered[:-1]) > 0)
         return {tier: int(np.count_nonzero(slowest == tier)) * grain for tier in self._sources}

@@ -33,6 +33,8 @@ from kvdisk.messages import JobKind, Move
 
 MOST_PLANNED = 4096
 """Blocks of loads that a step plans, but that each load that begins has a job of as many."""
+_STRETCH = 1024
+"""Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
 
 
@@ -49,24 +51,38 @@ class GpuLoads:
         self._enabled = enabled
         self._loaders: dict[BlockKey, JobId] = {}
         self._keys: dict[JobId, Sequence[BlockKey]] = {}
+        self._unnoted: list[JobId] = []
+        """Loads whose keys are not in ``_loaders`` yet: nobody has asked since they began."""
 
     def begin(self, load_id: JobId, keys: Sequence[BlockKey]) -> None:
         """Note a load, by its first job, and all that it brings."""
         if self._enabled:
             self._keys[load_id] = keys
-            self._loaders.update(dict.fromkeys(keys, load_id))
+            self._unnoted.append(load_id)
+
+    def _noted(self) -> dict[BlockKey, JobId]:
+        """Return the load of each block."""
+        for load_id in self._unnoted:
+            self._loaders.update(dict.fromkeys(self._keys[load_id], load_id))
+        self._unnoted.clear()
+        return self._loaders
 
     def end(self, load_id: JobId | None) -> None:
         """Forget a load that has ended, or whose blocks nobody will use. It may be forgotten
         already."""
+        keys = self._keys.pop(load_id, ()) if load_id is not None else ()
+        if load_id in self._unnoted:
+            self._unnoted.remove(load_id)
+            return
         loaders = self._loaders
-        for key in self._keys.pop(load_id, ()) if load_id is not None else ():
+        for key in keys:
             if loaders.get(key) == load_id:
                 del loaders[key]
 
     def clear(self) -> None:
         """For a new epoch: no load on its way brings anything."""
         self._keys.clear()
+        self._unnoted.clear()
         self._loaders.clear()
 
     @property
@@ -80,11 +96,11 @@ class GpuLoads:
 
     def loader_of(self, key: BlockKey) -> JobId | None:
         """Return the load that brings a block; None: none does."""
-        return self._loaders.get(key)
+        return self._noted().get(key)
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """As ``Catalog.presences``: READY is what is on its way to the GPU."""
-        return bytes(map(self._loaders.__contains__, keys)).replace(b"\1", _READY)
+        return bytes(map(self._noted().__contains__, keys)).replace(b"\1", _READY)
 
 
 @dataclass(eq=False, slots=True)
@@ -125,6 +141,20 @@ class Load:
         taken = self.order[self.planned : self.planned + most]
         self.planned += len(taken)
         return np.sort(taken)
+
+
+def _given(block_ids: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+    """Return the GPU blocks that vLLM gave to a stretch of a group, and their places there.
+
+    vLLM: it caches each block that it gave under its hash. So each is loaded or fails, even where
+    ``lookup`` needed less of a window: else nobody would have written it.
+    """
+    start = 0
+    while start < len(block_ids) and not any(block_ids[start : start + _STRETCH]):
+        start += _STRETCH  # before its window a group has none: an array of zeros takes longer to make
+    given = np.array(block_ids[start:], np.int32)
+    places = np.flatnonzero(given)
+    return given[places], places + start
 
 
 class LoadJobs(HasParts):
@@ -195,21 +225,18 @@ class LoadJobs(HasParts):
         groups, positions, gpu_blocks, ends = [], [], [], []
         for group in self._geometry.groups:
             self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
-            # vLLM: it caches each block that it gave under its hash. So each is loaded or fails,
-            # even where ``lookup`` needed less of a window: else nobody would have written it.
             first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
-            given = np.array(block_ids[group.group][first:stop], np.int32)
-            needed = np.flatnonzero(given)
-            gpu_blocks.append(given[needed])
-            needed += first
-            keys += request.keys[group.group].of(needed.tolist())
+            given, needed = _given(block_ids[group.group][first:stop])
+            gpu_blocks.append(given)
+            of_group = request.keys[group.group]
+            keys += of_group[first:stop] if len(needed) == stop - first else of_group.of((needed + first).tolist())
             groups.append(np.full(len(needed), group.group, np.uint8))
-            positions.append(needed)
-            ends.append((needed + 1) * group.block_tokens)
-        rows = np.array(self._catalog.find_all(keys), np.intp)
+            positions.append(needed + first)
+            ends.append((needed + first + 1) * group.block_tokens)
+        rows = self._catalog.find_many(keys)
         tiers = self._catalog.readable_tiers(rows)
         for tier in KEPT_TIERS:
-            self._catalog.pin(rows[tiers == tier].tolist(), tier)
+            self._catalog.pin_many(rows[tiers == tier], tier)
         rows[tiers == 0] = NONE
         for at in np.flatnonzero(tiers == 0).tolist() if self._hints.usable else ():
             if keys[at] in self._hints.usable:
