@@ -104,10 +104,8 @@ class LayerBlocks:
         for at, layer in enumerate(layers):
             kinds.setdefault((layer.untyped_storage().data_ptr(), layer.shape, layer.stride()), []).append(at)
         runs = [run for places in kinds.values() for run in _regular_runs(layers, offsets, places)]
-        stacks = [_stack_of(layers, offsets, run) for run in runs]
-        self._word = _widest_word(stacks)
-        most_bytes = MOST_WORDS * self._word.itemsize
-        self.stacks = [each for stack in stacks for each in _cut(stack, most_bytes)]
+        self.stacks = [_stack_of(layers, offsets, run) for run in runs]
+        self._word = _widest_word(self.stacks)
         first = layers[0] if layers else None
         together = first is not None and all(
             layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -144,10 +142,6 @@ class LayerBlocks:
         return part.view(self._word)
 
 
-MOST_WORDS = 2**31 - 1
-"""Beyond so many words between its first and last, torch gathers with slower arithmetic."""
-
-
 def _regular_runs(layers: Sequence[torch.Tensor], offsets: Sequence[int], places: list[int]) -> Iterator[list[int]]:
     """Cut layers of one kind into runs at a regular distance, in memory and in the payload."""
     run = places[:1]
@@ -170,17 +164,6 @@ def _stack_of(layers: Sequence[torch.Tensor], offsets: Sequence[int], run: list[
     shape = (first.shape[0], len(run), layer_bytes)
     blocks = first.as_strided(shape, (first.stride(0), apart, 1))
     return Stack(blocks, offsets[run[0]], (offsets[run[-1]] - offsets[run[0]]) // steps or layer_bytes)
-
-
-def _cut(stack: Stack, most_bytes: int) -> Iterator[Stack]:
-    """Cut a stack into such as span so many bytes at most, where less than a layer does not span
-    more."""
-    count, layer_bytes = stack.blocks.shape[1:]
-    of_one = (stack.blocks.shape[0] - 1) * stack.blocks.stride(0) + layer_bytes
-    most = (most_bytes - of_one) // stack.blocks.stride(1) + 1
-    each = most if 0 < most < count else count
-    for start in range(0, count, each):
-        yield stack._replace(blocks=stack.blocks[:, start : start + each], offset=stack.offset + start * stack.distance)
 
 
 def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
