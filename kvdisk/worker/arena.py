@@ -113,6 +113,7 @@ class Arena(SlotMemory):
         with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory: memoryview | None = memoryview(mapping)
+        self._tensors: dict[int, torch.Tensor] = {}
         self._pinned: list[int] = []
         """Addresses of the pieces that are registered."""
         self._unregister = weakref.finalize(self, _unregister, self._pinned, self._memory)
@@ -139,12 +140,16 @@ class Arena(SlotMemory):
 
     def tensor(self, size_class: int) -> torch.Tensor:
         """See ``SlotMemory``."""
-        import torch
+        found = self._tensors.get(size_class)
+        if found is None:
+            import torch
 
-        size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
-        # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
-        array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
-        return torch.from_numpy(array.reshape(count, size))
+            size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
+            # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
+            array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
+            with torch.inference_mode(False):  # or who is not in it could not write
+                found = self._tensors.setdefault(size_class, torch.from_numpy(array.reshape(count, size)))
+        return found
 
     def await_pinned(self) -> None:
         """Wait until all is pinned that can be."""
@@ -159,6 +164,7 @@ class Arena(SlotMemory):
         self._closing.set()
         self.await_pinned()
         self._unregister()
+        self._tensors.clear()
         self._memory = None
 
     def _pin(self, gpu: int) -> None:

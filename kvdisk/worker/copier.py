@@ -22,7 +22,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
-from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
+from kvdisk.worker.cudart import cuda_runtime, forget_error, is_out_of_memory, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -242,18 +242,33 @@ class HostCopier:
     def hold_model(self) -> None:
         """Let the model's next work begin after every gather so far. No wait on the host."""
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
-        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
+    def gather(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        slots: Slots,
+        after: Event | None = None,  # noqa: ARG002
+    ) -> Event | None:
+        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed.
+
+        None: the GPU has no memory for it now, and nothing of it is under way.
+        """
         at = torch.tensor(blocks)
         for run, target in _runs(slots):
             for stack in self.groups[group].stacks:
                 torch.index_select(stack.blocks, 0, at[run], out=_payload_part(target, stack))
         return Passed()
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
+    def scatter(
+        self,
+        group: int,
+        slots: Slots,
+        blocks: Sequence[int],
+        after: Event | None = None,  # noqa: ARG002
+    ) -> Event | None:
         """Start copying slots to as many GPU blocks, once ``after`` has passed.
 
-        A forward pass launched once the copy is done sees them.
+        A forward pass launched once the copy is done sees them. None: as of ``gather``.
         """
         at = np.array(blocks)
         for run, source in _runs(slots):
@@ -325,11 +340,6 @@ class CudaLanes:
         stream = self._streams[lane] if lane else torch.cuda.current_stream(self.device)
         stream.wait_event(event)
 
-    def numbers(self, values: Sequence[int]) -> torch.Tensor:
-        """Return int64 values on the device for the entered lane. Does not wait."""
-        # From pageable memory the copy would first wait for all that the lane has to do.
-        return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
-
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:
@@ -341,6 +351,58 @@ class CudaLanes:
         if status:
             forget_error()
         return status == 0
+
+
+MOST_NUMBERS = 16 << 10
+"""Of blocks, on their way to a lane's kernels: those of several parts, however small a slot is."""
+
+
+class _Numbers:
+    """Brings numbers of blocks to the kernels of a lane, through memory that is made once.
+
+    Half of it takes the next numbers while the device may still read those of the other half.
+    ``most``: that go at once.
+    """
+
+    def __init__(self, lanes: CudaLanes, lane: Lane, most: int) -> None:
+        self._lanes, self._lane = lanes, lane
+        self._most = max(most, MOST_NUMBERS)
+        # From pageable memory a copy would first wait for all that the lane has to do.
+        self._host = torch.zeros(2, self._most, dtype=torch.int64, pin_memory=lanes.device.type == "cuda")
+        self._to_fill = self._host.numpy()
+        self._on_device = torch.zeros(2, self._most, dtype=torch.int64, device=lanes.device)
+        self._half, self._filled = 0, 0
+        self._read: list[Event | None] = [None, None]
+        """For each half, after what took numbers from it."""
+
+    def put(self, values: Sequence[int]) -> torch.Tensor:
+        """Return values on the device, for what the lane, which is entered, is given next.
+
+        Waits only where so many others are on their way that there is no room.
+        """
+        if self._filled + len(values) > self._most:
+            self._read[self._half] = self._lanes.record(self._lane)
+            self._half, self._filled = 1 - self._half, 0
+            read = self._read[self._half]
+            if read is not None:
+                read.synchronize()
+        some = slice(self._filled, self._filled + len(values))
+        self._filled = some.stop
+        self._to_fill[self._half, some] = values
+        return self._on_device[self._half, some].copy_(self._host[self._half, some], non_blocking=True)
+
+
+def unless_full(lanes: CudaLanes, used: Sequence[Lane], start: Callable[[], Event]) -> Event | None:
+    """Start work on lanes; return its end, or None where the GPU has no memory for it: then nothing
+    of it is under way."""
+    try:
+        return start()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    for lane in used:  # what has begun would go on in slots and blocks that are given to others
+        lanes.record(lane).synchronize()
+    return None
 
 
 class CudaCopier(HostCopier):
@@ -360,6 +422,8 @@ class CudaCopier(HostCopier):
         # Zeros, so that headers and padding that a gather copies out hold no stale bytes.
         self._scratch = {lane: torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=lanes.device) for lane in Lane}
         self._next = {lane: cycle(both) for lane, both in _BOTH.items()}
+        most = self.scratch_bytes // (HEADER_BYTES + ALIGNMENT)  # of the smallest slots
+        self._numbers = {lane: _Numbers(lanes, lane, most) for lane in Lane}
         zeroed = lanes.record(None)
         for lane in Lane:
             lanes.wait(lane, zeroed)
@@ -382,10 +446,14 @@ class CudaCopier(HostCopier):
         for lane in _BOTH[Lane.STORE]:
             self._lanes.wait(None, self._lanes.record(lane))
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
         """See ``HostCopier``."""
-        straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
-        return straight or self._gather(group, blocks, slots, after)
+
+        def start() -> Event:
+            straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
+            return straight or self._gather(group, blocks, slots, after)
+
+        return unless_full(self._lanes, _BOTH[Lane.STORE], start)
 
     def _gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None) -> Event:
         """Gather through scratch."""
@@ -394,7 +462,7 @@ class CudaCopier(HostCopier):
             with self._lanes.on(lane):
                 if after is not None and lane not in used:
                     self._lanes.wait(lane, after)
-                at = self._lanes.numbers(blocks[part])
+                at = self._numbers[lane].put(blocks[part])
                 for stack in layers.stacks:
                     target = layers.widened(_payload_part(scratch, stack))
                     torch.index_select(layers.widened(stack.blocks), 0, at, out=target)
@@ -403,17 +471,21 @@ class CudaCopier(HostCopier):
             used[lane] = None
         return self._end_of(used)
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event | None:
         """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
-        straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
-        return straight or self._scatter(group, slots, blocks, after)
+
+        def start() -> Event:
+            straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
+            return straight or self._scatter(group, slots, blocks, after)
+
+        return unless_full(self._lanes, _BOTH[Lane.LOAD], start)
 
     def _scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None) -> Event:
         """Scatter through scratch."""
         layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
-                at = self._lanes.numbers(blocks[part])
+                at = self._numbers[lane].put(blocks[part])
                 for run, neighbours in _runs(some):
                     scratch[run].copy_(neighbours, non_blocking=True)
                 if after is not None and lane not in used:

@@ -18,7 +18,7 @@ from kvdisk.device.base import Buffer, GpuRange
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
 from kvdisk.geometry import HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
-from kvdisk.worker.copier import CudaLanes, Event, Lane
+from kvdisk.worker.copier import CudaLanes, Event, Lane, unless_full
 
 SCRATCH_BYTES = 8 << 20
 """GPU memory in which sums are computed, for each lane; never less than one slot's payload."""
@@ -142,8 +142,12 @@ class GpuStaging(SlotMemory):
         """Wait for what this thread did with its tensors, before a device touches them."""
         self._lanes.record(None).synchronize()
 
-    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
-        """Bring slots' checksums to host memory, and on lane LOAD their headers, too."""
+    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event | None:
+        """Bring slots' checksums to host memory, and on lane LOAD their headers, too. None: the GPU
+        has no memory for it now, and nothing of it is under way."""
+        return unless_full(self._lanes, [lane], lambda: self._start_sums(size_class, slots, payload_bytes, lane))
+
+    def _start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
         with self._lanes.on(lane):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)
@@ -155,8 +159,12 @@ class GpuStaging(SlotMemory):
                 self._host_sums[size_class][run].copy_(sums, non_blocking=True)
             return self._lanes.record(lane)
 
-    def start_headers(self, size_class: int, slots: Sequence[int]) -> Event:
-        """Copy headers, which were filled in host memory, in front of the payloads."""
+    def start_headers(self, size_class: int, slots: Sequence[int]) -> Event | None:
+        """Copy headers, which were filled in host memory, in front of the payloads. None: as of
+        ``start_sums``."""
+        return unless_full(self._lanes, [Lane.STORE], lambda: self._start_headers(size_class, slots))
+
+    def _start_headers(self, size_class: int, slots: Sequence[int]) -> Event:
         with self._lanes.on(Lane.STORE):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)
