@@ -61,6 +61,8 @@ class SlotMemory(ABC):
             total_bytes += size * count
         # An empty mapping is an error to the kernel, an empty tier is not one to us.
         self.total_bytes = max(total_bytes, ALIGNMENT)
+        self._address = 0
+        """Where all of it begins; 0: nowhere yet, or no more."""
 
     @property
     @abstractmethod
@@ -70,6 +72,12 @@ class SlotMemory(ABC):
     @abstractmethod
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
+
+    def address_of(self, size_class: int) -> int:
+        """Return where the first slot of a class begins. The others follow, each behind the one
+        before."""
+        assert self._address, "the memory is closed"
+        return self._address + self._offsets[size_class]
 
     def piece_slots(self, size_class: int) -> int:
         """Return how many slots of a class make a piece. A copy between host and GPU has to stay
@@ -113,6 +121,7 @@ class Arena(SlotMemory):
         with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory: memoryview | None = memoryview(mapping)
+        self._address = np.frombuffer(mapping, np.uint8).ctypes.data
         self._tensors: dict[int, torch.Tensor] = {}
         self._pinned: list[int] = []
         """Addresses of the pieces that are registered."""
@@ -165,14 +174,13 @@ class Arena(SlotMemory):
         self.await_pinned()
         self._unregister()
         self._tensors.clear()
-        self._memory = None
+        self._memory, self._address = None, 0
 
     def _pin(self, gpu: int) -> None:
         """Pin one piece after the other, on a thread of its own."""
         import torch
 
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
-        pinned_bytes, why = 0, ""
+        start, pinned_bytes, why = self._address, 0, ""
         try:
             torch.cuda.set_device(gpu)
             relax_captures()

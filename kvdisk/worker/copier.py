@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, pairwise, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -87,7 +87,8 @@ class LayerBlocks:
     tensors are vLLM's; they must live as long as copies are asked for.
 
     ``rows``: uint8 (num_blocks, payload_bytes), where all of a block lies together as in a payload;
-    else None. ``row_bytes``: of the smallest row that ``rectangles`` yields.
+    else None. ``row_bytes``: of the smallest row that ``rectangles`` yields. ``farthest``: from a
+    layer to the next in a stack, at most.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -118,23 +119,28 @@ class LayerBlocks:
             if together and first is not None
             else None
         )
+        # Numbers for ``rectangles``, of tensors that stay where they are: to ask these costs more.
+        self._row_places = None if self.rows is None else Rows(self.rows.data_ptr(), self.rows.stride(0))
+        self._stack_places = [
+            (stack.blocks.data_ptr(), *stack.blocks.stride()[:2], *stack.blocks.shape[1:], stack.offset, stack.distance)
+            for stack in self.stacks
+        ]
+        self.farthest = max((stack.blocks.stride(1) for stack in self.stacks), default=0)
         layer_bytes = min((int(layer.shape[1]) for layer in layers), default=0)
         self.row_bytes = layer_bytes if self.rows is None else self.payload_bytes
 
     def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
         """Yield what lies at regular distances in blocks and in as many payloads, the first of them
         at ``address``: runs of blocks that lie as payloads do, or layers of one block."""
-        if self.rows is not None:
-            first, pitch = self.rows.data_ptr(), self.rows.stride(0)
+        if self._row_places is not None:
+            first, pitch = self._row_places
             for start, count in contiguous_runs(blocks, len(blocks)):
-                of_blocks = Rows(first + blocks[start] * pitch, pitch)
-                yield of_blocks, Rows(address + start * slot_bytes, slot_bytes), self.payload_bytes, count
+                of_slots = Rows(address + start * slot_bytes, slot_bytes)
+                yield Rows(first + blocks[start] * pitch, pitch), of_slots, self.payload_bytes, count
             return
-        for stack in self.stacks:
-            first, (of_block, apart, _) = stack.blocks.data_ptr(), stack.blocks.stride()
-            count, layer_bytes = stack.blocks.shape[1:]
+        for first, of_block, apart, count, layer_bytes, offset, distance in self._stack_places:
             for at, block in enumerate(blocks):
-                of_slot = Rows(address + at * slot_bytes + stack.offset, stack.distance)
+                of_slot = Rows(address + at * slot_bytes + offset, distance)
                 yield Rows(first + block * of_block, apart), of_slot, layer_bytes, count
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
@@ -184,17 +190,25 @@ def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
     return slots.as_strided(shape, strides, slots.storage_offset() + HEADER_BYTES + stack.offset)
 
 
-def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield runs of neighbouring slots: which of ``slots``, and their bytes (count, slot_bytes).
+def _slot_runs(slots: Slots, most: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of neighbouring slots, ``most`` of them at most: where in ``slots``, and how many.
     None goes across the end of a piece of the memory."""
-    every, piece = slots.memory.tensor(slots.size_class), slots.memory.piece_slots(slots.size_class)
-    for start, count in contiguous_runs(slots.indices, len(slots.indices)):
+    piece = slots.memory.piece_slots(slots.size_class)
+    for start, count in contiguous_runs(slots.indices, most):
         at, end = start, start + count
         while at < end:
-            first = slots.indices[at]
-            some = min(end - at, piece - first % piece)
-            yield slice(at, at + some), every[first : first + some]
+            some = min(end - at, piece - slots.indices[at] % piece)
+            yield at, some
             at += some
+
+
+def _runs(slots: Slots, most_bytes: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield ``_slot_runs``: which of ``slots``, and their bytes (count, slot_bytes).
+    ``most_bytes``: of those that are more than one slot."""
+    every, count = slots.memory.tensor(slots.size_class), len(slots.indices)
+    most = count if most_bytes is None else max(1, most_bytes // slots.memory.slot_sizes[slots.size_class])
+    for at, some in _slot_runs(slots, most):
+        yield slice(at, at + some), every[slots.indices[at] : slots.indices[at] + some]
 
 
 _Copy = Callable[[int, Sequence[int], Slots, Event | None], Event | None]
@@ -297,6 +311,9 @@ scratch: each takes the mover's thread some microseconds. Not measured: ``tools/
 STRAIGHT_ROW_BYTES = 16 << 10
 """The same of its smallest row: rows are a block's layers where these lie apart."""
 _MOST_PITCH = 2**31 - 1
+COPY_BYTES = 2 << 20
+"""Of a copy over the link, at most: vLLM's own, of a few KiB in each step, wait behind one such,
+about 40 us at 50 GB/s, and not behind a part. Not measured."""
 
 
 class CudaLanes:
@@ -355,6 +372,29 @@ class CudaLanes:
 
 MOST_NUMBERS = 16 << 10
 """Of blocks, on their way to a lane's kernels: those of several parts, however small a slot is."""
+
+
+def _in_pieces(rectangles: Iterable[_Rectangle]) -> Iterator[_Rectangle]:
+    """Cut rectangles into such of ``COPY_BYTES`` at most: by rows, and rows that are longer."""
+    for whole in rectangles:
+        of_blocks, of_slots, row_bytes, count = whole
+        if row_bytes * count <= COPY_BYTES:
+            yield whole
+            continue
+        rows = max(1, COPY_BYTES // row_bytes)
+        for row, at in product(range(0, count, rows), range(0, row_bytes, COPY_BYTES)):
+            places = [Rows(each.address + row * each.pitch + at, each.pitch) for each in (of_blocks, of_slots)]
+            yield places[0], places[1], min(COPY_BYTES, row_bytes - at), min(rows, count - row)
+
+
+def _link_copies(slots: Slots, scratch: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield bytes of slots, and those of the scratch for them: neighbours at once, and over the
+    link ``COPY_BYTES`` at most."""
+    if slots.memory.on_gpu:
+        yield from ((neighbours, scratch[run]) for run, neighbours in _runs(slots))
+        return
+    for run, neighbours in _runs(slots, COPY_BYTES):
+        yield from zip(neighbours.split(COPY_BYTES, 1), scratch[run].split(COPY_BYTES, 1), strict=True)
 
 
 class _Numbers:
@@ -466,8 +506,8 @@ class CudaCopier(HostCopier):
                 for stack in layers.stacks:
                     target = layers.widened(_payload_part(scratch, stack))
                     torch.index_select(layers.widened(stack.blocks), 0, at, out=target)
-                for run, neighbours in _runs(some):
-                    neighbours.copy_(scratch[run], non_blocking=True)
+                for in_slots, in_scratch in _link_copies(some, scratch):
+                    in_slots.copy_(in_scratch, non_blocking=True)
             used[lane] = None
         return self._end_of(used)
 
@@ -486,8 +526,8 @@ class CudaCopier(HostCopier):
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
                 at = self._numbers[lane].put(blocks[part])
-                for run, neighbours in _runs(some):
-                    scratch[run].copy_(neighbours, non_blocking=True)
+                for in_slots, in_scratch in _link_copies(some, scratch):
+                    in_scratch.copy_(in_slots, non_blocking=True)
                 if after is not None and lane not in used:
                     self._lanes.wait(lane, after)
                 for stack in layers.stacks:
@@ -517,13 +557,15 @@ class CudaCopier(HostCopier):
     def _straight(self, group: int, blocks: Sequence[int], slots: Slots, least_bytes: int) -> list[_Rectangle]:
         """Return copies of rows that need no scratch; none where they would have less than
         ``least_bytes`` on average, or too small rows, or the slots are on the GPU."""
-        layers, found = self.groups[group], list[_Rectangle]()
-        far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
-        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
+        layers, memory, found = self.groups[group], slots.memory, list[_Rectangle]()
+        far_apart = layers.farthest > _MOST_PITCH
+        if not self._lanes.copies_rows or memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
             return found
-        assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
-        for run, neighbours in _runs(slots):
-            found += layers.rectangles(blocks[run], neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0))
+        slot_bytes, first = memory.slot_sizes[slots.size_class], memory.address_of(slots.size_class) + HEADER_BYTES
+        assert HEADER_BYTES + layers.payload_bytes <= slot_bytes, "slots of another size"
+        for at, count in _slot_runs(slots, len(blocks)):
+            address = first + slots.indices[at] * slot_bytes
+            found += layers.rectangles(blocks[at : at + count], address, slot_bytes)
         return found if layers.payload_bytes * len(blocks) >= least_bytes * len(found) else []
 
     def _copy_straight(
@@ -540,7 +582,7 @@ class CudaCopier(HostCopier):
         copies = self._straight(group, blocks, slots, STRAIGHT_BYTES if least_bytes is None else least_bytes)
         if copies and after is not None:
             self._lanes.wait(lane, after)
-        for of_blocks, of_slots, row_bytes, count in copies:
+        for of_blocks, of_slots, row_bytes, count in _in_pieces(copies):
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
             if not self._lanes.copy_rows(lane, *ways, row_bytes, count, pinned=not slots.memory.is_pageable):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")

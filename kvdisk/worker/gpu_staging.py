@@ -174,6 +174,6 @@ class GpuStaging(SlotMemory):
 
     def close(self) -> None:
         """Give the memory back. Idempotent. No copy and no batch may be in flight."""
-        self._tensors, self._owner, self._pool = [], None, None
+        self._tensors, self._owner, self._pool, self._address = [], None, None, 0
         self._sums.clear()
         self._payload_sums.clear()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from kvdisk.worker.copier import Event, Lane, Rows
 from support.addressed_device import CpuLanes
 
-_VIEWS = {"as_strided", "slice", "select", "view", "alias", "unflatten", "_unsafe_view", "detach"}
+_VIEWS = {"as_strided", "slice", "split", "select", "view", "alias", "unflatten", "_unsafe_view", "detach"}
 _WORK = {"copy_", "index_select.out", "index_copy_", "fill_.Scalar", "fill_.Tensor", "zero_"}
 
 
@@ -41,9 +41,9 @@ class LateEvent:
 class _Later(TorchDispatchMode):  # type: ignore[misc]
     """Queues operations that move bytes, and fails those that would take memory."""
 
-    def __init__(self, queue: deque[Any]) -> None:
+    def __init__(self, lanes: LateLanes, queue: deque[Any]) -> None:
         super().__init__()
-        self._queue = queue
+        self._lanes, self._queue = lanes, queue
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, _, overload = str(func).removeprefix("aten.").partition(".")
@@ -51,6 +51,8 @@ class _Later(TorchDispatchMode):  # type: ignore[misc]
         if name in _VIEWS:
             return func(*args, **kwargs)
         assert name in _WORK or f"{name}.{overload}" in _WORK, f"{func} takes memory, or is not known to take none"
+        if name == "copy_":
+            self._lanes.copies += [(each.data_ptr(), args[0].nbytes) for each in args[:2]]
         self._queue.append(partial(func, *args, **kwargs))
         return kwargs.get("out", args[0])
 
@@ -61,6 +63,8 @@ class LateLanes(CpuLanes):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.chance = random.Random(seed)
+        self.copies: list[tuple[int, int]] = []
+        """Of each copy both addresses, and its bytes."""
         self._queues: dict[Lane | None, deque[LateEvent | Callable[[], Any] | tuple[LateEvent]]] = {
             lane: deque() for lane in (None, *Lane)
         }
@@ -70,7 +74,7 @@ class LateLanes(CpuLanes):
 
     @contextmanager
     def _on(self, lane: Lane | None) -> Iterator[None]:
-        with _Later(self._queues[lane]):
+        with _Later(self, self._queues[lane]):
             yield
 
     def record(self, lane: Lane | None) -> Event:
@@ -85,6 +89,7 @@ class LateLanes(CpuLanes):
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:
+        self.copies += [(each.address, row_bytes * count) for each in (target, source)]
         self._queues[lane].append(partial(super().copy_rows, lane, target, source, row_bytes, count, pinned=pinned))
         return True
 
@@ -101,6 +106,10 @@ class LateLanes(CpuLanes):
                 with _disable_current_modes():  # or who waits within a lane would queue it anew
                     step()
         return True
+
+    def moved_bytes(self, first: int, end: int) -> list[int]:
+        """Return how long each copy was to or from these addresses."""
+        return [moved for address, moved in self.copies if first <= address < end]
 
     def finish(self) -> None:
         """Do all there is."""

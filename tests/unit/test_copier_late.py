@@ -11,7 +11,16 @@ import pytest
 import torch
 from ranks import CpuLanes
 from support.late_lanes import LateLanes
-from test_copier import BLOCKS, SLOTS, STACKS, arena_for, payload, separate_layers
+from test_copier import (
+    BLOCKS,
+    SLOTS,
+    STACKS,
+    arena_for,
+    eighty_layers_in_a_block,
+    mla_with_indexer,
+    payload,
+    separate_layers,
+)
 
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.worker import copier as copiers
@@ -113,3 +122,28 @@ def test_another_error_of_cuda_is_not_taken_for_a_full_gpu(monkeypatch):
         monkeypatch.setattr(torch, "index_select", broken)
         with pytest.raises(RuntimeError, match="illegal memory"):
             copier.gather(0, [3], Slots(arena, 0, [3]))
+
+
+@pytest.mark.parametrize("copy_bytes", [700, 4096, 3 * 8192, 1 << 20])
+@pytest.mark.parametrize("layout", [separate_layers, eighty_layers_in_a_block, mla_with_indexer])
+@pytest.mark.usefixtures("straight_bytes")
+def test_copies_over_the_link_are_short_and_bring_all(layout, copy_bytes, monkeypatch):
+    """vLLM's own copies wait behind one of them. No slot is left out, however its size divides."""
+    monkeypatch.setattr(copiers, "COPY_BYTES", copy_bytes)
+    layers = layout()
+    groups, lanes = [LayerBlocks(layers)], LateLanes(7)
+    with closing(arena_for(*groups)) as arena:
+        place = arena.tensor(0).data_ptr(), arena.tensor(0).data_ptr() + arena.total_bytes
+        copier = CudaCopier(groups, lanes, 4 * 6 * arena.slot_sizes[0])
+        expected = [payload(layers, block) for block in range(BLOCKS)]
+        slots = [3, 4, 5, 6, 7, 8, 20]
+        assert copier.gather(0, range(7), Slots(arena, 0, slots)) is not None
+        lanes.finish()
+        for layer in layers:
+            layer.zero_()
+        assert copier.scatter(0, Slots(arena, 0, slots), range(7, 14)) is not None
+        lanes.finish()
+        assert [payload(layers, block) for block in range(7, 14)] == expected[:7]
+        assert lanes.moved_bytes(*place) and max(lanes.moved_bytes(*place)) <= copy_bytes
+        if copy_bytes == 1 << 20:
+            assert len(lanes.moved_bytes(*place)) <= 2 * 7 * len(groups[0].stacks), "those of neighbours go at once"
