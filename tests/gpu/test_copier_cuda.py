@@ -113,6 +113,23 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
     reference.close()
 
 
+@pytest.mark.usefixtures("straight_bytes")
+def test_copies_in_small_pieces_bring_all(layers, arena, monkeypatch):
+    """As those of large slots are cut."""
+    monkeypatch.setattr(copiers, "COPY_BYTES", 40_000)
+    copier, blocks = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20), list(range(20, 40))
+    slots, before = list(range(3, 23)), [copied(layer) for layer in layers]
+    copier.gather(0, blocks, Slots(arena, 0, slots), after=copier.compute_done()).synchronize()
+    payload = torch.cat([old[blocks] for old in before], 1)
+    assert torch.equal(arena.tensor(0)[slots, HEADER_BYTES : HEADER_BYTES + payload.shape[1]], payload)
+    for layer in layers:
+        layer.zero_()
+    copier.scatter(0, Slots(arena, 0, slots), blocks, after=copier.compute_done()).synchronize()
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[blocks].cpu(), old[blocks])
+        assert not layer[:20].any() and not layer[40:].any()
+
+
 def test_what_is_not_pinned_is_copied_as_well(layers, arena):
     """As while the pinning goes on, or where the driver refused it."""
     loose = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
