@@ -57,6 +57,8 @@ class Reason(IntEnum):
     """Not tried: the worker shut down first, or the remote store is left alone."""
     OVERWRITTEN = 8
     """The engine needed the GPU block of a store before its copy had ended, or could begin."""
+    NO_GPU_MEMORY = 9
+    """The GPU had no memory left for what a copy needs beside its blocks."""
 
 
 class Move(NamedTuple):

@@ -61,6 +61,8 @@ class SlotMemory(ABC):
             total_bytes += size * count
         # An empty mapping is an error to the kernel, an empty tier is not one to us.
         self.total_bytes = max(total_bytes, ALIGNMENT)
+        self._address = 0
+        """Where all of it begins; 0: nowhere yet, or no more."""
 
     @property
     @abstractmethod
@@ -70,6 +72,12 @@ class SlotMemory(ABC):
     @abstractmethod
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
+
+    def address_of(self, size_class: int) -> int:
+        """Return where the first slot of a class begins. The others follow, each behind the one
+        before."""
+        assert self._address, "the memory is closed"
+        return self._address + self._offsets[size_class]
 
     def piece_slots(self, size_class: int) -> int:
         """Return how many slots of a class make a piece. A copy between host and GPU has to stay
@@ -113,6 +121,8 @@ class Arena(SlotMemory):
         with contextlib.suppress(OSError):  # a kernel without it serves as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory: memoryview | None = memoryview(mapping)
+        self._address = np.frombuffer(mapping, np.uint8).ctypes.data
+        self._tensors: dict[int, torch.Tensor] = {}
         self._pinned: list[int] = []
         """Addresses of the pieces that are registered."""
         self._unregister = weakref.finalize(self, _unregister, self._pinned, self._memory)
@@ -139,12 +149,16 @@ class Arena(SlotMemory):
 
     def tensor(self, size_class: int) -> torch.Tensor:
         """See ``SlotMemory``."""
-        import torch
+        found = self._tensors.get(size_class)
+        if found is None:
+            import torch
 
-        size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
-        # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
-        array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
-        return torch.from_numpy(array.reshape(count, size))
+            size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
+            # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
+            array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
+            with torch.inference_mode(False):  # or who is not in it could not write
+                found = self._tensors.setdefault(size_class, torch.from_numpy(array.reshape(count, size)))
+        return found
 
     def await_pinned(self) -> None:
         """Wait until all is pinned that can be."""
@@ -159,14 +173,14 @@ class Arena(SlotMemory):
         self._closing.set()
         self.await_pinned()
         self._unregister()
-        self._memory = None
+        self._tensors.clear()
+        self._memory, self._address = None, 0
 
     def _pin(self, gpu: int) -> None:
         """Pin one piece after the other, on a thread of its own."""
         import torch
 
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
-        pinned_bytes, why = 0, ""
+        start, pinned_bytes, why = self._address, 0, ""
         try:
             torch.cuda.set_device(gpu)
             relax_captures()

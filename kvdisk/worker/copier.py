@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, pairwise, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
-from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
+from kvdisk.worker.cudart import cuda_runtime, forget_error, is_out_of_memory, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -87,7 +87,8 @@ class LayerBlocks:
     tensors are vLLM's; they must live as long as copies are asked for.
 
     ``rows``: uint8 (num_blocks, payload_bytes), where all of a block lies together as in a payload;
-    else None. ``row_bytes``: of the smallest row that ``rectangles`` yields.
+    else None. ``row_bytes``: of the smallest row that ``rectangles`` yields. ``farthest``: from a
+    layer to the next in a stack, at most.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
@@ -104,10 +105,8 @@ class LayerBlocks:
         for at, layer in enumerate(layers):
             kinds.setdefault((layer.untyped_storage().data_ptr(), layer.shape, layer.stride()), []).append(at)
         runs = [run for places in kinds.values() for run in _regular_runs(layers, offsets, places)]
-        stacks = [_stack_of(layers, offsets, run) for run in runs]
-        self._word = _widest_word(stacks)
-        most_bytes = MOST_WORDS * self._word.itemsize
-        self.stacks = [each for stack in stacks for each in _cut(stack, most_bytes)]
+        self.stacks = [_stack_of(layers, offsets, run) for run in runs]
+        self._word = _widest_word(self.stacks)
         first = layers[0] if layers else None
         together = first is not None and all(
             layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -120,32 +119,33 @@ class LayerBlocks:
             if together and first is not None
             else None
         )
+        # Numbers for ``rectangles``, of tensors that stay where they are: to ask these costs more.
+        self._row_places = None if self.rows is None else Rows(self.rows.data_ptr(), self.rows.stride(0))
+        self._stack_places = [
+            (stack.blocks.data_ptr(), *stack.blocks.stride()[:2], *stack.blocks.shape[1:], stack.offset, stack.distance)
+            for stack in self.stacks
+        ]
+        self.farthest = max((stack.blocks.stride(1) for stack in self.stacks), default=0)
         layer_bytes = min((int(layer.shape[1]) for layer in layers), default=0)
         self.row_bytes = layer_bytes if self.rows is None else self.payload_bytes
 
     def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
         """Yield what lies at regular distances in blocks and in as many payloads, the first of them
         at ``address``: runs of blocks that lie as payloads do, or layers of one block."""
-        if self.rows is not None:
-            first, pitch = self.rows.data_ptr(), self.rows.stride(0)
+        if self._row_places is not None:
+            first, pitch = self._row_places
             for start, count in contiguous_runs(blocks, len(blocks)):
-                of_blocks = Rows(first + blocks[start] * pitch, pitch)
-                yield of_blocks, Rows(address + start * slot_bytes, slot_bytes), self.payload_bytes, count
+                of_slots = Rows(address + start * slot_bytes, slot_bytes)
+                yield Rows(first + blocks[start] * pitch, pitch), of_slots, self.payload_bytes, count
             return
-        for stack in self.stacks:
-            first, (of_block, apart, _) = stack.blocks.data_ptr(), stack.blocks.stride()
-            count, layer_bytes = stack.blocks.shape[1:]
+        for first, of_block, apart, count, layer_bytes, offset, distance in self._stack_places:
             for at, block in enumerate(blocks):
-                of_slot = Rows(address + at * slot_bytes + stack.offset, stack.distance)
+                of_slot = Rows(address + at * slot_bytes + offset, distance)
                 yield Rows(first + block * of_block, apart), of_slot, layer_bytes, count
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
         """View a stack, or its part of slots, as the largest words that divide it: faster."""
         return part.view(self._word)
-
-
-MOST_WORDS = 2**31 - 1
-"""Beyond so many words between its first and last, torch gathers with slower arithmetic."""
 
 
 def _regular_runs(layers: Sequence[torch.Tensor], offsets: Sequence[int], places: list[int]) -> Iterator[list[int]]:
@@ -172,17 +172,6 @@ def _stack_of(layers: Sequence[torch.Tensor], offsets: Sequence[int], run: list[
     return Stack(blocks, offsets[run[0]], (offsets[run[-1]] - offsets[run[0]]) // steps or layer_bytes)
 
 
-def _cut(stack: Stack, most_bytes: int) -> Iterator[Stack]:
-    """Cut a stack into such as span so many bytes at most, where less than a layer does not span
-    more."""
-    count, layer_bytes = stack.blocks.shape[1:]
-    of_one = (stack.blocks.shape[0] - 1) * stack.blocks.stride(0) + layer_bytes
-    most = (most_bytes - of_one) // stack.blocks.stride(1) + 1
-    each = most if 0 < most < count else count
-    for start in range(0, count, each):
-        yield stack._replace(blocks=stack.blocks[:, start : start + each], offset=stack.offset + start * stack.distance)
-
-
 def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
     sizes = [
         size
@@ -201,17 +190,25 @@ def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
     return slots.as_strided(shape, strides, slots.storage_offset() + HEADER_BYTES + stack.offset)
 
 
-def _runs(slots: Slots) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield runs of neighbouring slots: which of ``slots``, and their bytes (count, slot_bytes).
+def _slot_runs(slots: Slots, most: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of neighbouring slots, ``most`` of them at most: where in ``slots``, and how many.
     None goes across the end of a piece of the memory."""
-    every, piece = slots.memory.tensor(slots.size_class), slots.memory.piece_slots(slots.size_class)
-    for start, count in contiguous_runs(slots.indices, len(slots.indices)):
+    piece = slots.memory.piece_slots(slots.size_class)
+    for start, count in contiguous_runs(slots.indices, most):
         at, end = start, start + count
         while at < end:
-            first = slots.indices[at]
-            some = min(end - at, piece - first % piece)
-            yield slice(at, at + some), every[first : first + some]
+            some = min(end - at, piece - slots.indices[at] % piece)
+            yield at, some
             at += some
+
+
+def _runs(slots: Slots, most_bytes: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield ``_slot_runs``: which of ``slots``, and their bytes (count, slot_bytes).
+    ``most_bytes``: of those that are more than one slot."""
+    every, count = slots.memory.tensor(slots.size_class), len(slots.indices)
+    most = count if most_bytes is None else max(1, most_bytes // slots.memory.slot_sizes[slots.size_class])
+    for at, some in _slot_runs(slots, most):
+        yield slice(at, at + some), every[slots.indices[at] : slots.indices[at] + some]
 
 
 _Copy = Callable[[int, Sequence[int], Slots, Event | None], Event | None]
@@ -259,18 +256,33 @@ class HostCopier:
     def hold_model(self) -> None:
         """Let the model's next work begin after every gather so far. No wait on the host."""
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
-        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed."""
+    def gather(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        slots: Slots,
+        after: Event | None = None,  # noqa: ARG002
+    ) -> Event | None:
+        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed.
+
+        None: the GPU has no memory for it now, and nothing of it is under way.
+        """
         at = torch.tensor(blocks)
         for run, target in _runs(slots):
             for stack in self.groups[group].stacks:
                 torch.index_select(stack.blocks, 0, at[run], out=_payload_part(target, stack))
         return Passed()
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
+    def scatter(
+        self,
+        group: int,
+        slots: Slots,
+        blocks: Sequence[int],
+        after: Event | None = None,  # noqa: ARG002
+    ) -> Event | None:
         """Start copying slots to as many GPU blocks, once ``after`` has passed.
 
-        A forward pass launched once the copy is done sees them.
+        A forward pass launched once the copy is done sees them. None: as of ``gather``.
         """
         at = np.array(blocks)
         for run, source in _runs(slots):
@@ -299,6 +311,9 @@ scratch: each takes the mover's thread some microseconds. Not measured: ``tools/
 STRAIGHT_ROW_BYTES = 16 << 10
 """The same of its smallest row: rows are a block's layers where these lie apart."""
 _MOST_PITCH = 2**31 - 1
+COPY_BYTES = 2 << 20
+"""Of a copy over the link, at most: vLLM's own, of a few KiB in each step, wait behind one such,
+about 40 us at 50 GB/s, and not behind a part. Not measured."""
 
 
 class CudaLanes:
@@ -342,11 +357,6 @@ class CudaLanes:
         stream = self._streams[lane] if lane else torch.cuda.current_stream(self.device)
         stream.wait_event(event)
 
-    def numbers(self, values: Sequence[int]) -> torch.Tensor:
-        """Return int64 values on the device for the entered lane. Does not wait."""
-        # From pageable memory the copy would first wait for all that the lane has to do.
-        return torch.tensor(values, pin_memory=True).to(self.device, non_blocking=True)
-
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:
@@ -358,6 +368,81 @@ class CudaLanes:
         if status:
             forget_error()
         return status == 0
+
+
+MOST_NUMBERS = 16 << 10
+"""Of blocks, on their way to a lane's kernels: those of several parts, however small a slot is."""
+
+
+def _in_pieces(rectangles: Iterable[_Rectangle]) -> Iterator[_Rectangle]:
+    """Cut rectangles into such of ``COPY_BYTES`` at most: by rows, and rows that are longer."""
+    for whole in rectangles:
+        of_blocks, of_slots, row_bytes, count = whole
+        if row_bytes * count <= COPY_BYTES:
+            yield whole
+            continue
+        rows = max(1, COPY_BYTES // row_bytes)
+        for row, at in product(range(0, count, rows), range(0, row_bytes, COPY_BYTES)):
+            places = [Rows(each.address + row * each.pitch + at, each.pitch) for each in (of_blocks, of_slots)]
+            yield places[0], places[1], min(COPY_BYTES, row_bytes - at), min(rows, count - row)
+
+
+def _link_copies(slots: Slots, scratch: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield bytes of slots, and those of the scratch for them: neighbours at once, and over the
+    link ``COPY_BYTES`` at most."""
+    if slots.memory.on_gpu:
+        yield from ((neighbours, scratch[run]) for run, neighbours in _runs(slots))
+        return
+    for run, neighbours in _runs(slots, COPY_BYTES):
+        yield from zip(neighbours.split(COPY_BYTES, 1), scratch[run].split(COPY_BYTES, 1), strict=True)
+
+
+class _Numbers:
+    """Brings numbers of blocks to the kernels of a lane, through memory that is made once.
+
+    Half of it takes the next numbers while the device may still read those of the other half.
+    ``most``: that go at once.
+    """
+
+    def __init__(self, lanes: CudaLanes, lane: Lane, most: int) -> None:
+        self._lanes, self._lane = lanes, lane
+        self._most = max(most, MOST_NUMBERS)
+        # From pageable memory a copy would first wait for all that the lane has to do.
+        self._host = torch.zeros(2, self._most, dtype=torch.int64, pin_memory=lanes.device.type == "cuda")
+        self._to_fill = self._host.numpy()
+        self._on_device = torch.zeros(2, self._most, dtype=torch.int64, device=lanes.device)
+        self._half, self._filled = 0, 0
+        self._read: list[Event | None] = [None, None]
+        """For each half, after what took numbers from it."""
+
+    def put(self, values: Sequence[int]) -> torch.Tensor:
+        """Return values on the device, for what the lane, which is entered, is given next.
+
+        Waits only where so many others are on their way that there is no room.
+        """
+        if self._filled + len(values) > self._most:
+            self._read[self._half] = self._lanes.record(self._lane)
+            self._half, self._filled = 1 - self._half, 0
+            read = self._read[self._half]
+            if read is not None:
+                read.synchronize()
+        some = slice(self._filled, self._filled + len(values))
+        self._filled = some.stop
+        self._to_fill[self._half, some] = values
+        return self._on_device[self._half, some].copy_(self._host[self._half, some], non_blocking=True)
+
+
+def unless_full(lanes: CudaLanes, used: Sequence[Lane], start: Callable[[], Event]) -> Event | None:
+    """Start work on lanes; return its end, or None where the GPU has no memory for it: then nothing
+    of it is under way."""
+    try:
+        return start()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    for lane in used:  # what has begun would go on in slots and blocks that are given to others
+        lanes.record(lane).synchronize()
+    return None
 
 
 class CudaCopier(HostCopier):
@@ -377,6 +462,8 @@ class CudaCopier(HostCopier):
         # Zeros, so that headers and padding that a gather copies out hold no stale bytes.
         self._scratch = {lane: torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=lanes.device) for lane in Lane}
         self._next = {lane: cycle(both) for lane, both in _BOTH.items()}
+        most = self.scratch_bytes // (HEADER_BYTES + ALIGNMENT)  # of the smallest slots
+        self._numbers = {lane: _Numbers(lanes, lane, most) for lane in Lane}
         zeroed = lanes.record(None)
         for lane in Lane:
             lanes.wait(lane, zeroed)
@@ -399,10 +486,14 @@ class CudaCopier(HostCopier):
         for lane in _BOTH[Lane.STORE]:
             self._lanes.wait(None, self._lanes.record(lane))
 
-    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
         """See ``HostCopier``."""
-        straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
-        return straight or self._gather(group, blocks, slots, after)
+
+        def start() -> Event:
+            straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
+            return straight or self._gather(group, blocks, slots, after)
+
+        return unless_full(self._lanes, _BOTH[Lane.STORE], start)
 
     def _gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None) -> Event:
         """Gather through scratch."""
@@ -411,28 +502,32 @@ class CudaCopier(HostCopier):
             with self._lanes.on(lane):
                 if after is not None and lane not in used:
                     self._lanes.wait(lane, after)
-                at = self._lanes.numbers(blocks[part])
+                at = self._numbers[lane].put(blocks[part])
                 for stack in layers.stacks:
                     target = layers.widened(_payload_part(scratch, stack))
                     torch.index_select(layers.widened(stack.blocks), 0, at, out=target)
-                for run, neighbours in _runs(some):
-                    neighbours.copy_(scratch[run], non_blocking=True)
+                for in_slots, in_scratch in _link_copies(some, scratch):
+                    in_slots.copy_(in_scratch, non_blocking=True)
             used[lane] = None
         return self._end_of(used)
 
-    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event | None:
         """See ``HostCopier``. The blocks' earlier owner has ended with ``after``."""
-        straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
-        return straight or self._scatter(group, slots, blocks, after)
+
+        def start() -> Event:
+            straight = self._copy_straight(Lane.LOAD, group, blocks, slots, after)
+            return straight or self._scatter(group, slots, blocks, after)
+
+        return unless_full(self._lanes, _BOTH[Lane.LOAD], start)
 
     def _scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None) -> Event:
         """Scatter through scratch."""
         layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
-                at = self._lanes.numbers(blocks[part])
-                for run, neighbours in _runs(some):
-                    scratch[run].copy_(neighbours, non_blocking=True)
+                at = self._numbers[lane].put(blocks[part])
+                for in_slots, in_scratch in _link_copies(some, scratch):
+                    in_scratch.copy_(in_slots, non_blocking=True)
                 if after is not None and lane not in used:
                     self._lanes.wait(lane, after)
                 for stack in layers.stacks:
@@ -462,13 +557,15 @@ class CudaCopier(HostCopier):
     def _straight(self, group: int, blocks: Sequence[int], slots: Slots, least_bytes: int) -> list[_Rectangle]:
         """Return copies of rows that need no scratch; none where they would have less than
         ``least_bytes`` on average, or too small rows, or the slots are on the GPU."""
-        layers, found = self.groups[group], list[_Rectangle]()
-        far_apart = any(stack.blocks.stride(1) > _MOST_PITCH for stack in layers.stacks)
-        if not self._lanes.copies_rows or slots.memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
+        layers, memory, found = self.groups[group], slots.memory, list[_Rectangle]()
+        far_apart = layers.farthest > _MOST_PITCH
+        if not self._lanes.copies_rows or memory.on_gpu or far_apart or layers.row_bytes < STRAIGHT_ROW_BYTES:
             return found
-        assert HEADER_BYTES + layers.payload_bytes <= slots.memory.slot_sizes[slots.size_class], "slots of another size"
-        for run, neighbours in _runs(slots):
-            found += layers.rectangles(blocks[run], neighbours.data_ptr() + HEADER_BYTES, neighbours.stride(0))
+        slot_bytes, first = memory.slot_sizes[slots.size_class], memory.address_of(slots.size_class) + HEADER_BYTES
+        assert HEADER_BYTES + layers.payload_bytes <= slot_bytes, "slots of another size"
+        for at, count in _slot_runs(slots, len(blocks)):
+            address = first + slots.indices[at] * slot_bytes
+            found += layers.rectangles(blocks[at : at + count], address, slot_bytes)
         return found if layers.payload_bytes * len(blocks) >= least_bytes * len(found) else []
 
     def _copy_straight(
@@ -485,7 +582,7 @@ class CudaCopier(HostCopier):
         copies = self._straight(group, blocks, slots, STRAIGHT_BYTES if least_bytes is None else least_bytes)
         if copies and after is not None:
             self._lanes.wait(lane, after)
-        for of_blocks, of_slots, row_bytes, count in copies:
+        for of_blocks, of_slots, row_bytes, count in _in_pieces(copies):
             ways = (of_blocks, of_slots) if lane is Lane.LOAD else (of_slots, of_blocks)
             if not self._lanes.copy_rows(lane, *ways, row_bytes, count, pinned=not slots.memory.is_pageable):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 _RELAXED = 2
+_MEMORY_ALLOCATION = 2
 
 
 @cache
@@ -32,6 +33,14 @@ def forget_error() -> None:
     runtime = cuda_runtime()
     if runtime is not None:
         runtime.cudaGetLastError()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of torch says that a GPU has no memory left. Such a one breaks nothing."""
+    import torch
+
+    code = getattr(error, "error_code", None)  # what the runtime said, where torch raises that as it is
+    return isinstance(error, torch.OutOfMemoryError) or code == _MEMORY_ALLOCATION
 
 
 def relax_captures() -> bool:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.device.base import Buffer, Device, Op, Transfer
+from kvdisk.device.checksum import multilinear_digest
 from kvdisk.device.header import MULTILINEAR, XXH3_128
 from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, DeviceTimeout, await_batches, nameless_file, on_trial
+from kvdisk.geometry import HEADER_BYTES
 from kvdisk.messages import Move
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.routes import Route
@@ -233,6 +235,22 @@ class _Trial:
                 host.copy_(gpu)
             if pair != data:
                 return f"what was {said} straight is not what is on the drive"
+        return self._check_sums(size_class, pair)
+
+    def _check_sums(self, size_class: int, pair: Buffer) -> str:
+        """Return what is wrong with checksums of two slots, which hold the same bytes in both
+        memories."""
+        from kvdisk.worker.copier import Lane  # imports torch
+
+        slot_bytes = self._arena.slot_sizes[size_class]
+        payloads = [pair[start + HEADER_BYTES : start + slot_bytes] for start in (0, slot_bytes)]
+        summed = self._staging.start_sums(size_class, [0, 1], slot_bytes - HEADER_BYTES, Lane.LOAD)
+        if summed is None:
+            return "the GPU has no memory for checksums"
+        summed.synchronize()
+        found = [self._staging.digest(size_class, slot) for slot in (0, 1)]
+        if found != [multilinear_digest(payload) for payload in payloads]:
+            return "the GPU computes other checksums than a processor"
         return ""
 
     def _speed(self, size_class: int, count: int, op: Op, direct: bool) -> float:

@@ -7,6 +7,7 @@ reads and writes headers through a small pinned area, and gets 16 bytes of sums 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -18,15 +19,20 @@ from kvdisk.device.base import Buffer, GpuRange
 from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, multipliers
 from kvdisk.geometry import HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
-from kvdisk.worker.copier import CudaLanes, Event, Lane
+from kvdisk.worker.copier import CudaLanes, Event, Lane, unless_full
 
 SCRATCH_BYTES = 8 << 20
 """GPU memory in which sums are computed, for each lane; never less than one slot's payload."""
 _GPU_ALIGNMENT = 64 << 10
 
+logger = logging.getLogger("kvdisk.worker")
+
 
 class PayloadSums:
-    """``checksum.multilinear_digest`` of many payloads at once, with torch: the same bytes.
+    """``checksum.multilinear_digest`` of many payloads at once, on a GPU: the same bytes.
+
+    A kernel of Triton reads each payload once. Where there is none, or no GPU, five operations of
+    torch do, over payloads and scratch.
 
     ``largest_bytes``: of a payload. ``scratch_bytes``: of memory beside the payloads. Work goes to
     the calling thread's current stream; one computation at a time.
@@ -34,12 +40,14 @@ class PayloadSums:
 
     def __init__(self, device: torch.device, largest_bytes: int, scratch_bytes: int = SCRATCH_BYTES) -> None:
         rows = -(-largest_bytes // ROW_BYTES)
-        self._words = [_on_device(multipliers(lane, ROW_WORDS), device) for lane in range(LANES)]
-        self._rows = [_on_device(multipliers(2 + lane, rows), device) for lane in range(LANES)]
+        self._words = _on_device(np.stack([multipliers(lane, ROW_WORDS) for lane in range(LANES)]), device)
+        self._rows = _on_device(np.stack([multipliers(2 + lane, rows) for lane in range(LANES)]), device)
         self._starts = _on_device(multipliers(4, LANES), device)
         self._turned = torch.arange(WORD_BYTES - 1, -1, -1, device=device)
-        scratch_bytes = max(scratch_bytes, rows * ROW_BYTES)
-        self._scratch = torch.empty(scratch_bytes // WORD_BYTES, dtype=torch.int64, device=device)
+        self._kernel = _kernel_for(device)
+        scratch_words = _KERNEL_WORDS if self._kernel is not None else scratch_bytes // WORD_BYTES
+        scratch_words = max(scratch_words, self._scratch_words(rows))
+        self._scratch = torch.empty(scratch_words, dtype=torch.int64, device=device)
 
     def of(self, slots: torch.Tensor, payload_bytes: int, out: torch.Tensor) -> None:
         """Put the checksums of ``slots``, uint8 (n, slot_bytes), into ``out``, int64 (n, 2).
@@ -48,12 +56,21 @@ class PayloadSums:
         """
         rows = -(-payload_bytes // ROW_BYTES)
         slots[:, HEADER_BYTES + payload_bytes : HEADER_BYTES + rows * ROW_BYTES].zero_()
-        most = max(1, self._scratch.numel() // max(1, rows * ROW_WORDS))
+        most = max(1, self._scratch.numel() // max(1, self._scratch_words(rows)))
         for start in range(0, slots.shape[0], most):
             some = slots[start : start + most, HEADER_BYTES : HEADER_BYTES + rows * ROW_BYTES]
-            self._some(some, rows, out[start : start + most])
+            if self._kernel is not None and rows:
+                found = self._kernel.sum_rows(some.view(torch.int64), self._words, self._rows, self._scratch)
+                torch.sum(found, 1, out=out[start : start + most]).add_(self._starts)
+            else:
+                self._some(some, rows, out[start : start + most])
+
+    def _scratch_words(self, rows: int) -> int:
+        """Return how much scratch a payload needs."""
+        return rows * ROW_WORDS if self._kernel is None else self._kernel.parts_of(rows) * LANES
 
     def _some(self, payloads: torch.Tensor, rows: int, out: torch.Tensor) -> None:
+        """The same with operations of torch: each reads or writes all payloads, or as much."""
         count = payloads.shape[0]
         scratch = self._scratch[: count * rows * ROW_WORDS]
         products = scratch.view(count, rows, ROW_WORDS)
@@ -69,6 +86,26 @@ class PayloadSums:
     def _fold(self, products: torch.Tensor, lane: int, out: torch.Tensor) -> None:
         row_sums = products.sum(2)
         out[:, lane] = row_sums.mul_(self._rows[lane][: row_sums.shape[1]]).sum(1).add_(self._starts[lane])
+
+
+_KERNEL_WORDS = 8 << 10
+"""Of scratch for the kernel's sums of parts: of many payloads at once."""
+
+
+def _kernel_for(device: torch.device) -> Any:
+    """Return the module of Triton's kernel, once it has run; None where there is none to be had."""
+    if device.type != "cuda":
+        return None
+    try:
+        from kvdisk.worker import sum_kernel
+
+        row = torch.zeros(1, ROW_WORDS, dtype=torch.int64, device=device)
+        sum_kernel.sum_rows(row, row.expand(LANES, ROW_WORDS).contiguous(), row[:, :LANES].view(LANES, 1), row[0])
+    except Exception as error:  # of Triton, of its compiler, and of what that needs
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        logger.warning("Triton has no kernel for checksums on this GPU: torch computes them, slower (%s).", why)
+        return None
+    return sum_kernel
 
 
 def _on_device(numbers: np.ndarray[Any, np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:
@@ -142,8 +179,12 @@ class GpuStaging(SlotMemory):
         """Wait for what this thread did with its tensors, before a device touches them."""
         self._lanes.record(None).synchronize()
 
-    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
-        """Bring slots' checksums to host memory, and on lane LOAD their headers, too."""
+    def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event | None:
+        """Bring slots' checksums to host memory, and on lane LOAD their headers, too. None: the GPU
+        has no memory for it now, and nothing of it is under way."""
+        return unless_full(self._lanes, [lane], lambda: self._start_sums(size_class, slots, payload_bytes, lane))
+
+    def _start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
         with self._lanes.on(lane):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)
@@ -155,8 +196,12 @@ class GpuStaging(SlotMemory):
                 self._host_sums[size_class][run].copy_(sums, non_blocking=True)
             return self._lanes.record(lane)
 
-    def start_headers(self, size_class: int, slots: Sequence[int]) -> Event:
-        """Copy headers, which were filled in host memory, in front of the payloads."""
+    def start_headers(self, size_class: int, slots: Sequence[int]) -> Event | None:
+        """Copy headers, which were filled in host memory, in front of the payloads. None: as of
+        ``start_sums``."""
+        return unless_full(self._lanes, [Lane.STORE], lambda: self._start_headers(size_class, slots))
+
+    def _start_headers(self, size_class: int, slots: Sequence[int]) -> Event:
         with self._lanes.on(Lane.STORE):
             for start, count in contiguous_runs(slots, len(slots)):
                 run = slice(slots[start], slots[start] + count)
@@ -166,6 +211,6 @@ class GpuStaging(SlotMemory):
 
     def close(self) -> None:
         """Give the memory back. Idempotent. No copy and no batch may be in flight."""
-        self._tensors, self._owner, self._pool = [], None, None
+        self._tensors, self._owner, self._pool, self._address = [], None, None, 0
         self._sums.clear()
         self._payload_sums.clear()

@@ -410,9 +410,15 @@ class Runner:
                 self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
                 return False
             part.copy = copy = self._copy_begun(part)
+        if copy is None:
+            text = "the GPU has no memory left for copies: blocks are not stored, or computed instead of loaded"
+            self._log.warn("gpu memory", text)
+            self._drop(part, dict.fromkeys(part.positions, Reason.NO_GPU_MEMORY))
+            return False
         return not self._has_copied(part, copy)
 
-    def _copy_begun(self, part: Part) -> Event:
+    def _copy_begun(self, part: Part) -> Event | None:
+        """Start the copy; None: the GPU has no memory for it."""
         from kvdisk.worker.copier import Lane, Slots  # imports torch
 
         copier, work = self._resources.copier, part.work

@@ -4,6 +4,7 @@ weights, and an audit."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from functools import partial
 from typing import Any
@@ -277,3 +278,55 @@ def _zero_loads(_: Any, group: int | None, stage: int | None) -> None:
         return Passed()
 
     copier.scatter = scatter
+
+
+def watch_loads(llm: Any) -> None:
+    """From now on note the blocks that loads fill, for ``block_digests``."""
+    llm.collective_rpc(_watch_loads)
+
+
+def _watch_loads(worker: Any) -> None:
+    from kvdisk.worker.copier import Slots
+
+    copier = _copier()
+    scatter, worker.kvdisk_loaded = copier.scatter, set()
+
+    def noted(of: int, slots: Slots, blocks: Any, after: Any = None) -> Any:
+        worker.kvdisk_loaded.update((of, block) for block in blocks)
+        return scatter(of, slots, blocks, after)
+
+    copier.scatter = noted
+
+
+def block_digests(llm: Any, loaded: bool) -> dict[str, str]:
+    """Return a digest of the bytes of each block in the engine's prefix cache, by its hash and
+    KV-cache group. ``loaded``: only of those that were loaded since ``watch_loads``."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+    blocks = core_of(llm).scheduler.kv_cache_manager.block_pool.blocks
+    found = {
+        f"{get_group_id(block.block_hash)} {get_block_hash(block.block_hash).hex()}": (
+            get_group_id(block.block_hash),
+            block.block_id,
+        )
+        for block in blocks
+        if block.block_hash is not None
+    }
+    (digests,) = llm.collective_rpc(_block_digests, args=(sorted(found.values()), loaded))
+    return {name: digests[place] for name, place in found.items() if place in digests}
+
+
+def _block_digests(worker: Any, places: list[tuple[int, int]], loaded: bool) -> dict[tuple[int, int], str]:
+    groups = _copier().groups
+
+    def digest(group: int, block: int) -> str:
+        parts = [layer[block].contiguous().numpy().tobytes() for layer in groups[group].layers]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    return {place: digest(*place) for place in places if not loaded or place in worker.kvdisk_loaded}
+
+
+def _copier() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker.mover._runner._resources.copier

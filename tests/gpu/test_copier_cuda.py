@@ -13,7 +13,18 @@ from contextlib import closing
 import gpu_measures
 import pytest
 import torch
-from place import PIN, REHEARSED, another_stream, copied, keep_busy, make_lanes, random_bytes, synchronize
+from place import (
+    GPU,
+    PIN,
+    REHEARSED,
+    another_stream,
+    copied,
+    keep_busy,
+    make_lanes,
+    needs_cuda,
+    random_bytes,
+    synchronize,
+)
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
 from kvdisk.worker import arena as arenas
@@ -102,6 +113,23 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
     reference.close()
 
 
+@pytest.mark.usefixtures("straight_bytes")
+def test_copies_in_small_pieces_bring_all(layers, arena, monkeypatch):
+    """As those of large slots are cut."""
+    monkeypatch.setattr(copiers, "COPY_BYTES", 40_000)
+    copier, blocks = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20), list(range(20, 40))
+    slots, before = list(range(3, 23)), [copied(layer) for layer in layers]
+    copier.gather(0, blocks, Slots(arena, 0, slots), after=copier.compute_done()).synchronize()
+    payload = torch.cat([old[blocks] for old in before], 1)
+    assert torch.equal(arena.tensor(0)[slots, HEADER_BYTES : HEADER_BYTES + payload.shape[1]], payload)
+    for layer in layers:
+        layer.zero_()
+    copier.scatter(0, Slots(arena, 0, slots), blocks, after=copier.compute_done()).synchronize()
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[blocks].cpu(), old[blocks])
+        assert not layer[:20].any() and not layer[40:].any()
+
+
 def test_what_is_not_pinned_is_copied_as_well(layers, arena):
     """As while the pinning goes on, or where the driver refused it."""
     loose = Arena(arena.slot_sizes, arena.slot_counts, pin=False)
@@ -113,6 +141,35 @@ def test_what_is_not_pinned_is_copied_as_well(layers, arena):
     copier.scatter(0, Slots(loose, 0, slots), slots, after=copier.compute_done()).synchronize()
     assert all(torch.equal(layer, old) for layer, old in zip(layers, before, strict=True))
     loose.close()
+
+
+@needs_cuda
+def test_a_gpu_without_any_memory_left_copies_as_before():
+    layers, some = separate(8, 16384), list(range(20))
+    before, slot_bytes = [copied(layer) for layer in layers], HEADER_BYTES + 8 * 16384
+    copier, taken, size = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20), [], 1 << 30
+    with closing(Arena([slot_bytes], [SLOTS], pin=PIN)) as arena:
+        arena.await_pinned()
+
+        def there_and_back():
+            copier.gather(0, some, Slots(arena, 0, some), after=copier.compute_done()).synchronize()
+            copier.scatter(0, Slots(arena, 0, some), some, after=copier.compute_done()).synchronize()
+
+        there_and_back()  # what CUDA loads at first use needs memory
+        arena.tensor(0).zero_()
+        try:
+            while size >= 512:
+                try:
+                    taken.append(torch.empty(size, dtype=torch.uint8, device=GPU))
+                except torch.OutOfMemoryError:
+                    size //= 2
+            there_and_back()
+        finally:
+            taken.clear()
+            torch.cuda.empty_cache()
+        stored = arena.tensor(0)[:20, HEADER_BYTES:]
+        assert torch.equal(stored, torch.cat([old[:20] for old in before], 1))
+    assert all(torch.equal(layer.cpu(), old) for layer, old in zip(layers, before, strict=True))
 
 
 def test_a_gather_waits_for_the_model_and_sees_what_it_wrote(layers, arena):

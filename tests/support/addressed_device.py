@@ -84,9 +84,6 @@ class CpuLanes(CudaLanes):
     def wait(self, lane: Lane | None, event: Event) -> None:
         self.log.append(("wait", lane))
 
-    def numbers(self, values: Any) -> torch.Tensor:
-        return torch.tensor(values)
-
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:

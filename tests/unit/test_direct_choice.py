@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
 from support.memory_device import MemoryDevice
@@ -24,6 +25,7 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import direct as directs
 from kvdisk.worker.direct import choose_direct
+from kvdisk.worker.gpu_staging import PayloadSums
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 20000), GroupGeometry(1, 16, 3000)), 1, 16)
 SIZES = GEOMETRY.slot_sizes
@@ -120,6 +122,21 @@ def test_a_way_that_lies_or_fails_is_not_gone(choose, fault, said):
     assert f"of {SIZES[0]} bytes {said}" in chosen.line
     assert chosen.direct is None if "lies" in fault else chosen.direct.loads == chosen.direct.stores == {1}
     assert choose(InRam(speeds, **fault), always=True).direct is None
+
+
+def test_a_gpu_that_computes_other_checksums_is_not_gone_to(choose, monkeypatch):
+    of = PayloadSums.of
+
+    def wrong(self, slots, payload_bytes, out):
+        of(self, slots, payload_bytes, out)
+        out[-1, 1] += 1
+
+    monkeypatch.setattr(PayloadSums, "of", wrong)
+    choice = choose(InRam(), always=True)
+    assert choice.direct is None and "other checksums than a processor" in choice.line
+    monkeypatch.setattr(PayloadSums, "of", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+    choice = choose(InRam(), always=True)
+    assert choice.direct is None and "no memory for checksums" in choice.line
 
 
 @pytest.mark.parametrize("always", [False, True])

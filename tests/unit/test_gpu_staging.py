@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.device.checksum import multilinear_digest
 from kvdisk.geometry import HEADER_BYTES, round_up
+from kvdisk.worker import gpu_staging
 from kvdisk.worker.gpu_staging import PayloadSums
 
 
@@ -32,3 +36,23 @@ def test_the_sums_are_those_of_numpy(payload_bytes, count, scratch_slots, seed):
         assert out[at].numpy().tobytes() == multilinear_digest(memoryview(payload))
         assert bytes(slots[at, HEADER_BYTES : HEADER_BYTES + payload_bytes].numpy()) == payload
         assert not slots[at, HEADER_BYTES + payload_bytes : HEADER_BYTES + rows].any()
+
+
+@pytest.mark.parametrize("byte", [0, 0x7F, 0x80, 0xFF])
+@pytest.mark.parametrize("payload_bytes", [1, 4095, 4097, 33 * 4096 + 7, 300_000])
+def test_extreme_bytes_overflow_nothing(byte, payload_bytes):
+    slot_bytes = HEADER_BYTES + round_up(payload_bytes, 4096)
+    slots = torch.full((17, slot_bytes), byte, dtype=torch.uint8)
+    out = torch.zeros(17, 2, dtype=torch.int64)
+    PayloadSums(torch.device("cpu"), payload_bytes).of(slots, payload_bytes, out)
+    expected = multilinear_digest(memoryview(bytes([byte]) * payload_bytes))
+    assert {each.numpy().tobytes() for each in out} == {expected}
+
+
+def test_where_triton_cannot_run_its_kernel_torch_computes_the_sums(monkeypatch, caplog):
+    """Triton is not here at all."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert gpu_staging._kernel_for(SimpleNamespace(type="cuda")) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "torch computes them" in record.message
+    assert gpu_staging._kernel_for(torch.device("cpu")) is None and len(caplog.records) == 1

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
+import torch
 from ranks import GPU_BLOCKS, Rank, move, segment_of
 from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Plan, Reason
 from kvdisk.worker.copier import HostCopier
+from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums
 
 
 def test_void_reaches_a_result_that_nobody_has_polled_for(rank):
@@ -89,3 +92,25 @@ def test_a_halt_begins_nothing_more_and_ends_what_has_begun():
     assert rank.run()[begun].failed == dict.fromkeys(range(2), Reason.CANCELLED)
     assert all(rank.is_erased(0, block) for block in range(2)), "nothing is written to its GPU blocks"
     rank.mover.close()
+
+
+@pytest.mark.parametrize("kernel", ["gather", "scatter", "sums of a store", "sums of a load", "headers"])
+def test_a_full_gpu_fails_a_part_and_the_mover_goes_on(kernel, monkeypatch, caplog):
+    straight = kernel not in {"gather", "scatter"}
+    rank = Rank(cpu_slots=0, on_gpu=True, direct=straight)
+    kept = [rank.payload(0, block) for block in range(3)]
+    loads, is_load = rank.stored(3), kernel in {"scatter", "sums of a load"}
+    owner, name = {
+        "gather": (torch, "index_select"),
+        "scatter": (torch.Tensor, "index_copy_"),
+        "headers": (GpuStaging, "_start_headers"),
+    }.get(kernel, (PayloadSums, "of"))
+    with monkeypatch.context() as full:
+        full.setattr(owner, name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+        kind = JobKind.LOAD if is_load else JobKind.STORE
+        assert rank.do(kind, loads) == dict.fromkeys(range(3), Reason.NO_GPU_MEMORY)
+    assert all(rank.is_erased(0, block) for block in range(3))
+    assert [record.message for record in caplog.records if "no memory left" in record.message]
+    assert rank.do(JobKind.LOAD, loads) == {}, "there is memory again, and what was stored is there"
+    assert [rank.payload(0, block) for block in range(3)] == kept
+    rank.close()
