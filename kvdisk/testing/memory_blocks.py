@@ -87,8 +87,8 @@ class MemoryBlocks(BlockStore):
     def poll(self, wait_s: float = 0.0) -> list[Ended]:  # noqa: ARG002
         """See ``BlockStore``."""
         for job, results in self._begun:
-            block: Put | Get
-            for at, block in enumerate(job[1]):
+            blocks: list[Put | Get] = [*job[1]]
+            for at, block in enumerate(blocks):
                 if results[at] is Result.DONE:
                     results[at] = self._move(block)
             self._end(job, results)
