@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvdisk.store import BlockKind, BlockStore, Rows
+from kvdisk.testing.memory_blocks import MemoryBlocks
+from kvdisk.testing.store_conformance import BlockStoreConformance
+
+
+class TestMemoryBlocks(BlockStoreConformance):
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStore:
+        return MemoryBlocks(kinds, memory, most_blocks)
