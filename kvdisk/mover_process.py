@@ -135,6 +135,11 @@ class MoverProcess:
         """The number of the process."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last look has found it ended: it touches no row any more."""
+        return self._ended
+
     def submit(self, plan: Plan) -> None:
         """Take over a plan; each of its jobs is reported once. Does not wait."""
         assert not plan.fence and not plan.urgent, "no model writes to rows"
@@ -168,6 +173,16 @@ class MoverProcess:
         end_s = time.monotonic() + CLOSE_S
         while not self._ended and (left_s := end_s - time.monotonic()) > 0:
             self._look(left_s)
+        self._end()
+
+    def kill(self) -> None:
+        """End the process now. No row is touched when this returns. Idempotent."""
+        self._closing = True
+        end_s = time.monotonic() + CLOSE_S
+        if not self._ended:
+            self._process.kill()
+            while _may_run(self._process.pid) and time.monotonic() < end_s:
+                time.sleep(0.001)
         self._end()
 
     # -- the socket ----------------------------------------------------------------------------
