@@ -43,6 +43,7 @@ from kvdisk.testing.memory_blocks import MemoryBlocks
 
 ROW_BYTES = 8192
 TOKENS = 16
+NOWHERE = "/nowhere/kvdisk"
 GROUP_IDS = (0, 70_000)
 """vLLM's numbers of KV-cache groups: the second one does not fit into two bytes."""
 
@@ -407,7 +408,7 @@ def test_promotions_of_a_thousand_requests_at_once(make):
         bench.serve(f"cold {document}", document, 3)
     bench.forget_memory()
     keys = {f"warm {at}": bench.begin(f"warm {at}", at % 100, 3) for at in range(1000)}
-    hits = {name: 0 for name in keys}
+    hits = dict.fromkeys(keys, 0)
     left = dict(keys)
     for _ in range(2000):
         ready = []
@@ -622,7 +623,7 @@ def test_metrics_are_defined_where_they_come(bench, monkeypatch):
             bench.tier._stats.gauges[series] = 1.0
     data = bench.tier.get_stats().data["data"]
     known = KVDiskTier.build_metric_definitions(
-        {"type": "kvdisk", "store_dirs": "/tmp/kvdisk-none", "nvme_bytes": "1GiB", "backpressure": {}}
+        {"type": "kvdisk", "store_dirs": NOWHERE, "nvme_bytes": "1GiB", "backpressure": {}}
     )
     assert set(data) == set(known) == {f"{PREFIX}{name}" for name in METRICS}
     for name, values in data.items():
@@ -650,7 +651,7 @@ def test_metrics_are_defined_where_they_come(bench, monkeypatch):
     ],
 )
 def test_a_wrong_setting_is_one_sentence(changed, said):
-    values = {"store_dirs": "/tmp/kvdisk-none", "nvme_bytes": "1GiB"} | changed
+    values = {"store_dirs": NOWHERE, "nvme_bytes": "1GiB"} | changed
     with pytest.raises(ConfigError, match=said) as caught:
         TierSettings.of(values)
     assert str(caught.value).count(". ") == 0 and str(caught.value).endswith(".")
@@ -659,7 +660,7 @@ def test_a_wrong_setting_is_one_sentence(changed, said):
 def test_every_setting_of_a_tier_is_one_of_kvdisk():
     assert set(KEYS) < set(tiers.Config.__dataclass_fields__)
     with pytest.raises(ConfigError, match="needs nvme_bytes"):
-        TierSettings.of({"store_dirs": "/tmp/kvdisk-none"})
+        TierSettings.of({"store_dirs": NOWHERE})
 
 
 def test_weights_that_nobody_names_are_refused(tmp_path):
