@@ -172,6 +172,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._goes_on = False
         self._stats = Stats()
         self._taken_s = 0.0
+        self._has_moved = False
+        """A job has ended since statistics were taken."""
         self._published: set[BlockKey] | None = set() if self._publishes(offloading_spec) else None
         self._expects_removal = offloading_spec.blocks_per_chunk > 1
         self._mover: MoverProcess | None = None
@@ -348,6 +350,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def _finish(self, job: TransferJob, result: JobResult) -> None:
         del self._jobs[job.job_id]
         self._done.append(result)
+        self._has_moved = True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended, each once."""
@@ -472,11 +475,12 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted and measured since the last call, or the last but a few."""
+        """Return what was counted and measured since the last call, or the last but a few: an idle
+        engine has told all."""
         now_s = time.monotonic()
-        if now_s - self._taken_s < STATS_S:
+        if now_s - self._taken_s < STATS_S and (self._jobs or not self._has_moved):
             return None
-        self._taken_s = now_s
+        self._taken_s, self._has_moved = now_s, False
         taken = self._stats.take()
         taken.merge(self._store_stats())
         return tier_stats(taken)

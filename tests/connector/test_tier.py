@@ -43,7 +43,6 @@ from kvdisk.testing.memory_blocks import MemoryBlocks
 
 ROW_BYTES = 8192
 TOKENS = 16
-NOWHERE = "/nowhere/kvdisk"
 GROUP_IDS = (0, 70_000)
 """vLLM's numbers of KV-cache groups: the second one does not fit into two bytes."""
 
@@ -608,7 +607,7 @@ def test_without_vllms_events_there_are_none(bench):
     assert not [event for event in bench.manager.take_events() if event.medium is Medium.STORAGE]
 
 
-def test_metrics_are_defined_where_they_come(bench, monkeypatch):
+def test_metrics_are_defined_where_they_come(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "STATS_S", 0.0)
     bench.serve("a", 1, 6)
     bench.forget_memory()
@@ -623,7 +622,7 @@ def test_metrics_are_defined_where_they_come(bench, monkeypatch):
             bench.tier._stats.gauges[series] = 1.0
     data = bench.tier.get_stats().data["data"]
     known = KVDiskTier.build_metric_definitions(
-        {"type": "kvdisk", "store_dirs": NOWHERE, "nvme_bytes": "1GiB", "backpressure": {}}
+        {"type": "kvdisk", "store_dirs": str(tmp_path), "nvme_bytes": "1GiB", "backpressure": {}}
     )
     assert set(data) == set(known) == {f"{PREFIX}{name}" for name in METRICS}
     for name, values in data.items():
@@ -650,17 +649,17 @@ def test_metrics_are_defined_where_they_come(bench, monkeypatch):
         ({"nvme_admission": "nowhere:Class"}, "nowhere"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(changed, said):
-    values = {"store_dirs": NOWHERE, "nvme_bytes": "1GiB"} | changed
+def test_a_wrong_setting_is_one_sentence(tmp_path, changed, said):
+    values = {"store_dirs": str(tmp_path), "nvme_bytes": "1GiB"} | changed
     with pytest.raises(ConfigError, match=said) as caught:
         TierSettings.of(values)
     assert str(caught.value).count(". ") == 0 and str(caught.value).endswith(".")
 
 
-def test_every_setting_of_a_tier_is_one_of_kvdisk():
+def test_every_setting_of_a_tier_is_one_of_kvdisk(tmp_path):
     assert set(KEYS) < set(tiers.Config.__dataclass_fields__)
     with pytest.raises(ConfigError, match="needs nvme_bytes"):
-        TierSettings.of({"store_dirs": NOWHERE})
+        TierSettings.of({"store_dirs": str(tmp_path)})
 
 
 def test_weights_that_nobody_names_are_refused(tmp_path):
