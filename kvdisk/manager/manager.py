@@ -19,6 +19,7 @@ from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.ages import Ages
+from kvdisk.manager.block_jobs import BlockJobs
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
@@ -100,6 +101,7 @@ class TierManager(HasParts):
         self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, gpu_loads, self._threshold)
         self._ages = Ages(parts, tiers)
         self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, self._ages, copies)
+        self.blocks = BlockJobs(parts, tiers, copies, self._hints, self._ages)
         self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
     # -- requests ------------------------------------------------------------------------------
@@ -259,13 +261,14 @@ class TierManager(HasParts):
         self._ages.end_some()
         self._kv_hints.refresh(now)
         self._hints.begin_step(now)
-        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
+        self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
             demotions.plan(now)
         if self._may_send:
             self._remote.plan(now)
         self._promotions.plan()
         self._demand.step()
+        self.blocks.count_some()
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
@@ -365,6 +368,7 @@ class TierManager(HasParts):
             space.reset()
         self._history.clear()
         self._demand.clear()
+        self.blocks.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
             request.hit_tokens.clear()
