@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
@@ -36,6 +37,7 @@ from kvdisk.geometry import FORMAT_VERSION
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LONGEST_FACT = 80
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
@@ -121,6 +123,61 @@ def fingerprint_of(
         "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description
+
+
+def fingerprint_of_rows(
+    config: OffloadingConfig,
+    row_bytes: int,
+    whose: tuple[VllmConfig, KVCacheConfig] | None,
+    name: str | None,
+) -> tuple[bytes, dict[str, Any]]:
+    """The same of rows of vLLM's own offloading: the bytes of all workers for a chunk of a group,
+    as this version of vLLM lays them out.
+
+    ``whose``: the engine's configuration; None: it is not known. ``name``: the user vouches that it
+    names weights, revision and adapters; None: they are found, or refused. Raises ConfigError.
+    """
+    parallel = config.parallel
+    facts: dict[str, Any] = {
+        "door": "offloading",
+        "row_vllm": vllm_minor_version(),
+        "row_bytes": [row_bytes, config.worker_kv_bytes_per_block],
+        "row_dtype": config.model.dtype,
+        "row_groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "row_tokens": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
+        "row_layout": config.kv_cache_layout,
+        "row_format": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
+        "row_copies": 1 if config.replicated_layout else parallel.world_size,
+        "row_parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "row_stages": envs.VLLM_PP_LAYER_PARTITION,
+    }
+    if name is not None:
+        facts |= {"name": name, "model": config.model.name, "seed": os.environ.get("PYTHONHASHSEED")}
+        facts["platform"] = [current_platform.device_name, platform.machine()]
+        digest, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
+    elif whose is None:
+        raise ConfigError(
+            "kvdisk cannot see from here which weights the model has: set namespace to a text that names model, "
+            "revision and quantization."
+        )
+    else:
+        refuse_adapters(whose[0])
+        digest, description = fingerprint_of(*whose)
+        facts["runner"] = bool(getattr(whose[0], "use_v2_model_runner", False))
+    text = json.dumps(facts, sort_keys=True, default=str)
+    description["door"] = facts["door"]
+    description["facts"] |= _named_facts({"model_config": {}} | facts)
+    return hashlib.sha256(digest + text.encode()).digest(), description
+
+
+def refuse_adapters(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError where hashes of blocks name LoRA adapters, which may change under their
+    names."""
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "vLLM's hashes of blocks have an adapter's name, and not what it holds: set the tier's namespace to a "
+            "text that you change when an adapter does, or use KVDiskConnector."
+        )
 
 
 def refuse_nameless(vllm_config: VllmConfig) -> None:
