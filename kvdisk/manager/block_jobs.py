@@ -118,6 +118,7 @@ class BlockJobs(HasParts):
         """A request wants these blocks of its prompt, in this order. Those that were counted as new
         when they were put are not counted again; of recurrent states the last known one is
         wanted."""
+        keys = list(dict.fromkeys(keys))
         rows = [row for row in self._catalog.find_all(keys) if row != NONE]
         for space in self._tiers:
             space.reached(rows[::-1])  # the head last, so that it leaves last

@@ -27,7 +27,7 @@ from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.hits import HitCounts
-from kvdisk.manager.jobs import Transfers
+from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.manager.kv_hints import KVHints
 from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.load_price import LoadThreshold
@@ -398,6 +398,10 @@ class TierManager(HasParts):
         return count
 
     # -- questions of the engine ---------------------------------------------------------------
+
+    def is_under_way(self, record: JobRecord) -> bool:
+        """Whether a job has not ended, nor was taken back."""
+        return record.job.id in self._transfers
 
     def has_pending_work(self, now: float) -> bool:
         """Whether steps are needed: for a job, a commit, a demotion, or what ended requests left.
