@@ -41,7 +41,7 @@ from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
-from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows, StartMover
+from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -194,7 +194,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         kinds = [BlockKind(row_bytes, tokens) for tokens in self._chunk_tokens]
         rows: Rows = np.asarray(view).view(np.uint8)
         try:
-            return open_blocks(self._config, fingerprint, description, kinds, rows, self._start_mover)
+            return BlockStore.open(self._config, fingerprint, description, kinds, rows, self._start_mover)
         except DeviceError as error:
             if error.is_of_process:
                 raise
@@ -521,18 +521,3 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self._mover = None
             self._primary_kv_view = memoryview(b"")  # vLLM cannot release memory of which a view is left
             self.is_off = True
-
-
-def open_blocks(
-    config: Config,
-    fingerprint: bytes,
-    description: dict[str, Any],
-    kinds: list[BlockKind],
-    rows: Rows,
-    start_mover: StartMover,
-) -> BlockStore:
-    """Open the store of an engine."""
-    from kvdisk.store import open_store  # type: ignore[attr-defined]
-
-    store: BlockStore = open_store(config, fingerprint, description, kinds, rows, start_mover)
-    return store

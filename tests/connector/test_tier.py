@@ -38,7 +38,7 @@ from kvdisk.connector.tier import KVDiskTier
 from kvdisk.connector.tier_settings import KEYS, TierSettings
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.stats import METRICS
-from kvdisk.store import Get, Put, Result
+from kvdisk.store import BlockStore, Get, Put, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
 
 ROW_BYTES = 8192
@@ -221,7 +221,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         made.append(Bench(tmp_path, **fields))
         return made[-1]
 
-    monkeypatch.setattr(tiers, "open_blocks", open_blocks)
+    monkeypatch.setattr(BlockStore, "open", open_blocks)
     yield make_bench
     for bench in made:
         if bench.tier._store is not None or hasattr(bench, "rows"):
@@ -566,7 +566,7 @@ def test_a_drive_that_does_not_let_us_have_a_store_leaves_memory(tmp_path, monke
     def fail(*_: object) -> None:
         raise DeviceError(5, "the drive")
 
-    monkeypatch.setattr(tiers, "open_blocks", fail)
+    monkeypatch.setattr(BlockStore, "open", fail)
     bench = Bench(tmp_path)
     assert bench.serve("a", 1, 6) == 0 and bench.serve("b", 1, 6) == 6
     assert any("memory alone" in text for text in caplog.messages)
