@@ -5,6 +5,7 @@ drive."""
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -676,3 +677,11 @@ def test_a_line_for_each_request(make, caplog):
     assert [text for text in caplog.messages if "request b" in text] == [
         "kvdisk: request b: 6 chunks, 4 found on NVMe, 4 loaded, the first missing one absent."
     ]
+
+
+def test_the_page_has_every_setting():
+    text = (Path(__file__).resolve().parents[2] / "docs/OFFLOADING.md").read_text()
+    section = text.partition("## Settings\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == {*KEYS, *TierSettings._fields[1:], "backpressure"}
