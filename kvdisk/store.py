@@ -234,6 +234,8 @@ class BlockStore(ABC):
         assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
         if not config.store_dirs:
             raise ConfigError("A block store needs store_dirs and nvme_bytes.")
+        if config.device == "gds":
+            raise ConfigError("A block store moves rows of host memory, which device 'gds' does not.")
         config = replace(config, cpu_bytes=0, store_policy="on_compute")
         geometry = geometry_of(kinds)
         warn_of_file_systems(config)
