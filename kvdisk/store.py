@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.assembly import SchedulerParts, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
@@ -323,6 +323,8 @@ class DriveBlocks(BlockStore):
     ) -> None:
         self._config = config
         self._payload_bytes = [group.payload_bytes for group in geometry.groups]
+        self._suffixes = {make_block_key(b"", kind) for kind in range(len(geometry.groups))}
+        """What keys end with."""
         self._row_count = row_count
         self._parts = parts
         self._manager = parts.manager
@@ -408,10 +410,9 @@ class DriveBlocks(BlockStore):
             job.records.append((record, found))
 
     def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
-        kinds = len(self._payload_bytes)
-        assert all(GROUP_BYTES <= len(key) <= MAX_KEY_BYTES for key in keys), "a key has 2 to 128 bytes"
-        assert all(group_of(key) < kinds for key in keys), "a key of a kind that there is not"
-        assert all(0 <= row < self._row_count for row in rows), "a row that there is not"
+        assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
+        assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
+        assert min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not"
 
     def _new_job(self, tag: int, blocks: Sequence[Put] | Sequence[Get]) -> _Job:
         assert not self._is_closed, "the store is closed"
@@ -431,7 +432,9 @@ class DriveBlocks(BlockStore):
         self._manager.commit()
         self._manager.note_time(int(time.time()))
         self._plan_puts(now)
-        self._mover.submit(self._manager.take_plan(now, idle=False))
+        plan = self._manager.take_plan(now, idle=False)
+        if plan.jobs or plan.void:  # or each step would wake the mover for nothing
+            self._mover.submit(plan)
         self._forget_answered(now)
         taken = self._parts.telemetry.take(now)
         if taken is not None:
