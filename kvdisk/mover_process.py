@@ -144,7 +144,8 @@ class MoverProcess:
         """Take over a plan; each of its jobs is reported once. Does not wait."""
         assert not plan.fence and not plan.urgent, "no model writes to rows"
         self._out.update((job.id, len(job.moves)) for job in plan.jobs)
-        self._send(plan)
+        if plan.jobs or plan.void:
+            self._send(plan)
 
     def poll(self, wait_s: float = 0.0) -> Report:
         """Return what was finished since the last call; where that is nothing, wait up to

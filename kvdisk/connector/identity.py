@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LONGEST_FACT = 80
+_WITHOUT = "leave out store_dirs"
+"""What a user does whose weights cannot be told."""
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
 _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
 """Modules of models that say how weights are loaded, and what a model supports."""
@@ -151,6 +154,8 @@ def fingerprint_of_rows(
         "row_parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "row_stages": envs.VLLM_PP_LAYER_PARTITION,
     }
+    if whose is not None:
+        refuse_unstable(whose[0])
     if name is not None:
         facts |= {"name": name, "model": config.model.name, "seed": os.environ.get("PYTHONHASHSEED")}
         facts["platform"] = [current_platform.device_name, platform.machine()]
@@ -161,8 +166,9 @@ def fingerprint_of_rows(
             "revision and quantization."
         )
     else:
-        refuse_adapters(whose[0])
-        digest, description = fingerprint_of(*whose)
+        refuse_nameless_rows(whose[0])
+        with _vouched():
+            digest, description = fingerprint_of(*whose)
         facts["runner"] = bool(getattr(whose[0], "use_v2_model_runner", False))
     text = json.dumps(facts, sort_keys=True, default=str)
     description["door"] = facts["door"]
@@ -170,9 +176,11 @@ def fingerprint_of_rows(
     return hashlib.sha256(digest + text.encode()).digest(), description
 
 
-def refuse_adapters(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError where hashes of blocks name LoRA adapters, which may change under their
-    names."""
+def refuse_nameless_rows(vllm_config: VllmConfig) -> None:
+    """As ``refuse_nameless``, where a name would do; also where hashes of blocks name LoRA
+    adapters, which may change under their names."""
+    with _vouched():
+        refuse_nameless(vllm_config)
     if vllm_config.lora_config is not None:
         raise ConfigError(
             "vLLM's hashes of blocks have an adapter's name, and not what it holds: set the tier's namespace to a "
@@ -180,9 +188,30 @@ def refuse_adapters(vllm_config: VllmConfig) -> None:
         )
 
 
+@contextmanager
+def _vouched() -> Iterator[None]:
+    """Say of weights that cannot be told what helps a tier."""
+    try:
+        yield
+    except ConfigError as error:
+        instead = "set the tier's namespace to a text that names model and revision"
+        raise ConfigError(str(error).replace(_WITHOUT, instead)) from None
+
+
 def refuse_nameless(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError where weights have no identity, or where hashes of blocks are not the same
-    in the next process, or mean something else there, or where not all workers see the files."""
+    """Raise ConfigError where weights have no identity, and for all that ``refuse_unstable`` does
+    so."""
+    refuse_unstable(vllm_config)
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in _NO_IDENTITY:
+        raise ConfigError(
+            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: {_WITHOUT}."
+        )
+
+
+def refuse_unstable(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError where hashes of blocks are not the same in the next process, or mean
+    something else there, or where not all workers see the files."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith(_UNSTABLE_HASHES):
         raise ConfigError(
@@ -197,13 +226,7 @@ def refuse_nameless(vllm_config: VllmConfig) -> None:
             "mm_processor_cache_gb 0 vLLM only counts them: set one of the two."
         )
     if vllm_config.parallel_config.nnodes_within_dp > 1:
-        raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format in _NO_IDENTITY:
-        raise ConfigError(
-            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
-            "store_dirs."
-        )
+        raise ConfigError(f"The NVMe tier needs all workers of an engine on one machine: {_WITHOUT}.")
 
 
 def code_digest(root: Path, module: str) -> str | None:
@@ -282,9 +305,7 @@ def weights_digest(model: ModelConfig) -> str:
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
     if not files:
-        raise ConfigError(
-            f"The NVMe tier needs the model's weight files, and there are none in {folder}: leave out store_dirs."
-        )
+        raise ConfigError(f"The NVMe tier needs the model's weight files, and there are none in {folder}: {_WITHOUT}.")
     return known_digest(files, Path(envs.VLLM_CACHE_ROOT) / "kvdisk")
 
 
@@ -309,6 +330,5 @@ def _model_folder(model: ModelConfig) -> Path:
         return Path(snapshot_download(str(folder), revision=model.revision, local_files_only=True))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         raise ConfigError(
-            f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: leave out "
-            "store_dirs."
+            f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: {_WITHOUT}."
         ) from error

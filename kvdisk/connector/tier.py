@@ -41,7 +41,7 @@ from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
-from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows, StartMover
+from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -172,6 +172,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._goes_on = False
         self._stats = Stats()
         self._taken_s = 0.0
+        self._has_moved = False
+        """A job has ended since statistics were taken."""
         self._published: set[BlockKey] | None = set() if self._publishes(offloading_spec) else None
         self._expects_removal = offloading_spec.blocks_per_chunk > 1
         self._mover: MoverProcess | None = None
@@ -192,7 +194,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         kinds = [BlockKind(row_bytes, tokens) for tokens in self._chunk_tokens]
         rows: Rows = np.asarray(view).view(np.uint8)
         try:
-            return open_blocks(self._config, fingerprint, description, kinds, rows, self._start_mover)
+            return BlockStore.open(self._config, fingerprint, description, kinds, rows, self._start_mover)
         except DeviceError as error:
             if error.is_of_process:
                 raise
@@ -348,6 +350,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def _finish(self, job: TransferJob, result: JobResult) -> None:
         del self._jobs[job.job_id]
         self._done.append(result)
+        self._has_moved = True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended, each once."""
@@ -472,11 +475,12 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted and measured since the last call, or the last but a few."""
+        """Return what was counted and measured since the last call, or the last but a few: an idle
+        engine has told all."""
         now_s = time.monotonic()
-        if now_s - self._taken_s < STATS_S:
+        if now_s - self._taken_s < STATS_S and (self._jobs or not self._has_moved):
             return None
-        self._taken_s = now_s
+        self._taken_s, self._has_moved = now_s, False
         taken = self._stats.take()
         taken.merge(self._store_stats())
         return tier_stats(taken)
@@ -517,18 +521,3 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self._mover = None
             self._primary_kv_view = memoryview(b"")  # vLLM cannot release memory of which a view is left
             self.is_off = True
-
-
-def open_blocks(
-    config: Config,
-    fingerprint: bytes,
-    description: dict[str, Any],
-    kinds: list[BlockKind],
-    rows: Rows,
-    start_mover: StartMover,
-) -> BlockStore:
-    """Open the store of an engine."""
-    from kvdisk.store import open_store  # type: ignore[attr-defined]
-
-    store: BlockStore = open_store(config, fingerprint, description, kinds, rows, start_mover)
-    return store

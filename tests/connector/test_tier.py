@@ -38,7 +38,7 @@ from kvdisk.connector.tier import KVDiskTier
 from kvdisk.connector.tier_settings import KEYS, TierSettings
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.stats import METRICS
-from kvdisk.store import Get, Put, Result
+from kvdisk.store import BlockStore, Get, Put, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
 
 ROW_BYTES = 8192
@@ -221,7 +221,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         made.append(Bench(tmp_path, **fields))
         return made[-1]
 
-    monkeypatch.setattr(tiers, "open_blocks", open_blocks)
+    monkeypatch.setattr(BlockStore, "open", open_blocks)
     yield make_bench
     for bench in made:
         if bench.tier._store is not None or hasattr(bench, "rows"):
@@ -407,7 +407,7 @@ def test_promotions_of_a_thousand_requests_at_once(make):
         bench.serve(f"cold {document}", document, 3)
     bench.forget_memory()
     keys = {f"warm {at}": bench.begin(f"warm {at}", at % 100, 3) for at in range(1000)}
-    hits = {name: 0 for name in keys}
+    hits = dict.fromkeys(keys, 0)
     left = dict(keys)
     for _ in range(2000):
         ready = []
@@ -566,7 +566,7 @@ def test_a_drive_that_does_not_let_us_have_a_store_leaves_memory(tmp_path, monke
     def fail(*_: object) -> None:
         raise DeviceError(5, "the drive")
 
-    monkeypatch.setattr(tiers, "open_blocks", fail)
+    monkeypatch.setattr(BlockStore, "open", fail)
     bench = Bench(tmp_path)
     assert bench.serve("a", 1, 6) == 0 and bench.serve("b", 1, 6) == 6
     assert any("memory alone" in text for text in caplog.messages)
@@ -607,7 +607,7 @@ def test_without_vllms_events_there_are_none(bench):
     assert not [event for event in bench.manager.take_events() if event.medium is Medium.STORAGE]
 
 
-def test_metrics_are_defined_where_they_come(bench, monkeypatch):
+def test_metrics_are_defined_where_they_come(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "STATS_S", 0.0)
     bench.serve("a", 1, 6)
     bench.forget_memory()
@@ -622,7 +622,7 @@ def test_metrics_are_defined_where_they_come(bench, monkeypatch):
             bench.tier._stats.gauges[series] = 1.0
     data = bench.tier.get_stats().data["data"]
     known = KVDiskTier.build_metric_definitions(
-        {"type": "kvdisk", "store_dirs": "/tmp/kvdisk-none", "nvme_bytes": "1GiB", "backpressure": {}}
+        {"type": "kvdisk", "store_dirs": str(tmp_path), "nvme_bytes": "1GiB", "backpressure": {}}
     )
     assert set(data) == set(known) == {f"{PREFIX}{name}" for name in METRICS}
     for name, values in data.items():
@@ -649,17 +649,17 @@ def test_metrics_are_defined_where_they_come(bench, monkeypatch):
         ({"nvme_admission": "nowhere:Class"}, "nowhere"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(changed, said):
-    values = {"store_dirs": "/tmp/kvdisk-none", "nvme_bytes": "1GiB"} | changed
+def test_a_wrong_setting_is_one_sentence(tmp_path, changed, said):
+    values = {"store_dirs": str(tmp_path), "nvme_bytes": "1GiB"} | changed
     with pytest.raises(ConfigError, match=said) as caught:
         TierSettings.of(values)
     assert str(caught.value).count(". ") == 0 and str(caught.value).endswith(".")
 
 
-def test_every_setting_of_a_tier_is_one_of_kvdisk():
+def test_every_setting_of_a_tier_is_one_of_kvdisk(tmp_path):
     assert set(KEYS) < set(tiers.Config.__dataclass_fields__)
     with pytest.raises(ConfigError, match="needs nvme_bytes"):
-        TierSettings.of({"store_dirs": "/tmp/kvdisk-none"})
+        TierSettings.of({"store_dirs": str(tmp_path)})
 
 
 def test_weights_that_nobody_names_are_refused(tmp_path):
