@@ -264,6 +264,10 @@ class BlockJobs(HasParts):
         """Learn which offers wait for room after this step's ones were answered."""
         self._waiting = Counter(self._class_of[group_of(offer.key)] for offer in offers)
 
+    def give_up(self, count: int) -> None:
+        """Count blocks for which no room came."""
+        self._stats.add(f"refused_blocks.{'budget' if self._target.status.is_spent else 'room'}", count)
+
     # -- loads ---------------------------------------------------------------------------------
 
     def load(self, blocks: Sequence[tuple[BlockKey, int]], arrival: int) -> tuple[JobRecord | None, Sequence[int]]:

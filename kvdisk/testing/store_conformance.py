@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvdisk.blocks import BlockKey, group_of, make_block_key
-from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
 
 KINDS = (BlockKind(10_000, tokens=16), BlockKind(3_000, tokens=16, window_tokens=64))
 ROW_BYTES = 12_345
@@ -43,7 +43,7 @@ def make_rows(count: int = ROWS) -> Rows:
     return np.full((count, ROW_BYTES + 321), 1, np.uint8)[:, :ROW_BYTES]
 
 
-def run_until(store: BlockStore, is_over: Callable[[], bool], ended: list[Ended]) -> None:
+def run_until(store: BlockStoreFace, is_over: Callable[[], bool], ended: list[Ended]) -> None:
     """Step a store until something is so; add what ends meanwhile to ``ended``."""
     give_up_s = time.monotonic() + _SAFETY_S
     while not is_over():
@@ -52,7 +52,7 @@ def run_until(store: BlockStore, is_over: Callable[[], bool], ended: list[Ended]
         ended += store.poll(0.01)
 
 
-def finish(store: BlockStore, *tags: int) -> dict[int, Ended]:
+def finish(store: BlockStoreFace, *tags: int) -> dict[int, Ended]:
     """Step a store until these jobs have ended, and no other; return them."""
     ended: list[Ended] = []
     run_until(store, lambda: len(ended) >= len(tags), ended)
@@ -60,7 +60,9 @@ def finish(store: BlockStore, *tags: int) -> dict[int, Ended]:
     return {each.tag: each for each in ended}
 
 
-def put_all(store: BlockStore, rows: Rows, keys: Sequence[BlockKey], version: int = 0, tag: int = 1) -> list[Result]:
+def put_all(
+    store: BlockStoreFace, rows: Rows, keys: Sequence[BlockKey], version: int = 0, tag: int = 1
+) -> list[Result]:
     """Put a chain of blocks from the first rows on; return the results."""
     for at, key in enumerate(keys):
         rows[at] = content_of(key, version)
@@ -69,7 +71,7 @@ def put_all(store: BlockStore, rows: Rows, keys: Sequence[BlockKey], version: in
     return list(finish(store, tag)[tag].results)
 
 
-def get_all(store: BlockStore, keys: Sequence[BlockKey], tag: int = 2) -> list[Result]:
+def get_all(store: BlockStoreFace, keys: Sequence[BlockKey], tag: int = 2) -> list[Result]:
     """Get blocks into the first rows; return the results."""
     store.get(tag, [Get(key, at) for at, key in enumerate(keys)])
     return list(finish(store, tag)[tag].results)
@@ -85,14 +87,14 @@ class BlockStoreConformance(ABC):
     """The suite. A subclass says how to open a store."""
 
     @abstractmethod
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStore:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
         """Return an empty store, whose files (if it has any) go into the directory ``path``, and
         which holds about ``most_blocks`` of the first kind at most, and not much less."""
 
     @contextmanager
     def opened(
         self, path: Path, memory: Rows, kinds: Sequence[BlockKind] = KINDS, most_blocks: int = 1000
-    ) -> Iterator[BlockStore]:
+    ) -> Iterator[BlockStoreFace]:
         """Open a store and close it after the test."""
         store = self.open_store(path, kinds, memory, most_blocks)
         try:
@@ -128,6 +130,18 @@ class BlockStoreConformance(ABC):
                 assert holds(rows, 63 - at, key, KINDS)
                 assert (rows[63 - at, KINDS[group_of(key)].payload_bytes :] == 7).all()
             assert (rows[:44] == 7).all()
+
+    def test_keeps_recurrent_states(self, tmp_path: Path) -> None:
+        """Beside the KV that they belong to, which is a little larger."""
+        kinds = (BlockKind(10_000, tokens=16), BlockKind(9_000, tokens=16, state_tokens=512))
+        rows, keys = make_rows(), [*(key_of(number) for number in range(8)), key_of(7, 1)]
+        with self.opened(tmp_path, rows, kinds) as store:
+            assert put_all(store, rows, keys) == [Result.DONE] * 9
+            store.reached("one", keys)
+            store.reached("two", keys)
+            rows[:] = 0
+            assert get_all(store, keys) == [Result.DONE] * 9
+            assert all(holds(rows, at, key, kinds) for at, key in enumerate(keys))
 
     def test_rows_are_the_callers_again_once_a_tag_has_ended(self, tmp_path: Path) -> None:
         """Rounds over the same rows, each with other blocks: each block keeps its own bytes."""
@@ -211,6 +225,19 @@ class BlockStoreConformance(ABC):
                 store.put(1, [Put(key_of(1), key_of(0, 65535), 0)])
             with pytest.raises(AssertionError):
                 store.get(1, [Get(key_of(1, 2), 0)])
+
+    def test_a_key_that_is_too_long_is_an_error(self, tmp_path: Path) -> None:
+        """As is one that names itself as what comes before it."""
+        longest, longer = (make_block_key(bytes(count), 0) for count in (126, 127))
+        rows = make_rows()
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(longer, None, 0)])
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(longest, longest, 0)])
+            assert put_all(store, rows, [longest]) == [Result.DONE]
+            assert get_all(store, [longest]) == [Result.DONE]
+            assert holds(rows, 0, longest, KINDS)
 
     def test_a_tag_in_use_is_an_error(self, tmp_path: Path) -> None:
         """Until ``poll`` has returned it."""
@@ -343,7 +370,7 @@ class BlockStoreConformance(ABC):
         and a new epoch."""
         rows, known = make_rows(16), set[BlockKey]()
 
-        def follow(store: BlockStore) -> None:
+        def follow(store: BlockStoreFace) -> None:
             while True:
                 taken = store.changes()
                 known.difference_update(known if taken.cleared else ())
@@ -386,6 +413,6 @@ class BlockStoreConformance(ABC):
             assert store.presence(keys) == bytes([Presence.READY] * 4 + [Presence.ABSENT] * 4)
 
 
-def _ready(store: BlockStore, keys: Sequence[BlockKey]) -> Iterable[BlockKey]:
+def _ready(store: BlockStoreFace, keys: Sequence[BlockKey]) -> Iterable[BlockKey]:
     found: Mapping[BlockKey, int] = dict(zip(keys, store.presence(keys), strict=True))
     return [key for key, presence in found.items() if presence == Presence.READY]

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.drive_blocks import NAMESPACE, bytes_for, gated_device, make_room, open_drive
+from support.drive_blocks import FACTS, NAMESPACE, bytes_for, gated_device, make_room, open_drive
 from support.waits import until
 
 from kvdisk.blocks import BlockKey, Tier
@@ -24,8 +25,8 @@ from kvdisk.device import store as device_store
 from kvdisk.device.segment import segment_path
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
-from kvdisk.messages import JobResult, Plan, Reason, Report
-from kvdisk.store import ROOM_S, BlockStore, DriveBlocks, Ended, Get, Presence, Put, Result, Rows, ThreadMover
+from kvdisk.messages import Job, JobResult, Plan, Reason, Report
+from kvdisk.store import ROOM_S, BlockStore, Ended, Get, Presence, Put, Result, Rows, ThreadMover
 from kvdisk.testing.store_conformance import (
     KINDS,
     content_of,
@@ -48,7 +49,7 @@ def settle(store: BlockStore) -> None:
     run_until(store, lambda: not store.step(time.monotonic()), [])
 
 
-def opened(path: Path, rows: Rows, **settings: object) -> DriveBlocks:
+def opened(path: Path, rows: Rows, **settings: object) -> BlockStore:
     store = open_drive(path, KINDS, rows, PLENTY, **settings)
     make_room(store)
     return store
@@ -58,7 +59,7 @@ def ready_of(store: BlockStore, keys: Sequence[BlockKey]) -> list[BlockKey]:
     return [key for key, each in zip(keys, store.presence(keys), strict=True) if each == Presence.READY]
 
 
-def damage(store: DriveBlocks, key: BlockKey, offset: int) -> None:
+def damage(store: BlockStore, key: BlockKey, offset: int) -> None:
     """Flip a bit of a block on the drive. ``offset``: in its slot."""
     catalog, home, nvme = store._manager._catalog, store._parts.home, store._parts.nvme
     assert home is not None
@@ -292,7 +293,7 @@ class Stalled(ThreadMover):
             super().submit(plan)
 
 
-def stalled_store(path: Path, rows: Rows) -> tuple[DriveBlocks, Stalled]:
+def stalled_store(path: Path, rows: Rows) -> tuple[BlockStore, Stalled]:
     movers: list[Stalled] = []
 
     def start(*arguments: object) -> Stalled:
@@ -301,7 +302,6 @@ def stalled_store(path: Path, rows: Rows) -> tuple[DriveBlocks, Stalled]:
 
     config = Config.from_mapping({"store_dirs": str(path), "nvme_bytes": PLENTY})
     store = BlockStore.open(config, NAMESPACE, {}, KINDS, rows, start)
-    assert isinstance(store, DriveBlocks)
     return store, movers[0]
 
 
@@ -400,34 +400,45 @@ def test_other_engines_blocks_are_asked_for(tmp_path: Path) -> None:
 # -- the mover -----------------------------------------------------------------------------------
 
 
-class Dying:
-    """``RowMover`` that is gone when it is first asked for something."""
+class Dying(ThreadMover):
+    """Is gone as soon as blocks are asked for; as a process that was killed, or a thread that has
+    met an error of ours."""
 
-    def __init__(self, *_: object) -> None:
-        self._out: list[int] = []
+    def __init__(self, *arguments: object, by_error: bool = False) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._by_error = by_error
+        self._left: list[Job] = []
 
     def submit(self, plan: Plan) -> None:
-        self._out += [job.id for job in plan.jobs if job.moves]
+        self._left += plan.jobs
 
     def poll(self, wait_s: float = 0.0) -> Report:
-        found = {job: JobResult(1, {0: Reason.CANCELLED}) for job in self._out}
-        report, self._out = Report(off=bool(found)), []
-        report.results.update(found)  # type: ignore[arg-type]
+        if not any(job.moves for job in self._left):
+            return Report()
+        if self._by_error:
+            self._by_error = False
+            raise RuntimeError("ours")
+        report = Report(off=True)
+        for job in self._left:
+            report.results[job.id] = JobResult(1, dict.fromkeys(range(len(job.moves)) or (-1,), Reason.CANCELLED))
+        self._left = []
         return report
 
-    def close(self) -> None: ...
 
-
-def test_a_mover_that_is_gone_ends_every_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_error", [False, True])
+def test_a_mover_that_is_gone_ends_every_job_and_loses_nothing(tmp_path: Path, by_error: bool) -> None:
     rows = make_rows()
     store = opened(tmp_path, rows)
     put_all(store, rows, KEYS[:2])
     config = store._config
     store.close()
-    store = BlockStore.open(config, NAMESPACE, {"model": "a test's"}, KINDS, rows, Dying)
+    store = BlockStore.open(config, NAMESPACE, FACTS, KINDS, rows, partial(Dying, by_error=by_error))
     store.get(1, [Get(KEYS[0], 0)])
     store.put(2, [Put(KEYS[5], None, 1)])
     store.step(time.monotonic())
+    if by_error:
+        with pytest.raises(RuntimeError, match="ours"):
+            store.poll()
     ended = {each.tag: each.results for each in store.poll()}
     assert ended == {1: [Result.CANCELLED], 2: [Result.CANCELLED]}
     assert store.presence(KEYS) == bytes(len(KEYS))
@@ -438,7 +449,7 @@ def test_a_mover_that_is_gone_ends_every_job(tmp_path: Path) -> None:
     assert not store.step(time.monotonic())
     store.drain()
     store.close()
-    again = open_drive(tmp_path, KINDS, rows, PLENTY)  # nothing was lost by it
+    again = open_drive(tmp_path, KINDS, rows, PLENTY)
     assert get_all(again, KEYS[:2]) == [Result.DONE] * 2
     again.close()
 
@@ -467,7 +478,6 @@ def test_a_failed_start_gives_the_store_back(tmp_path: Path) -> None:
         )
         if start is None:
             store = opens()
-            assert isinstance(store, DriveBlocks)
             assert store._parts.home is not None
             assert len(list((tmp_path / "homes").iterdir())) == 1, "the store of the failed start was taken over"
             store.close()

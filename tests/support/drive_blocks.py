@@ -18,7 +18,7 @@ from kvdisk.device.base import Outcome
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
-from kvdisk.store import BlockKind, BlockStore, DriveBlocks, Rows, geometry_of
+from kvdisk.store import BlockKind, BlockStore, Rows, geometry_of
 from kvdisk.testing.faulty_device import FaultyDevice
 
 NAMESPACE = bytes(range(32))
@@ -26,12 +26,10 @@ FACTS = {"model": "a test's"}
 _SAFETY_S = 60.0
 
 
-def open_drive(path: Path, kinds: Sequence[BlockKind], memory: Rows, nvme_bytes: int, **settings: Any) -> DriveBlocks:
+def open_drive(path: Path, kinds: Sequence[BlockKind], memory: Rows, nvme_bytes: int, **settings: Any) -> BlockStore:
     """Open a store on the drive that has the test's directory."""
     values = {"store_dirs": str(path / "store"), "nvme_bytes": nvme_bytes, "index_commit_s": 0.005} | settings
-    store = BlockStore.open(Config.from_mapping(values), NAMESPACE, FACTS, kinds, memory)
-    assert isinstance(store, DriveBlocks)
-    return store
+    return BlockStore.open(Config.from_mapping(values), NAMESPACE, FACTS, kinds, memory)
 
 
 def bytes_for(kinds: Sequence[BlockKind], most_blocks: int) -> int:
@@ -50,7 +48,7 @@ def bytes_for(kinds: Sequence[BlockKind], most_blocks: int) -> int:
     return few
 
 
-def make_room(store: DriveBlocks) -> None:
+def make_room(store: BlockStore) -> None:
     """Step a new store until each kind has a segment, so that few rows suffice from the first job
     on."""
     nvme, give_up_s = store._parts.nvme, time.monotonic() + _SAFETY_S
