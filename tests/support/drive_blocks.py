@@ -18,7 +18,7 @@ from kvdisk.device.base import Outcome
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
-from kvdisk.store import BlockKind, BlockStore, Rows, geometry_of
+from kvdisk.store import BlockKind, BlockStore, Rows, StartMover, geometry_of
 from kvdisk.testing.faulty_device import FaultyDevice
 
 NAMESPACE = bytes(range(32))
@@ -26,10 +26,17 @@ FACTS = {"model": "a test's"}
 _SAFETY_S = 60.0
 
 
-def open_drive(path: Path, kinds: Sequence[BlockKind], memory: Rows, nvme_bytes: int, **settings: Any) -> BlockStore:
+def open_drive(
+    path: Path,
+    kinds: Sequence[BlockKind],
+    memory: Rows,
+    nvme_bytes: int,
+    start_mover: StartMover | None = None,
+    **settings: Any,
+) -> BlockStore:
     """Open a store on the drive that has the test's directory."""
     values = {"store_dirs": str(path / "store"), "nvme_bytes": nvme_bytes, "index_commit_s": 0.005} | settings
-    return BlockStore.open(Config.from_mapping(values), NAMESPACE, FACTS, kinds, memory)
+    return BlockStore.open(Config.from_mapping(values), NAMESPACE, FACTS, kinds, memory, start_mover)
 
 
 def bytes_for(kinds: Sequence[BlockKind], most_blocks: int) -> int:
