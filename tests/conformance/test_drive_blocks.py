@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -459,7 +460,12 @@ def test_a_mover_that_is_gone_ends_every_job_and_loses_nothing(tmp_path: Path, b
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"cpu_bytes": "1GiB"}, "store_dirs"), ({"device": "gds"}, "gds"), ({"nvme_bytes": "1MiB"}, "nvme_bytes")],
+    [
+        ({"cpu_bytes": "1GiB"}, "store_dirs"),
+        ({"device": "gds"}, "gds"),
+        ({"remote": "s3://bucket/blocks"}, "remote"),
+        ({"nvme_bytes": "1MiB"}, "nvme_bytes"),
+    ],
 )
 def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, settings: dict[str, str], said: str) -> None:
     values = {} if "cpu_bytes" in settings else {"store_dirs": str(tmp_path), "nvme_bytes": "1GiB"}
@@ -501,6 +507,33 @@ def test_commands_reach_a_store_at_rest(tmp_path: Path) -> None:
     store.step(time.monotonic())
     assert done == [1, 2]
     store.close()
+
+
+# -- the documentation ---------------------------------------------------------------------------
+
+LIBRARY = (Path(__file__).resolve().parents[2] / "docs" / "LIBRARY.md").read_text()
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    """And again, on what it has left."""
+    (example,) = re.findall(r"^```python\n(.*?)^```", LIBRARY, re.MULTILINE | re.DOTALL)
+    assert "/nvme/blocks" in example
+    (tmp_path / "example.py").write_text(example.replace("/nvme/blocks", str(tmp_path / "blocks")))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for _ in range(2):
+        subprocess.run([sys.executable, tmp_path / "example.py"], check=True, env=env, timeout=300)
+
+
+def test_every_result_and_presence_is_listed() -> None:
+    listed = re.findall(r"^\| `([A-Z_]+)` \|", LIBRARY, re.MULTILINE)
+    assert sorted(listed) == sorted([*Result.__members__, *Presence.__members__])
+
+
+def test_the_library_needs_no_engine() -> None:
+    code = "import sys, kvdisk.store, kvdisk.mover_process; print(*{'torch', 'vllm', 'rich'} & set(sys.modules))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == []
 
 
 if __name__ == "__main__":
