@@ -6,6 +6,7 @@ Where a plan's moves name GPU blocks, these name rows of the caller's memory. Sc
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,12 +138,11 @@ class BlockJobs(HasParts):
             self._want(request, uncounted)
         self.count_some()
 
-    def count_some(self) -> None:
-        """Count a part of what requests reached. Once a step, too."""
-        left = MOST_COUNTED
+    def count_some(self, left: float = MOST_COUNTED) -> None:
+        """Count so many of the blocks that requests reached. Once a step, too."""
         while left > 0 and self._uncounted:
             wanted = self._uncounted[0]
-            end = min(len(wanted.keys), wanted.at + left)
+            end = int(min(len(wanted.keys), wanted.at + left))
             wanted.kin = self._history.count(wanted.keys, wanted.at, end, wanted.kin, wanted.visit)
             left -= end - wanted.at
             wanted.at = end
@@ -156,6 +156,7 @@ class BlockJobs(HasParts):
     def _count_new(self, offers: Sequence[Offer]) -> None:
         """Count those blocks as new that no request was said to have reached: who puts one wants
         it. Admission would take it for one that nobody has wanted for long."""
+        self.count_some(math.inf)
         unknown = [offer.key for offer in offers if not self._history.known(offer.key)[0]]
         for group, keys in enumerate(self._by_group(unknown)):
             if group in self._history.state_groups:

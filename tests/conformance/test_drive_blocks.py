@@ -367,6 +367,23 @@ def test_a_full_store_lets_in_what_is_wanted(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_request_counts_once(tmp_path: Path) -> None:
+    """However long it is, and whether it is told of before its blocks are put, or after."""
+    rows = make_rows()
+    store = opened(tmp_path, rows, nvme_admission="reuse(2)")
+    long = [key_of(number) for number in range(5000)]
+    store.reached("the first", long)
+    assert put_all(store, rows, long[-20:]) == [Result.REFUSED] * 20
+    store.reached("the second", long)
+    assert put_all(store, rows, long[-20:]) == [Result.DONE] * 20
+    nvme = store._parts.nvme
+    assert nvme is not None
+    store.reached("the third", long)
+    get_all(store, long[-20:])
+    assert set(nvme.uses.records()["uses"].tolist()) == {1}
+    store.close()
+
+
 def test_a_spent_write_budget_is_no_room(tmp_path: Path) -> None:
     rows = make_rows()
     store = open_drive(tmp_path, KINDS, rows, PLENTY, nvme_write_bytes_per_day="2MiB")
