@@ -248,7 +248,8 @@ def test_a_drive_without_any_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     store.close()
 
 
-def test_a_hung_drive_ends_jobs_and_never_touches_their_rows_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_hung_drive_ends_jobs_and_never_touches_their_rows_again(tmp_path: Path, forgets: bool) -> None:
     rows = make_rows()
     with gated_device() as device:
         store = opened(tmp_path, rows, io_deadline_s=0.3)
@@ -258,14 +259,22 @@ def test_a_hung_drive_ends_jobs_and_never_touches_their_rows_again(tmp_path: Pat
         for at, key in enumerate(KEYS[4:8]):
             rows[8 + at] = content_of(key)
         store.put(2, [Put(key, None, 8 + at) for at, key in enumerate(KEYS[4:8])])
+        store.step(time.monotonic())
+        if forgets:
+            store.forget(3)
         ended = finish(store, 1, 2)
-        assert all(each.results == [Result.DEADLINE] * 4 for each in ended.values())
+        result = Result.CANCELLED if forgets else Result.DEADLINE
+        assert all(each.results == [result] * 4 for each in ended.values())
         rows[:] = 9  # they are another's
         device.opens.set()
         until(lambda: not device.held)
         settle(store)
         assert (rows == 9).all()
         store.step(time.monotonic() + AFTER_ANY_PAUSE_S)
+        assert ready_of(store, KEYS) == ([] if forgets else KEYS[:4])
+        if forgets:
+            store.close()
+            return
         store.get(3, [Get(key, at) for at, key in enumerate(KEYS[:4])])
         assert finish(store, 3)[3].results == [Result.DONE] * 4
         assert all(holds(rows, at, key, KINDS) for at, key in enumerate(KEYS[:4]))
