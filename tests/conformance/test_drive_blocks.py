@@ -316,13 +316,14 @@ def stalled_store(path: Path, rows: Rows) -> tuple[BlockStore, Stalled]:
 
 
 def test_the_first_put_waits_for_the_first_segment(tmp_path: Path) -> None:
-    """It holds its tag, and calls do not wait. A quarter of the rows may wait, no more."""
-    rows = make_rows(16)
+    """Of each kind. It holds its tag, and calls do not wait. A quarter of the rows may wait, no
+    more."""
+    rows, keys = make_rows(16), [key_of(number, number % 2) for number in range(12)]
     store, mover = stalled_store(tmp_path, rows)
-    for at, key in enumerate(KEYS):
+    for at, key in enumerate(keys):
         rows[at] = content_of(key)
-    store.put(1, [Put(key, None, at) for at, key in enumerate(KEYS[:3])])
-    store.put(2, [Put(key, None, 3 + at) for at, key in enumerate(KEYS[3:])])
+    store.put(1, [Put(key, None, at) for at, key in enumerate(keys[:3])])
+    store.put(2, [Put(key, None, 3 + at) for at, key in enumerate(keys[3:])])
     for _ in range(3):
         assert store.step(time.monotonic())
         assert store.poll() == []
@@ -330,8 +331,8 @@ def test_the_first_put_waits_for_the_first_segment(tmp_path: Path) -> None:
     ended = finish(store, 1, 2)
     assert ended[1].results == [Result.DONE] * 3
     assert ended[2].results == [Result.DONE] + [Result.NO_ROOM] * 8
-    assert ready_of(store, KEYS) == KEYS[:4]
-    assert get_all(store, KEYS[:4]) == [Result.DONE] * 4
+    assert ready_of(store, keys) == keys[:4]
+    assert get_all(store, keys[:4]) == [Result.DONE] * 4
     store.close()
 
 
@@ -367,7 +368,8 @@ def test_a_full_store_lets_in_what_is_wanted(tmp_path: Path) -> None:
     store = open_drive(tmp_path, KINDS, rows, bytes_for(KINDS, 60))
     make_room(store)
     for turn in range(10):
-        put_all(store, rows, [key_of(1000 + 20 * turn + at) for at in range(20)])
+        results = put_all(store, rows, [key_of(1000 + 20 * turn + at) for at in range(20)])
+        assert Result.REFUSED not in results, "who puts a block wants it"
     for turn in range(4):
         if turn:
             store.reached(f"request {turn}", KEYS)
@@ -530,8 +532,10 @@ def test_commands_reach_a_store_at_rest(tmp_path: Path) -> None:
     assert ready_of(store, KEYS) == KEYS
     store._parts.mailbox.post(lambda: done.append(2))  # it does not rest any more
     assert done == [1]
+    store.get(1, [Get(KEYS[0], 0)])  # so that it does not rest after this step, either
     store.step(time.monotonic())
     assert done == [1, 2]
+    finish(store, 1)
     store.close()
 
 
