@@ -206,7 +206,7 @@ class BlockStore(BlockStoreFace):
 
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
         """See ``BlockStoreFace``."""
-        if self._is_off or self._is_closed:
+        if self._is_off:
             return bytes(len(keys))
         self._wake()
         found = self._blocks.presences(keys).translate(_PRESENCES)
@@ -416,8 +416,11 @@ class BlockStore(BlockStoreFace):
             end.callback(self._parts.close)
             end.callback(self._cancel_all)
             end.callback(self._mover.close)
-            end.callback(setattr, self, "_is_closed", True)
+            end.callback(self._shut)
             self._settle(0.0)  # what comes after this is not settled: the next start looks for itself
+
+    def _shut(self) -> None:
+        self._is_closed = self._is_off = True
 
     def _cancel_all(self) -> None:
         self._void(self._jobs.values(), also_under_way=True)
@@ -435,6 +438,7 @@ class BlockStore(BlockStoreFace):
 
     def stats(self) -> Stats:
         """See ``BlockStoreFace``."""
+        self._wake()
         self._stats.merge(self._parts.telemetry.take_all())
         return self._stats.take()
 

@@ -366,6 +366,11 @@ class BlockStoreConformance(ABC):
         store.close()
         with pytest.raises(AssertionError):
             store.put(4, [])
+        store.ask([key_of(0)])
+        store.reached("late", [key_of(0)])
+        store.forget(5)
+        store.drain()
+        assert store.presence([key_of(0)]) == bytes([Presence.ABSENT])
 
     # -- what it tells -------------------------------------------------------------------------
 
