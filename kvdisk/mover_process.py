@@ -100,6 +100,16 @@ def _mapped_at(address: int) -> tuple[int, int]:
     return 0, 0
 
 
+class _Line(NamedTuple):
+    """A line of the process's log."""
+
+    name: str
+    level: int
+    path: str
+    line: int
+    text: str
+
+
 class MoverProcess:
     """The parent's end. It has the face of a mover: see ``store.RowMover``. One thread at a time.
 
@@ -225,10 +235,12 @@ class MoverProcess:
         self._unheard_s = 0.0
         if isinstance(message, Report):
             self._report.merge(message)
-        elif isinstance(message, logging.LogRecord):
+        elif isinstance(message, _Line):
             log = logging.getLogger(message.name)
-            if log.isEnabledFor(message.levelno):
-                log.handle(message)
+            if log.isEnabledFor(message.level):  # made here: an engine may have records of its own kind
+                log.handle(
+                    log.makeRecord(message.name, message.level, message.path, message.line, message.text, (), None)
+                )
         elif message == _STARTED:
             self._started = True
         else:
@@ -323,9 +335,7 @@ class _Answers(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a line of the log, as text alone."""
-        record.msg = self.format(record)
-        record.args = record.exc_info = record.exc_text = None
-        self.send(record)
+        self.send(_Line(record.name, record.levelno, record.pathname, record.lineno, self.format(record)))
 
 
 def main(descriptor: int) -> None:

@@ -8,6 +8,7 @@ and tiers are its own.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -88,3 +89,34 @@ class HostWorker(OffloadingWorker):
     def shutdown(self) -> None:
         del self._chunks
         self._region.cleanup()
+
+
+# -- what tests do in an engine's process, by ``EngineChild.call`` ---------------------------------
+
+
+def tier_of(llm: Any) -> Any:
+    """Return the tier of an engine in the caller's process."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    (tier,) = connector.connector_scheduler.manager.secondary_tiers
+    return tier
+
+
+def signal_mover(llm: Any, number: int) -> int:
+    """Send a signal to the process that moves blocks; return its number."""
+    mover = tier_of(llm)._mover
+    os.kill(mover.pid, number)
+    return mover.pid  # type: ignore[no-any-return]
+
+
+def answer_within(llm: Any, seconds: float) -> None:
+    """Have the mover be killed where it does not answer for so long."""
+    tier_of(llm)._mover._answer_s = seconds
+
+
+def state_of(llm: Any) -> dict[str, Any]:
+    """Return what a tier that rests must not have. vLLM says of a request that it has ended in the
+    next step, if there is one."""
+    tier = tier_of(llm)
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+    others = tier._requests.keys() - manager._req_state.keys()
+    return {"off": tier.is_off, "jobs": len(tier._jobs), "requests": len(others), "held": tier._held}

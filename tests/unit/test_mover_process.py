@@ -114,7 +114,22 @@ def test_it_imports_no_torch(rank):
     assert "torch" not in Path(f"/proc/{rank.mover.pid}/maps").read_text()
 
 
-def test_a_flipped_bit_is_found_and_said_in_this_process(rank, caplog):
+@pytest.fixture
+def records_of_another_kind() -> Iterator[None]:
+    """As vLLM has them: its formatter asks for more than a record of the other process has."""
+    plain = logging.getLogRecordFactory()
+
+    def make(*arguments: object, **more: object) -> logging.LogRecord:
+        made = plain(*arguments, **more)
+        made.of_this_process = True
+        return made
+
+    logging.setLogRecordFactory(make)
+    yield
+    logging.setLogRecordFactory(plain)
+
+
+def test_a_flipped_bit_is_found_and_said_in_this_process(rank, caplog, records_of_another_kind):
     caplog.set_level(logging.INFO)
     rank.do(JobKind.STORE, (move(3), move(4)))
     (file,) = rank.home.segments_path.glob("0/rank0.kv")
@@ -129,6 +144,8 @@ def test_a_flipped_bit_is_found_and_said_in_this_process(rank, caplog):
     assert rank.do(JobKind.LOAD, (move(3), move(4))) == {0: Reason.CHECKSUM}
     assert not rank.rows[3].any() and np.array_equal(rank.rows[4], before[4])
     until(lambda: rank.look() or any("CHECKSUM" in text for text in caplog.messages), "the line of the log")
+    (said,) = [record for record in caplog.records if "CHECKSUM" in record.getMessage()]
+    assert said.name == "kvdisk.worker" and said.levelname == "WARNING" and said.of_this_process
 
 
 def test_killed_with_jobs_out_all_of_them_fail_once(rank, caplog):
