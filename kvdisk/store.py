@@ -11,19 +11,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvdisk.assembly import SchedulerParts, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
@@ -34,7 +31,35 @@ from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Plan, Reason, Report
 from kvdisk.stats import Stats
+from kvdisk.store_face import (
+    BlockKind,
+    BlockStoreFace,
+    Ended,
+    Get,
+    Presence,
+    Put,
+    Result,
+    RowMover,
+    Rows,
+    StartMover,
+)
 from kvdisk.worker.host_memory import Deployment
+
+__all__ = [
+    "BlockKind",
+    "BlockStore",
+    "Ended",
+    "Get",
+    "Presence",
+    "Put",
+    "Result",
+    "RowMover",
+    "Rows",
+    "StartMover",
+    "ThreadMover",
+    "geometry_of",
+    "make_block_key",
+]
 
 logger = logging.getLogger("kvdisk")
 
@@ -42,209 +67,6 @@ ROOM_S = 5.0
 """How long a put waits for room that is coming, and with which share of the rows at most."""
 ROOM_SHARE = 0.25
 _DRAIN_WAIT_S = 0.05
-
-Rows = NDArray[np.uint8]
-"""The caller's memory: a row for each block on its way, and each row's bytes beside each other.
-Rows lie at any regular distance. It stays the caller's, and must live until ``close``."""
-
-
-class BlockKind(NamedTuple):
-    """Blocks of one size. A key says in its last two bytes which kind it is of, by position: see
-    ``kvdisk.blocks.make_block_key``.
-
-    ``payload_bytes``: of a row that are kept, from its first on. ``tokens``: that a block stands
-    for: kinds share the drive by their bytes a token. ``window_tokens``: only the last so many
-    before a token are read for it. ``state_tokens``: it is a recurrent state, and one in so many
-    tokens is kept; None: it is KV.
-    """
-
-    payload_bytes: int
-    tokens: int = 1
-    window_tokens: int | None = None
-    state_tokens: int | None = None
-
-
-class Put(NamedTuple):
-    """A block to keep: the bytes of ``row``. ``parent``: the block before it in its chain, without
-    which nobody asks for it; None: it is the first. A block leaves before its parent does."""
-
-    key: BlockKey
-    parent: BlockKey | None
-    row: int
-
-
-class Get(NamedTuple):
-    """A block to bring into ``row``. Where that fails the row may hold anything."""
-
-    key: BlockKey
-    row: int
-
-
-class Presence(IntEnum):
-    """What is known of a key. ASKED: others were asked for it. COMING: it is being written."""
-
-    ABSENT = 0
-    ASKED = 1
-    COMING = 2
-    READY = 3
-
-
-class Result(IntEnum):
-    """What became of one block of a job; a closed list.
-
-    Of any job: DONE; IO_ERROR: the drive failed; DEADLINE: it took longer than ``io_deadline_s``;
-    CANCELLED: ``forget`` or ``close`` came first, or the mover is gone. Of a put: PRESENT: it is
-    there, or being written; REFUSED: admission does not want it; NO_ROOM: none came in time, or the
-    write budget is spent; NO_SPACE: the drive is full. Of a get: ABSENT: it is not there (any
-    more); HEADER, CHECKSUM: other bytes were there than were written, and are dropped.
-    """
-
-    DONE = 0
-    PRESENT = 1
-    REFUSED = 2
-    NO_ROOM = 3
-    ABSENT = 4
-    HEADER = 5
-    CHECKSUM = 6
-    IO_ERROR = 7
-    NO_SPACE = 8
-    DEADLINE = 9
-    CANCELLED = 10
-
-
-class Ended(NamedTuple):
-    """A job that has ended: its rows are the caller's again. ``results``: of its blocks, in their
-    order. ``moved_bytes``: of the blocks that are DONE. ``seconds``: since it was asked for."""
-
-    tag: int
-    results: Sequence[Result]
-    moved_bytes: int
-    seconds: float
-
-
-class RowMover(Protocol):
-    """Moves bytes between rows and the drive: on a thread here, or in a process of its own. In a
-    plan's moves, rows stand where GPU blocks stand. One thread calls everything."""
-
-    def submit(self, plan: Plan) -> None:
-        """Take over a plan; each job is reported once. Does not wait."""
-
-    def poll(self, wait_s: float = 0.0) -> Report:
-        """Return what was finished since the last call; where that is nothing, wait up to
-        ``wait_s`` for something. ``Report.off``: it is gone, touches no row any more, and reports
-        nothing more."""
-
-    def close(self) -> None:
-        """Cancel what has not ended. Waits for what has begun, however long that takes: no row is
-        touched afterwards. Idempotent."""
-
-
-StartMover = Callable[[Config, Geometry, Rows], RowMover]
-
-
-class BlockStore(ABC):
-    """See the module. One thread at a time calls everything, which may be another each time.
-
-    What a caller does wrong is an assertion: a row or a kind that there is not, a tag that is in
-    use.
-    """
-
-    @abstractmethod
-    def presence(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the ``Presence`` of each key. Neither waits nor counts: about a microsecond a
-        key."""
-
-    @abstractmethod
-    def ask(self, keys: Sequence[BlockKey]) -> None:
-        """Ask the other engines of the store for what is not here. ``keys``: of one prompt, in its
-        order. Those are ASKED until an answer, or until ``lookup_wait_s`` is over."""
-
-    @abstractmethod
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
-        """A request wants these blocks, or has used them. Once for each request, in the order of
-        its prompt: what is kept and admitted follows it."""
-
-    @abstractmethod
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        """Keep blocks. Their rows must not change until the tag has ended.
-
-        It waits for room that is coming, a few seconds at most. Of a key that comes twice the later
-        is PRESENT.
-        """
-
-    @abstractmethod
-    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
-        """Bring blocks into rows, which are the store's until the tag has ended. Verified: what is
-        DONE is what was put. ``arrival``: gets of lower ones go first."""
-
-    @abstractmethod
-    def step(self, now: float) -> bool:
-        """Send what was asked for, and look after the store. ``now``: of ``time.monotonic``. Return
-        whether to call again soon, though nothing is asked for: False lets an idle engine rest."""
-
-    @abstractmethod
-    def poll(self, wait_s: float = 0.0) -> list[Ended]:
-        """Return the jobs that have ended, each once; where there are none, wait up to ``wait_s``
-        for one. After ``close`` it returns what is left."""
-
-    @abstractmethod
-    def forget(self, epoch: int) -> None:
-        """Serve nothing of before: what keys mean has changed, for this engine. ``epoch``: any
-        number above 0 that was never used. Jobs on their way end as CANCELLED. The next start with
-        the same namespace finds what was written before the first call."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until every job has ended; ``poll`` returns them. Bounded by ``io_deadline_s``, and
-        the wait for room."""
-
-    @abstractmethod
-    def changes(self) -> Taken:
-        """Return which keys became READY and which went since the last call; the first one begins
-        with all that are there."""
-
-    @abstractmethod
-    def stats(self) -> Stats:
-        """Return what was counted and measured since the last call, and how it is now:
-        docs/METRICS.md."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End every job, commit, and give the store back. Waits for the drive. Idempotent."""
-
-    @staticmethod
-    def open(
-        config: Config,
-        namespace: bytes,
-        facts: Mapping[str, Any],
-        kinds: Sequence[BlockKind],
-        memory: Rows,
-        start_mover: StartMover | None = None,
-    ) -> BlockStore:
-        """Open a store in ``config.store_dirs``, or take over what an earlier process has left
-        there.
-
-        ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
-        same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
-        ``start_mover``: None: a thread of this process. The CPU tier of ``config`` is not used.
-        Waits for the drive. Raises ConfigError, StoreLocked, DeviceError.
-        """
-        assert len(namespace) == FINGERPRINT_BYTES, "a namespace has 32 bytes"
-        assert memory.ndim == 2 and memory.dtype == np.uint8 and memory.strides[1] == 1, "rows are rows of bytes"
-        assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
-        if not config.store_dirs:
-            raise ConfigError("A block store needs store_dirs and nvme_bytes.")
-        config = replace(config, cpu_bytes=0, store_policy="on_compute")
-        geometry = geometry_of(kinds)
-        warn_of_file_systems(config)
-        check_sizes(config, Deployment(1), geometry)
-        parts = assemble_scheduler(config, geometry, NoPool(), namespace, dict(facts))
-        try:
-            mover = (start_mover or ThreadMover)(config, geometry, memory)
-        except BaseException:
-            parts.close()
-            raise
-        return DriveBlocks(config, geometry, len(memory), parts, mover)
 
 
 def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
@@ -309,8 +131,8 @@ _RESULTS = {reason: Result.__members__.get(reason.name, Result.CANCELLED) for re
 _PRESENCES = bytes.maketrans(bytes([ABSENT, WRITING, READY]), bytes([Presence.ABSENT, Presence.COMING, Presence.READY]))
 
 
-class DriveBlocks(BlockStore):
-    """``BlockStore`` on drives: what ``BlockStore.open`` returns.
+class BlockStore(BlockStoreFace):
+    """The store on drives. Make one with ``open``.
 
     The manager decides, and the mover moves. Here is what joins them: jobs by tag, and the wait for
     room.
@@ -321,6 +143,8 @@ class DriveBlocks(BlockStore):
     ) -> None:
         self._config = config
         self._payload_bytes = [group.payload_bytes for group in geometry.groups]
+        self._suffixes = {make_block_key(b"", kind) for kind in range(len(geometry.groups))}
+        """What keys end with."""
         self._row_count = row_count
         self._parts = parts
         self._manager = parts.manager
@@ -338,11 +162,51 @@ class DriveBlocks(BlockStore):
         self._journal: Journal | None = None
         self._is_off = self._is_closed = False
 
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        namespace: bytes,
+        facts: Mapping[str, Any],
+        kinds: Sequence[BlockKind],
+        memory: Rows,
+        start_mover: StartMover | None = None,
+    ) -> BlockStore:
+        """Open a store in ``config.store_dirs``, or take over what an earlier process has left
+        there.
+
+        ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
+        same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
+        ``start_mover``: None: a thread of this process. The CPU tier of ``config`` is not used.
+        Waits for the drive. Raises ConfigError, StoreLocked, DeviceError.
+        """
+        assert len(namespace) == FINGERPRINT_BYTES, "a namespace has 32 bytes"
+        assert memory.ndim == 2 and memory.dtype == np.uint8 and memory.strides[1] == 1, "rows are rows of bytes"
+        assert memory.flags.writeable, "what is read comes into rows"
+        assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
+        if not config.store_dirs:
+            raise ConfigError("A block store needs store_dirs and nvme_bytes.")
+        if config.device == "gds":
+            raise ConfigError("A block store moves rows of host memory, which device 'gds' does not.")
+        if config.remote is not None:
+            raise ConfigError("A block store has no CPU tier, from which blocks are sent to remote: leave that out.")
+        config = replace(config, cpu_bytes=0, store_policy="on_compute")
+        geometry = geometry_of(kinds)
+        warn_of_file_systems(config)
+        check_sizes(config, Deployment(1), geometry)
+        parts = assemble_scheduler(config, geometry, NoPool(), namespace, dict(facts))
+        try:
+            mover = (start_mover or ThreadMover)(config, geometry, memory)
+        except BaseException:
+            parts.close()
+            raise
+        return cls(config, geometry, len(memory), parts, mover)
+
     # -- questions -----------------------------------------------------------------------------
 
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
-        """See ``BlockStore``."""
-        if self._is_off or self._is_closed:
+        """See ``BlockStoreFace``."""
+        if self._is_off:
             return bytes(len(keys))
         self._wake()
         found = self._blocks.presences(keys).translate(_PRESENCES)
@@ -355,7 +219,7 @@ class DriveBlocks(BlockStore):
         )
 
     def ask(self, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         if self._is_off:
             return
         self._wake()
@@ -377,7 +241,7 @@ class DriveBlocks(BlockStore):
             self._asked = {key: number for key, number in self._asked.items() if number in self._questions}
 
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         if not self._is_off:
             self._wake()
             self._manager.note_time(int(time.time()))
@@ -386,7 +250,7 @@ class DriveBlocks(BlockStore):
     # -- jobs ------------------------------------------------------------------------------------
 
     def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         assert all(put.key != put.parent for put in blocks), "no block follows itself"
         self._check([put.key for put in blocks], [put.row for put in blocks])
         self._check([put.parent for put in blocks if put.parent is not None], [])
@@ -394,7 +258,7 @@ class DriveBlocks(BlockStore):
         job.waiting = list({put.key: at for at, put in reversed(list(enumerate(blocks)))}.values())[::-1]
 
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         self._check([get.key for get in blocks], [get.row for get in blocks])
         job = self._new_job(tag, blocks)
         if self._is_off or not blocks:
@@ -406,10 +270,9 @@ class DriveBlocks(BlockStore):
             job.records.append((record, found))
 
     def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
-        kinds = len(self._payload_bytes)
-        assert all(GROUP_BYTES <= len(key) <= MAX_KEY_BYTES for key in keys), "a key has 2 to 128 bytes"
-        assert all(group_of(key) < kinds for key in keys), "a key of a kind that there is not"
-        assert all(0 <= row < self._row_count for row in rows), "a row that there is not"
+        assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
+        assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
+        assert min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not"
 
     def _new_job(self, tag: int, blocks: Sequence[Put] | Sequence[Get]) -> _Job:
         assert not self._is_closed, "the store is closed"
@@ -420,7 +283,7 @@ class DriveBlocks(BlockStore):
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self, now: float) -> bool:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         assert not self._is_closed, "the store is closed"
         if self._is_off:
             return bool(self._jobs)
@@ -429,7 +292,9 @@ class DriveBlocks(BlockStore):
         self._manager.commit()
         self._manager.note_time(int(time.time()))
         self._plan_puts(now)
-        self._mover.submit(self._manager.take_plan(now, idle=False))
+        plan = self._manager.take_plan(now, idle=False)
+        if plan.jobs or plan.void:  # or each step would wake the mover for nothing
+            self._mover.submit(plan)
         self._forget_answered(now)
         taken = self._parts.telemetry.take(now)
         if taken is not None:
@@ -454,14 +319,14 @@ class DriveBlocks(BlockStore):
             may_wait = left if now - job.asked_s < ROOM_S else 0
             kept, given_up = answer.waiting[:may_wait], [*answer.waiting[may_wait:], *answer.hopeless]
             job.note([positions[at] for at in given_up], Result.NO_ROOM)
-            self._manager.stats.add("refused_blocks.room", len(given_up))
+            self._blocks.give_up(len(given_up))
             job.waiting, job.is_new = [positions[at] for at in kept], False
             waiting += [offers[at] for at in kept]
             left -= len(kept)
         self._blocks.await_room(waiting)
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         if not self._is_closed:
             self._settle(0.0)
             if not self._ended and wait_s > 0:
@@ -473,11 +338,9 @@ class DriveBlocks(BlockStore):
         """Take in what the mover has finished, and end the jobs of which nothing is left."""
         if not self._is_off:
             self._wake()
-            report = self._mover.poll(wait_s)
-            self._manager.settle(report, time.monotonic(), int(time.time()))
-            if report.off:
-                self._is_off = True
-                logger.error("kvdisk's store is off until it is opened anew: what moves its blocks is gone.")
+            report = self._poll_mover(wait_s)
+            if not self._is_off:
+                self._manager.settle(report, time.monotonic(), int(time.time()))
         if self._is_off:
             self._void(self._jobs.values(), also_under_way=True)
         for job in list(self._jobs.values()):
@@ -487,6 +350,20 @@ class DriveBlocks(BlockStore):
             if not job.waiting and not job.records:
                 del self._jobs[job.tag]
                 self._ended.append(self._end(job))
+
+    def _poll_mover(self, wait_s: float) -> Report:
+        """Ask the mover. One that is gone says of all that it had that it was cancelled; that is
+        not settled, or segments that it should have opened would be given up."""
+        try:
+            report = self._mover.poll(wait_s)
+            self._is_off = report.off
+        except BaseException:
+            self._is_off = True
+            raise
+        finally:
+            if self._is_off:
+                logger.error("kvdisk's store is off until it is opened anew: what moves its blocks is gone.")
+        return report
 
     def _void(self, jobs: Iterable[_Job], *, also_under_way: bool) -> None:
         """Have jobs end as CANCELLED; ``also_under_way``: at once, as nothing moves any more."""
@@ -514,7 +391,7 @@ class DriveBlocks(BlockStore):
     # -- epochs and the end ----------------------------------------------------------------------
 
     def forget(self, epoch: int) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         if self._is_off:
             return
         self._wake()
@@ -526,21 +403,24 @@ class DriveBlocks(BlockStore):
         self._asked.clear()
 
     def drain(self) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         while self._jobs:
             self.step(time.monotonic())
             self._settle(_DRAIN_WAIT_S)
 
     def close(self) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         if self._is_closed:
             return
         with ExitStack() as end:  # the last first, whatever one of them raises
             end.callback(self._parts.close)
             end.callback(self._cancel_all)
             end.callback(self._mover.close)
-            end.callback(setattr, self, "_is_closed", True)
+            end.callback(self._shut)
             self._settle(0.0)  # what comes after this is not settled: the next start looks for itself
+
+    def _shut(self) -> None:
+        self._is_closed = self._is_off = True
 
     def _cancel_all(self) -> None:
         self._void(self._jobs.values(), also_under_way=True)
@@ -550,14 +430,15 @@ class DriveBlocks(BlockStore):
     # -- what it tells ---------------------------------------------------------------------------
 
     def changes(self) -> Taken:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         self._wake()
         if self._journal is None:
             self._journal = self._manager.publish()
         return self._journal.take()
 
     def stats(self) -> Stats:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
+        self._wake()
         self._stats.merge(self._parts.telemetry.take_all())
         return self._stats.take()
 

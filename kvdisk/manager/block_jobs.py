@@ -6,6 +6,7 @@ Where a plan's moves name GPU blocks, these name rows of the caller's memory. Sc
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ class BlockJobs(HasParts):
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
         """As ``Catalog.presences``; READY is also what others are thought to have."""
-        found, usable = self._catalog.presences(keys), self._hints.usable
+        found = self._catalog.presences(keys)
+        usable = self._hints.usable if ABSENT in found else ()
         if not usable:
             return found
         return bytes(
@@ -136,12 +138,11 @@ class BlockJobs(HasParts):
             self._want(request, uncounted)
         self.count_some()
 
-    def count_some(self) -> None:
-        """Count a part of what requests reached. Once a step, too."""
-        left = MOST_COUNTED
+    def count_some(self, left: float = MOST_COUNTED) -> None:
+        """Count so many of the blocks that requests reached. Once a step, too."""
         while left > 0 and self._uncounted:
             wanted = self._uncounted[0]
-            end = min(len(wanted.keys), wanted.at + left)
+            end = int(min(len(wanted.keys), wanted.at + left))
             wanted.kin = self._history.count(wanted.keys, wanted.at, end, wanted.kin, wanted.visit)
             left -= end - wanted.at
             wanted.at = end
@@ -155,6 +156,7 @@ class BlockJobs(HasParts):
     def _count_new(self, offers: Sequence[Offer]) -> None:
         """Count those blocks as new that no request was said to have reached: who puts one wants
         it. Admission would take it for one that nobody has wanted for long."""
+        self.count_some(math.inf)
         unknown = [offer.key for offer in offers if not self._history.known(offer.key)[0]]
         for group, keys in enumerate(self._by_group(unknown)):
             if group in self._history.state_groups:
@@ -166,7 +168,12 @@ class BlockJobs(HasParts):
         while len(self._new) > MOST_NEW:
             del self._new[next(iter(self._new))]
 
+    def _groups_of(self, keys: Sequence[BlockKey]) -> list[int]:
+        return [0] * len(keys) if len(self._geometry.groups) == 1 else list(map(group_of, keys))
+
     def _by_group(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], ...]:
+        if len(self._geometry.groups) == 1:
+            return (list(keys),)
         found: tuple[list[BlockKey], ...] = tuple([] for _ in self._geometry.groups)
         for key in keys:
             found[group_of(key)].append(key)
@@ -228,7 +235,8 @@ class BlockJobs(HasParts):
             answer.hopeless += [at for at, _ in wanted]
             return []
         vacant = [(at, row) for at, row in wanted if row == NONE or states[row] == ABSENT]
-        blocks = [(group_of(offers[at].key), offers[at].parent) for at, _ in vacant]
+        groups = self._groups_of([offers[at].key for at, _ in vacant])
+        blocks = [(group, offers[at].parent) for group, (at, _) in zip(groups, vacant, strict=True)]
         slots, _ = self._copies.take_slots(target, blocks, in_order=False)
         served = [(at, row, slot) for (at, row), slot in zip(vacant, slots, strict=True) if slot is not None]
         taken, is_spent = {at for at, _, _ in served}, target.status.is_spent
@@ -247,7 +255,8 @@ class BlockJobs(HasParts):
             Move(offer.key, generations[row], offer.row, {tier: slot}, offer.parent)
             for offer, row, (_, _, slot) in zip(offers, rows, served, strict=True)
         ]
-        details = [MoveDetail(row, group_of(move.key), target=tier) for row, move in zip(rows, moves, strict=True)]
+        groups = self._groups_of([offer.key for offer in offers])
+        details = [MoveDetail(row, group, target=tier) for row, group in zip(rows, groups, strict=True)]
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch)
         record.by_key = True
         return record
@@ -256,12 +265,17 @@ class BlockJobs(HasParts):
         """Learn which offers wait for room after this step's ones were answered."""
         self._waiting = Counter(self._class_of[group_of(offer.key)] for offer in offers)
 
+    def give_up(self, count: int) -> None:
+        """Count blocks for which no room came."""
+        self._stats.add(f"refused_blocks.{'budget' if self._target.status.is_spent else 'room'}", count)
+
     # -- loads ---------------------------------------------------------------------------------
 
     def load(self, blocks: Sequence[tuple[BlockKey, int]], arrival: int) -> tuple[JobRecord | None, Sequence[int]]:
         """Plan a job that loads blocks into the caller's rows; return it (None: there is none), and
         the positions of those that it brings, in the order of its moves. Nobody has the others."""
-        reads = [Read(key, None, row, group_of(key)) for key, row in blocks]
+        groups = self._groups_of([key for key, _ in blocks])
+        reads = [Read(key, None, row, group) for (key, row), group in zip(blocks, groups, strict=True)]
         self._copies.pin_sources(reads)
         found = [at for at, read in enumerate(reads) if read.source is not None]
         if not found:

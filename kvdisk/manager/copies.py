@@ -243,7 +243,7 @@ class Copies(HasParts):
                 if reason is not None:
                     continue
                 is_state = group >= 0 and self._geometry.groups[group].state_tokens is not None
-                if record.job.kind is JobKind.LOAD and not is_state:
+                if record.job.kind is JobKind.LOAD and not is_state and not record.by_key:
                     reached.append(row)
                 else:
                     used[tier].append(row)

@@ -6,16 +6,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from kvdisk.blocks import BlockKey, Tier, group_of
+from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Tier, group_of
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.stats import Stats
-from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
 
 _Blocks = Sequence[Put] | Sequence[Get]
 _Job = tuple[int, _Blocks, float]
 
 
-class MemoryBlocks(BlockStore):
+class MemoryBlocks(BlockStoreFace):
     """Keeps up to ``most_blocks``, and evicts what was used longest ago. ``step`` begins jobs and
     ``poll`` ends them."""
 
@@ -35,38 +35,40 @@ class MemoryBlocks(BlockStore):
         self._is_closed = False
 
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         ready, coming, absent = Presence.READY, Presence.COMING, Presence.ABSENT
         return bytes(ready if key in self._blocks else coming if key in self._coming else absent for key in keys)
 
     def ask(self, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStore``: there are no others."""
+        """See ``BlockStoreFace``: there are no others."""
 
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
     def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
+        assert all(put.key != put.parent for put in blocks), "no block follows itself"
         self._ask_for(tag, blocks)
 
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:  # noqa: ARG002
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         self._ask_for(tag, blocks)
 
     def _ask_for(self, tag: int, blocks: _Blocks) -> None:
         assert not self._is_closed, "the store is closed"
         assert tag not in self._tags, f"tag {tag} is in use"
         keys = [key for block in blocks for key in (block.key, getattr(block, "parent", None)) if key is not None]
+        assert all(len(key) <= MAX_KEY_BYTES for key in keys), "a key has 128 bytes at most"
         assert all(group_of(key) < len(self._kinds) for key in keys), "a key of a kind that there is not"
         assert all(0 <= block.row < len(self._memory) for block in blocks), "a row that there is not"
         self._tags.add(tag)
         self._asked.append((tag, blocks, time.monotonic()))
 
     def step(self, now: float) -> bool:  # noqa: ARG002
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         for job in self._asked:
             self._begun.append((job, list(self._begin(job[1]))))
         self._asked.clear()
@@ -85,7 +87,7 @@ class MemoryBlocks(BlockStore):
                 yield Result.DONE
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:  # noqa: ARG002
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         for job, results in self._begun:
             blocks: list[Put | Get] = [*job[1]]
             for at, block in enumerate(blocks):
@@ -127,7 +129,7 @@ class MemoryBlocks(BlockStore):
             self._journal.note(Tier.NVME, stored, keys)
 
     def forget(self, epoch: int) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         assert epoch > 0
         self._cancel()
         self._note(False, list(self._blocks))
@@ -141,24 +143,24 @@ class MemoryBlocks(BlockStore):
         self._coming.clear()
 
     def drain(self) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         self.step(time.monotonic())
         ended = self.poll()
         self._tags.update(each.tag for each in ended)
         self._ended = ended
 
     def changes(self) -> Taken:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         if self._journal is None:
             self._journal = Journal(self._stats)
             self._note(True, list(self._blocks))
         return self._journal.take()
 
     def stats(self) -> Stats:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         return self._stats.take()
 
     def close(self) -> None:
-        """See ``BlockStore``."""
+        """See ``BlockStoreFace``."""
         self._is_closed = True
         self._cancel()

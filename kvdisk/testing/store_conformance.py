@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvdisk.blocks import BlockKey, group_of, make_block_key
-from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
 
 KINDS = (BlockKind(10_000, tokens=16), BlockKind(3_000, tokens=16, window_tokens=64))
 ROW_BYTES = 12_345
@@ -43,7 +43,7 @@ def make_rows(count: int = ROWS) -> Rows:
     return np.full((count, ROW_BYTES + 321), 1, np.uint8)[:, :ROW_BYTES]
 
 
-def run_until(store: BlockStore, is_over: Callable[[], bool], ended: list[Ended]) -> None:
+def run_until(store: BlockStoreFace, is_over: Callable[[], bool], ended: list[Ended]) -> None:
     """Step a store until something is so; add what ends meanwhile to ``ended``."""
     give_up_s = time.monotonic() + _SAFETY_S
     while not is_over():
@@ -52,7 +52,7 @@ def run_until(store: BlockStore, is_over: Callable[[], bool], ended: list[Ended]
         ended += store.poll(0.01)
 
 
-def finish(store: BlockStore, *tags: int) -> dict[int, Ended]:
+def finish(store: BlockStoreFace, *tags: int) -> dict[int, Ended]:
     """Step a store until these jobs have ended, and no other; return them."""
     ended: list[Ended] = []
     run_until(store, lambda: len(ended) >= len(tags), ended)
@@ -60,7 +60,9 @@ def finish(store: BlockStore, *tags: int) -> dict[int, Ended]:
     return {each.tag: each for each in ended}
 
 
-def put_all(store: BlockStore, rows: Rows, keys: Sequence[BlockKey], version: int = 0, tag: int = 1) -> list[Result]:
+def put_all(
+    store: BlockStoreFace, rows: Rows, keys: Sequence[BlockKey], version: int = 0, tag: int = 1
+) -> list[Result]:
     """Put a chain of blocks from the first rows on; return the results."""
     for at, key in enumerate(keys):
         rows[at] = content_of(key, version)
@@ -69,7 +71,7 @@ def put_all(store: BlockStore, rows: Rows, keys: Sequence[BlockKey], version: in
     return list(finish(store, tag)[tag].results)
 
 
-def get_all(store: BlockStore, keys: Sequence[BlockKey], tag: int = 2) -> list[Result]:
+def get_all(store: BlockStoreFace, keys: Sequence[BlockKey], tag: int = 2) -> list[Result]:
     """Get blocks into the first rows; return the results."""
     store.get(tag, [Get(key, at) for at, key in enumerate(keys)])
     return list(finish(store, tag)[tag].results)
@@ -85,14 +87,18 @@ class BlockStoreConformance(ABC):
     """The suite. A subclass says how to open a store."""
 
     @abstractmethod
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStore:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
         """Return an empty store, whose files (if it has any) go into the directory ``path``, and
         which holds about ``most_blocks`` of the first kind at most, and not much less."""
+
+    def make_rows(self, count: int = ROWS) -> Rows:
+        """Return rows for a store to move to and from; full of ones."""
+        return make_rows(count)
 
     @contextmanager
     def opened(
         self, path: Path, memory: Rows, kinds: Sequence[BlockKind] = KINDS, most_blocks: int = 1000
-    ) -> Iterator[BlockStore]:
+    ) -> Iterator[BlockStoreFace]:
         """Open a store and close it after the test."""
         store = self.open_store(path, kinds, memory, most_blocks)
         try:
@@ -104,7 +110,7 @@ class BlockStoreConformance(ABC):
 
     def test_starts_empty(self, tmp_path: Path) -> None:
         """Nothing is there, nothing ends, and soon nothing is to be done."""
-        with self.opened(tmp_path, make_rows()) as store:
+        with self.opened(tmp_path, self.make_rows()) as store:
             assert store.presence([]) == b""
             assert store.presence([key_of(1), key_of(2, 1)]) == bytes([Presence.ABSENT] * 2)
             assert store.poll() == []
@@ -114,7 +120,7 @@ class BlockStoreConformance(ABC):
 
     def test_brings_back_what_was_put(self, tmp_path: Path) -> None:
         """Into other rows, whole, of every kind, and nothing beside it."""
-        rows, keys = make_rows(), [key_of(number, number % 2) for number in range(20)]
+        rows, keys = self.make_rows(), [key_of(number, number % 2) for number in range(20)]
         with self.opened(tmp_path, rows) as store:
             assert put_all(store, rows, keys) == [Result.DONE] * 20
             assert store.presence(keys) == bytes([Presence.READY] * 20)
@@ -129,9 +135,21 @@ class BlockStoreConformance(ABC):
                 assert (rows[63 - at, KINDS[group_of(key)].payload_bytes :] == 7).all()
             assert (rows[:44] == 7).all()
 
+    def test_keeps_recurrent_states(self, tmp_path: Path) -> None:
+        """Beside the KV that they belong to, which is a little larger."""
+        kinds = (BlockKind(10_000, tokens=16), BlockKind(9_000, tokens=16, state_tokens=512))
+        rows, keys = self.make_rows(), [*(key_of(number) for number in range(8)), key_of(7, 1)]
+        with self.opened(tmp_path, rows, kinds) as store:
+            assert put_all(store, rows, keys) == [Result.DONE] * 9
+            store.reached("one", keys)
+            store.reached("two", keys)
+            rows[:] = 0
+            assert get_all(store, keys) == [Result.DONE] * 9
+            assert all(holds(rows, at, key, kinds) for at, key in enumerate(keys))
+
     def test_rows_are_the_callers_again_once_a_tag_has_ended(self, tmp_path: Path) -> None:
         """Rounds over the same rows, each with other blocks: each block keeps its own bytes."""
-        rows, rounds = make_rows(8), [[key_of(8 * turn + at) for at in range(8)] for turn in range(6)]
+        rows, rounds = self.make_rows(8), [[key_of(8 * turn + at) for at in range(8)] for turn in range(6)]
         with self.opened(tmp_path, rows) as store:
             for keys in rounds:
                 assert put_all(store, rows, keys) == [Result.DONE] * 8
@@ -144,7 +162,7 @@ class BlockStoreConformance(ABC):
 
     def test_a_job_of_no_blocks_ends(self, tmp_path: Path) -> None:
         """A put and a get of nothing end once, with nothing."""
-        with self.opened(tmp_path, make_rows()) as store:
+        with self.opened(tmp_path, self.make_rows()) as store:
             store.put(1, [])
             store.get(2, [])
             ended = finish(store, 1, 2)
@@ -153,7 +171,7 @@ class BlockStoreConformance(ABC):
 
     def test_each_tag_ends_once(self, tmp_path: Path) -> None:
         """Many jobs at once, of both kinds; a tag may be used again when it has ended."""
-        rows = make_rows()
+        rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
             for turn in range(3):
                 for at in range(32):
@@ -167,7 +185,7 @@ class BlockStoreConformance(ABC):
 
     def test_a_key_twice_is_kept_once(self, tmp_path: Path) -> None:
         """In one job, in two jobs at once, and later: the first is kept."""
-        rows, key = make_rows(), key_of(1)
+        rows, key = self.make_rows(), key_of(1)
         with self.opened(tmp_path, rows) as store:
             rows[0], rows[1] = content_of(key), content_of(key_of(2))
             store.put(1, [Put(key, None, 0), Put(key, None, 1)])
@@ -183,7 +201,7 @@ class BlockStoreConformance(ABC):
 
     def test_what_is_not_there_is_absent(self, tmp_path: Path) -> None:
         """Among what is; and the results are in the order of the blocks."""
-        rows = make_rows()
+        rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, [key_of(1), key_of(3)])
             found = get_all(store, [key_of(0), key_of(1), key_of(2), key_of(3), key_of(1, 1)])
@@ -194,7 +212,7 @@ class BlockStoreConformance(ABC):
     @pytest.mark.parametrize("row", [-1, ROWS])
     def test_a_row_that_there_is_not_is_an_error(self, tmp_path: Path, row: int) -> None:
         """An assertion, and no tag is taken."""
-        rows = make_rows()
+        rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
             with pytest.raises(AssertionError):
                 store.put(1, [Put(key_of(1), None, row)])
@@ -204,7 +222,7 @@ class BlockStoreConformance(ABC):
 
     def test_a_kind_that_there_is_not_is_an_error(self, tmp_path: Path) -> None:
         """Of a block and of a parent."""
-        with self.opened(tmp_path, make_rows()) as store:
+        with self.opened(tmp_path, self.make_rows()) as store:
             with pytest.raises(AssertionError):
                 store.put(1, [Put(key_of(1, 2), None, 0)])
             with pytest.raises(AssertionError):
@@ -212,9 +230,22 @@ class BlockStoreConformance(ABC):
             with pytest.raises(AssertionError):
                 store.get(1, [Get(key_of(1, 2), 0)])
 
+    def test_a_key_that_is_too_long_is_an_error(self, tmp_path: Path) -> None:
+        """As is one that names itself as what comes before it."""
+        longest, longer = (make_block_key(bytes(count), 0) for count in (126, 127))
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(longer, None, 0)])
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(longest, longest, 0)])
+            assert put_all(store, rows, [longest]) == [Result.DONE]
+            assert get_all(store, [longest]) == [Result.DONE]
+            assert holds(rows, 0, longest, KINDS)
+
     def test_a_tag_in_use_is_an_error(self, tmp_path: Path) -> None:
         """Until ``poll`` has returned it."""
-        with self.opened(tmp_path, make_rows()) as store:
+        with self.opened(tmp_path, self.make_rows()) as store:
             store.put(1, [])
             with pytest.raises(AssertionError):
                 store.get(1, [])
@@ -224,7 +255,7 @@ class BlockStoreConformance(ABC):
 
     def test_drain_ends_every_job(self, tmp_path: Path) -> None:
         """Jobs that no step has seen, too; ``poll`` then returns each without a step."""
-        rows = make_rows()
+        rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
             for at in range(20):
                 store.put(at, [Put(key_of(at), None, at)])
@@ -241,7 +272,7 @@ class BlockStoreConformance(ABC):
     def test_is_bounded(self, tmp_path: Path) -> None:
         """Many times what it holds: every put ends, it holds no more than it may, not nothing, and
         what it says is there comes back."""
-        rows, most = make_rows(16), 100
+        rows, most = self.make_rows(16), 100
         with self.opened(tmp_path, rows, most_blocks=most) as store:
             keys: list[BlockKey] = []
             for turn in range(40):
@@ -262,7 +293,7 @@ class BlockStoreConformance(ABC):
     def test_against_a_model(self, tmp_path: Path) -> None:
         """Jobs of both kinds in any order, several at once, beyond what it holds: what is DONE has
         the bytes of its key, and what was never put is never there."""
-        dice, rows = random.Random(5), make_rows()  # noqa: S311 - no secret
+        dice, rows = random.Random(5), self.make_rows()  # noqa: S311 - no secret
         numbers = range(300)
         with self.opened(tmp_path, rows, most_blocks=120) as store:
             put: set[BlockKey] = set()
@@ -301,7 +332,7 @@ class BlockStoreConformance(ABC):
     def test_forget_serves_nothing_of_before(self, tmp_path: Path) -> None:
         """Neither what was there nor what is on its way; the same keys may mean other bytes
         then."""
-        rows, keys = make_rows(), [key_of(number) for number in range(8)]
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, keys)
             store.put(7, [Put(key_of(20), None, 20)])
@@ -320,7 +351,7 @@ class BlockStoreConformance(ABC):
 
     def test_close_ends_every_job(self, tmp_path: Path) -> None:
         """What is asked for and what is under way; ``poll`` returns each once, afterwards too."""
-        rows = make_rows()
+        rows = self.make_rows()
         store = self.open_store(tmp_path, KINDS, rows, 1000)
         put_all(store, rows, [key_of(0)])
         store.put(1, [Put(key_of(1), None, 1)])
@@ -335,15 +366,20 @@ class BlockStoreConformance(ABC):
         store.close()
         with pytest.raises(AssertionError):
             store.put(4, [])
+        store.ask([key_of(0)])
+        store.reached("late", [key_of(0)])
+        store.forget(5)
+        store.drain()
+        assert store.presence([key_of(0)]) == bytes([Presence.ABSENT])
 
     # -- what it tells -------------------------------------------------------------------------
 
     def test_changes_say_what_is_there(self, tmp_path: Path) -> None:
         """Who follows the changes knows what is READY, from the first call on, through evictions
         and a new epoch."""
-        rows, known = make_rows(16), set[BlockKey]()
+        rows, known = self.make_rows(16), set[BlockKey]()
 
-        def follow(store: BlockStore) -> None:
+        def follow(store: BlockStoreFace) -> None:
             while True:
                 taken = store.changes()
                 known.difference_update(known if taken.cleared else ())
@@ -365,7 +401,7 @@ class BlockStoreConformance(ABC):
 
     def test_stats_count_what_was_moved(self, tmp_path: Path) -> None:
         """Once: the next call begins anew."""
-        rows, keys = make_rows(), [key_of(number) for number in range(5)]
+        rows, keys = self.make_rows(), [key_of(number) for number in range(5)]
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, keys)
             get_all(store, keys[:3])
@@ -376,7 +412,7 @@ class BlockStoreConformance(ABC):
     def test_questions_are_harmless(self, tmp_path: Path) -> None:
         """To ask others and to say what was reached, also of what nobody has, changes nothing that
         is there."""
-        rows, keys = make_rows(), [key_of(number) for number in range(8)]
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, keys[:4])
             store.ask(keys)
@@ -386,6 +422,6 @@ class BlockStoreConformance(ABC):
             assert store.presence(keys) == bytes([Presence.READY] * 4 + [Presence.ABSENT] * 4)
 
 
-def _ready(store: BlockStore, keys: Sequence[BlockKey]) -> Iterable[BlockKey]:
+def _ready(store: BlockStoreFace, keys: Sequence[BlockKey]) -> Iterable[BlockKey]:
     found: Mapping[BlockKey, int] = dict(zip(keys, store.presence(keys), strict=True))
     return [key for key, presence in found.items() if presence == Presence.READY]

@@ -1,66 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import time
+import mmap
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from kvdisk.assembly import nvme_layout_in
-from kvdisk.config import Config
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES
-from kvdisk.errors import ConfigError
-from kvdisk.store import BlockKind, BlockStore, DriveBlocks, Rows, geometry_of
+import numpy as np
+import pytest
+from support.drive_blocks import bytes_for, make_room, open_drive
+
+from kvdisk.mover_process import MoverProcess
+from kvdisk.store import BlockKind, Rows
+from kvdisk.store_face import BlockStoreFace
 from kvdisk.testing.memory_blocks import MemoryBlocks
-from kvdisk.testing.store_conformance import BlockStoreConformance
-
-NAMESPACE = bytes(range(32))
-FACTS = {"model": "a test's"}
-_SAFETY_S = 60.0
-
-
-def open_drive(path: Path, kinds: Sequence[BlockKind], memory: Rows, nvme_bytes: int, **settings: Any) -> DriveBlocks:
-    """Open a store on the drive that has the test's directory."""
-    values = {"store_dirs": str(path / "store"), "nvme_bytes": nvme_bytes, "index_commit_s": 0.005} | settings
-    store = BlockStore.open(Config.from_mapping(values), NAMESPACE, FACTS, kinds, memory)
-    assert isinstance(store, DriveBlocks)
-    return store
-
-
-def bytes_for(kinds: Sequence[BlockKind], most_blocks: int) -> int:
-    """Return a cap that so many blocks of the first kind fit in, if nothing else is there, and no
-    more."""
-    geometry = geometry_of(kinds)
-    slot_bytes = geometry.groups[0].slot_bytes
-    few, many = HOME_OVERHEAD_BYTES, 1 << 40
-    while many - few > slot_bytes // 8:
-        nvme_bytes = (few + many) // 2
-        try:
-            held = nvme_layout_in(nvme_bytes, 1 << 30, geometry, 1).segments_bytes // slot_bytes
-        except ConfigError:
-            held = 0
-        few, many = (few, nvme_bytes) if held > most_blocks else (nvme_bytes, many)
-    return few
-
-
-def make_room(store: DriveBlocks) -> None:
-    """Step a new store until each kind has a segment, so that few rows suffice from the first job
-    on."""
-    nvme, give_up_s = store._parts.nvme, time.monotonic() + _SAFETY_S
-    assert nvme is not None
-    while not all(nvme.pool.free):
-        assert time.monotonic() < give_up_s
-        store.step(time.monotonic())
-        store.poll(0.01)
+from kvdisk.testing.store_conformance import ROW_BYTES, ROWS, BlockStoreConformance
 
 
 class TestMemoryBlocks(BlockStoreConformance):
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStore:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
         return MemoryBlocks(kinds, memory, most_blocks)
 
 
-class TestDriveBlocks(BlockStoreConformance):
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStore:
+class TestBlockStore(BlockStoreConformance):
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
         store = open_drive(path, kinds, memory, bytes_for(kinds, most_blocks))
+        make_room(store)
+        return store
+
+
+@pytest.mark.torture
+class TestOverAProcess(TestBlockStore):
+    """Its mover in a process of its own, over rows that both map."""
+
+    def make_rows(self, count: int = ROWS) -> Rows:
+        pitch = ROW_BYTES + 321
+        file = os.memfd_create("rows")
+        os.ftruncate(file, count * pitch)
+        memory = mmap.mmap(file, count * pitch)  # shared; it keeps a descriptor of its own
+        os.close(file)
+        rows = np.frombuffer(memory, np.uint8).reshape(count, pitch)[:, :ROW_BYTES]
+        rows[:] = 1
+        return rows
+
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
+        store = open_drive(path, kinds, memory, bytes_for(kinds, most_blocks), start_mover=MoverProcess)
         make_room(store)
         return store
