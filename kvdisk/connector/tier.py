@@ -508,7 +508,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self._mover.kill()
 
     def shutdown(self) -> None:
-        """Commit, and release the store and vLLM's memory. Idempotent."""
+        """Commit, and release the store, and with it all arrays over vLLM's memory, which could not
+        be released otherwise. Idempotent."""
         store, self._store = self._store, None
         try:
             if store is not None:
@@ -519,5 +520,4 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             if self._mover is not None:
                 self._mover.kill()
             self._mover = None
-            self._primary_kv_view = memoryview(b"")  # vLLM cannot release memory of which a view is left
             self.is_off = True
