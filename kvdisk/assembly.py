@@ -61,7 +61,9 @@ from kvdisk.worker.direct import choose_direct
 from kvdisk.worker.host_memory import Deployment, check_host_memory
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, LayerBlocks
@@ -560,6 +562,34 @@ def assemble_worker(
     memory = (arena, staging, None if direct is None else direct.staging)
     populating = None if on_gpu else Populating([staging, *([] if arena is None else [arena])])
     return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
+
+
+def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> WorkerParts:
+    """Build the wing of an engine's only rank, whose blocks are rows of host memory, and start its
+    thread. Imports no torch.
+
+    ``rows``: uint8 (row count, row bytes). Raises ConfigError.
+    """
+    from kvdisk.worker.arena import Arena
+    from kvdisk.worker.copies import RowCopier
+    from kvdisk.worker.files import HomeFiles
+    from kvdisk.worker.mover import Mover
+    from kvdisk.worker.populate import Populating
+    from kvdisk.worker.routes import Resources
+
+    assert geometry.rank_count == 1 and config.cpu_bytes == 0, "rows are of one rank, without a CPU tier"
+    check_host_memory(_host_bytes_of_rank(config, geometry, 1), Deployment(1))
+    copier = RowCopier(rows, [group.payload_bytes for group in geometry.groups])
+    with ExitStack() as undo:
+        staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=False)
+        undo.callback(staging.close)
+        files = HomeFiles(config.store_dirs or None, 0, 1)
+        device = choose_device(config.device, list_directories(config.store_dirs) if config.store_dirs else ())
+        remote = None if config.remote is None else open_remote(config)
+        resources = Resources(geometry, 0, None, staging, copier, device, files, None, remote, checksum_threads=1)
+        mover = Mover(resources, io_deadline_s=config.io_deadline_s)
+        undo.pop_all()
+    return WorkerParts(mover, (staging,), Populating([staging]))
 
 
 def _gpu_copier(groups: Sequence[LayerBlocks], lanes: CudaLanes, geometry: Geometry) -> CudaCopier:

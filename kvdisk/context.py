@@ -78,3 +78,32 @@ class SchedulerContext(Protocol):
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """Yield the blocks of the free queue, the next to be reused first."""
+
+
+class NoPool:
+    """``SchedulerContext`` of who has no GPU blocks: no request is followed over it."""
+
+    block_count = free_count = step_blocks = 0
+    caches = False
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """See ``SchedulerContext``: there is none."""
+        raise AssertionError(f"there is no GPU block {block_id}")
+
+    def watch(self, block_ids: Sequence[int]) -> None:
+        """See ``SchedulerContext``."""
+
+    def unwatch(self, block_ids: Iterable[int]) -> None:
+        """See ``SchedulerContext``."""
+
+    def take_reused(self) -> Sequence[int]:
+        """See ``SchedulerContext``."""
+        return ()
+
+    def is_cached(self, key: BlockKey) -> bool:  # noqa: ARG002
+        """See ``SchedulerContext``."""
+        return False
+
+    def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
+        """See ``SchedulerContext``."""
+        return iter(())

@@ -281,6 +281,13 @@ class Samples:
         self.total += other.total
         self.values += other.values[: max(0, MOST_SAMPLES - len(self.values))]
 
+    def all_values(self) -> list[float]:
+        """Return a value for each. What came without its own, because there were too many, counts
+        as their mean: number and sum are exact."""
+        rest = self.count - len(self.values)
+        mean = (self.total - sum(self.values)) / rest if rest else 0.0
+        return [*self.values, *[mean] * rest]
+
 
 @dataclass(slots=True)
 class Stats:

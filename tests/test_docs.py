@@ -247,8 +247,13 @@ def configurations(text: str) -> Iterator[dict[str, object]]:
                     yield ast.literal_eval(node)
         for found in re.finditer(r"--kv-transfer-config '(.*?)'", block, re.DOTALL):
             whole, _ = decoder.raw_decode(found[1])
-            assert whole["kv_connector"] == "KVDiskConnector" and whole["kv_role"] == "kv_both"
-            yield whole["kv_connector_extra_config"]
+            extra = whole["kv_connector_extra_config"]
+            for tier in extra.get("secondary_tiers", ()):
+                assert tier.pop("type") == "kvdisk" and extra["spec_name"] == "TieringOffloadingSpec"
+                yield tier
+            if "secondary_tiers" not in extra:
+                assert whole["kv_connector"] == "KVDiskConnector" and whole["kv_role"] == "kv_both"
+                yield extra
 
 
 def test_configurations_in_the_text_are_right():

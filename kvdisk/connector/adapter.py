@@ -181,6 +181,18 @@ def config_being_built() -> VllmConfig | None:
     return None
 
 
+def offloading_being_built() -> tuple[VllmConfig, KVCacheConfig] | None:
+    """Return the configuration of the connector of vLLM's in whose making a tier is made, if any.
+    vLLM gives a tier what names the model, and nothing that says which weights it has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals
+        if isinstance(found.get("self"), KVConnectorBase_V1) and {"vllm_config", "kv_cache_config"} <= found.keys():
+            return found["vllm_config"], found["kv_cache_config"]
+        frame = frame.f_back
+    return None
+
+
 def deployment_of(vllm_config: VllmConfig) -> Deployment:
     """Return how the workers lie that this configuration is for: in the server's process those of
     all data-parallel ranks of the host, in an engine's perhaps its own alone.

@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
@@ -36,8 +38,11 @@ from kvdisk.geometry import FORMAT_VERSION
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LONGEST_FACT = 80
+_WITHOUT = "leave out store_dirs"
+"""What a user does whose weights cannot be told."""
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
 _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
 """Modules of models that say how weights are loaded, and what a model supports."""
@@ -123,9 +128,90 @@ def fingerprint_of(
     return hashlib.sha256(text.encode()).digest(), description
 
 
+def fingerprint_of_rows(
+    config: OffloadingConfig,
+    row_bytes: int,
+    whose: tuple[VllmConfig, KVCacheConfig] | None,
+    name: str | None,
+) -> tuple[bytes, dict[str, Any]]:
+    """The same of rows of vLLM's own offloading: the bytes of all workers for a chunk of a group,
+    as this version of vLLM lays them out.
+
+    ``whose``: the engine's configuration; None: it is not known. ``name``: the user vouches that it
+    names weights, revision and adapters; None: they are found, or refused. Raises ConfigError.
+    """
+    parallel = config.parallel
+    facts: dict[str, Any] = {
+        "door": "offloading",
+        "row_vllm": vllm_minor_version(),
+        "row_bytes": [row_bytes, config.worker_kv_bytes_per_block],
+        "row_dtype": config.model.dtype,
+        "row_groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "row_tokens": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
+        "row_layout": config.kv_cache_layout,
+        "row_format": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
+        "row_copies": 1 if config.replicated_layout else parallel.world_size,
+        "row_parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "row_stages": envs.VLLM_PP_LAYER_PARTITION,
+    }
+    if whose is not None:
+        refuse_unstable(whose[0])
+    if name is not None:
+        facts |= {"name": name, "model": config.model.name, "seed": os.environ.get("PYTHONHASHSEED")}
+        facts["platform"] = [current_platform.device_name, platform.machine()]
+        digest, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
+    elif whose is None:
+        raise ConfigError(
+            "kvdisk cannot see from here which weights the model has: set namespace to a text that names model, "
+            "revision and quantization."
+        )
+    else:
+        refuse_nameless_rows(whose[0])
+        with _vouched():
+            digest, description = fingerprint_of(*whose)
+        facts["runner"] = bool(getattr(whose[0], "use_v2_model_runner", False))
+    text = json.dumps(facts, sort_keys=True, default=str)
+    description["door"] = facts["door"]
+    description["facts"] |= _named_facts({"model_config": {}} | facts)
+    return hashlib.sha256(digest + text.encode()).digest(), description
+
+
+def refuse_nameless_rows(vllm_config: VllmConfig) -> None:
+    """As ``refuse_nameless``, where a name would do; also where hashes of blocks name LoRA
+    adapters, which may change under their names."""
+    with _vouched():
+        refuse_nameless(vllm_config)
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "vLLM's hashes of blocks have an adapter's name, and not what it holds: set the tier's namespace to a "
+            "text that you change when an adapter does, or use KVDiskConnector."
+        )
+
+
+@contextmanager
+def _vouched() -> Iterator[None]:
+    """Say of weights that cannot be told what helps a tier."""
+    try:
+        yield
+    except ConfigError as error:
+        instead = "set the tier's namespace to a text that names model and revision"
+        raise ConfigError(str(error).replace(_WITHOUT, instead)) from None
+
+
 def refuse_nameless(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError where weights have no identity, or where hashes of blocks are not the same
-    in the next process, or mean something else there, or where not all workers see the files."""
+    """Raise ConfigError where weights have no identity, and for all that ``refuse_unstable`` does
+    so."""
+    refuse_unstable(vllm_config)
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in _NO_IDENTITY:
+        raise ConfigError(
+            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: {_WITHOUT}."
+        )
+
+
+def refuse_unstable(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError where hashes of blocks are not the same in the next process, or mean
+    something else there, or where not all workers see the files."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith(_UNSTABLE_HASHES):
         raise ConfigError(
@@ -140,13 +226,7 @@ def refuse_nameless(vllm_config: VllmConfig) -> None:
             "mm_processor_cache_gb 0 vLLM only counts them: set one of the two."
         )
     if vllm_config.parallel_config.nnodes_within_dp > 1:
-        raise ConfigError("The NVMe tier needs all workers of an engine on one machine: leave out store_dirs.")
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format in _NO_IDENTITY:
-        raise ConfigError(
-            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: leave out "
-            "store_dirs."
-        )
+        raise ConfigError(f"The NVMe tier needs all workers of an engine on one machine: {_WITHOUT}.")
 
 
 def code_digest(root: Path, module: str) -> str | None:
@@ -225,9 +305,7 @@ def weights_digest(model: ModelConfig) -> str:
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
     if not files:
-        raise ConfigError(
-            f"The NVMe tier needs the model's weight files, and there are none in {folder}: leave out store_dirs."
-        )
+        raise ConfigError(f"The NVMe tier needs the model's weight files, and there are none in {folder}: {_WITHOUT}.")
     return known_digest(files, Path(envs.VLLM_CACHE_ROOT) / "kvdisk")
 
 
@@ -252,6 +330,5 @@ def _model_folder(model: ModelConfig) -> Path:
         return Path(snapshot_download(str(folder), revision=model.revision, local_files_only=True))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         raise ConfigError(
-            f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: leave out "
-            "store_dirs."
+            f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: {_WITHOUT}."
         ) from error

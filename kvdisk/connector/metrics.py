@@ -16,6 +16,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
 
 from kvdisk.stats import METRICS, SERIES, Kind, Metric, Samples, Stats
 from kvdisk.telemetry import summarize
@@ -41,6 +43,47 @@ def _harmless() -> Iterator[None]:
 @cache
 def _say_once() -> None:
     logger.exception("kvdisk's metrics are incomplete from now on, because of this error; please report it.")
+
+
+_OF_A_TIER = {
+    Kind.COUNTER: OffloadingCounterMetadata,
+    Kind.GAUGE: OffloadingGaugeMetadata,
+    Kind.HISTOGRAM: OffloadingHistogramMetadata,
+}
+
+
+def tier_metrics() -> dict[str, Any]:
+    """Return the metrics of a tier behind vLLM's own connector, as that defines them."""
+    found = {}
+    for metric in METRICS.values():
+        about: dict[str, Any] = {"documentation": f"kvdisk: {metric.about}."}
+        if metric.label:
+            about["labelnames"] = (metric.label,)
+        if metric.kind is Kind.HISTOGRAM:
+            about["buckets"] = tuple(metric.buckets)
+        found[f"{PREFIX}{metric.name}"] = _OF_A_TIER[metric.kind](**about)
+    return found
+
+
+def tier_stats(stats: Stats) -> OffloadingConnectorStats:
+    """Return values in the form of vLLM's own connector."""
+    found = OffloadingConnectorStats()
+    for series, amount in stats.counts.items():
+        name, label = _name_and_label(series)
+        found.increase_counter(name, amount, label)
+    for series, value in stats.gauges.items():
+        name, label = _name_and_label(series)
+        found.set_gauge(name, value, label)
+    for series, samples in stats.samples.items():
+        name, label = _name_and_label(series)
+        for value in samples.all_values():
+            found.observe_histogram(name, value, label)
+    return found
+
+
+def _name_and_label(series: str) -> tuple[str, tuple[str, ...]]:
+    name, _, value = series.partition(".")
+    return f"{PREFIX}{name}", (value,) if value else ()
 
 
 class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
@@ -145,9 +188,5 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
         for series, value in stats.gauges.items():
             self._of(engine, series).set(value)
         for series, samples in stats.samples.items():
-            # What came without its value, because there were too many, counts as its mean: number
-            # and sum are exact.
-            rest = samples.count - len(samples.values)
-            mean = (samples.total - sum(samples.values)) / rest if rest else 0.0
-            for value in [*samples.values, *[mean] * rest]:
+            for value in samples.all_values():
                 self._of(engine, series).observe(value)

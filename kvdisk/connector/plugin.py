@@ -14,21 +14,26 @@ _RESOLVE = "_post_init_kv_transfer_config"
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, and see to it that no flag of vLLM's puts another
-    in its place. May be called many times; vLLM calls it at start, before it builds a
-    configuration."""
+    """Register the connector and the tier with vLLM's factories, and see to it that no flag of
+    vLLM's puts another connector in its place, and that a tier's settings are judged where a
+    configuration is built. May be called many times; vLLM calls it at start, before it builds
+    one."""
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     if "KVDiskConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVDiskConnector", "kvdisk.connector", "KVDiskConnector")
+    if "kvdisk" not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier("kvdisk", "kvdisk.offloading", "KVDiskTier")
     resolve = getattr(VllmConfig, _RESOLVE, None)
     if resolve is not None and not hasattr(resolve, "__wrapped__"):
         setattr(VllmConfig, _RESOLVE, _refuse_replacement(resolve))
 
 
 def _refuse_replacement(resolve: Any) -> Any:
-    """Return vLLM's method that applies ``--kv-offloading-size``, with a refusal in front.
+    """Return vLLM's method that applies ``--kv-offloading-size``, with a refusal in front, and one
+    of a tier's settings behind it.
 
     vLLM: it writes the name of its own connector over the one that was asked for, and says nothing.
     """
@@ -43,6 +48,11 @@ def _refuse_replacement(resolve: Any) -> Any:
                 f"kvdisk the memory with cpu_bytes ('{size:g}GiB')."
             )
         resolve(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector_extra_config.get("secondary_tiers"):
+            from kvdisk.connector.tier_settings import refuse_tiers_early
+
+            refuse_tiers_early(vllm_config)
 
     return resolve_or_refuse
 

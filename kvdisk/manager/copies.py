@@ -9,7 +9,7 @@ slots: its target is DOOMED and keeps its writer's pin, and its source keeps its
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import HasParts, Parts
 from kvdisk.manager.remote import Hints
-from kvdisk.manager.tiers import Tiers
+from kvdisk.manager.tiers import Tiers, TierSpace
 from kvdisk.messages import JobKind, Move, Reason
 
 SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
@@ -111,6 +111,41 @@ class Copies(HasParts):
         self._state.landing.update([read.key for read in reads])
 
     # -- writes begin ----------------------------------------------------------------------------
+
+    def take_slots(
+        self, target: TierSpace, blocks: Sequence[tuple[int, BlockKey | None]], *, in_order: bool
+    ) -> tuple[list[Slot | None], list[int]]:
+        """Take slots of a tier for blocks, each given by its group and what comes before it in its
+        chain; with ``in_order`` up to the first that gets none.
+
+        Return each one's slot, if it got one; of one group they lie beside each other. And the rows
+        of what is stored right before them, where that is the only copy: it does not leave for
+        these.
+        """
+        catalog, class_of = self._catalog, self._geometry.size_classes
+        parents = catalog.find_all([parent for _, parent in blocks if parent is not None])
+        tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
+        catalog.pin(tails, target.tier)
+        classes = [class_of[group] for group, _ in blocks]
+        free = {each: deque(target.allocate(each, classes.count(each))) for each in dict.fromkeys(classes)}
+        catalog.unpin(tails, target.tier)
+        left = {size_class: len(slots) for size_class, slots in free.items()}
+        served: list[int] = []
+        for at, size_class in enumerate(classes):
+            if left[size_class]:
+                left[size_class] -= 1
+                served.append(at)
+            elif in_order:
+                break
+        if len(self._geometry.groups) > 1:
+            served.sort(key=lambda at: blocks[at][0])
+        slots: list[Slot | None] = [None] * len(blocks)
+        for at in served:
+            slots[at] = free[classes[at]].popleft()
+        for size_class, surplus in free.items():
+            if surplus:
+                target.give_back(size_class, list(surplus))
+        return slots, tails
 
     def begin_new(
         self, tier: Tier, blocks: Sequence[tuple[BlockKey, BlockKey | None, int]], slots: Sequence[Slot]
@@ -208,15 +243,15 @@ class Copies(HasParts):
                 if reason is not None:
                     continue
                 is_state = group >= 0 and self._geometry.groups[group].state_tokens is not None
-                if record.job.kind is JobKind.LOAD and not is_state:
+                if record.job.kind is JobKind.LOAD and not is_state and not record.by_key:
                     reached.append(row)
                 else:
                     used[tier].append(row)
         for space in self._tiers:
             self.offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
             space.unpin(spent[space.tier])
-            space.reached(reached)  # so that the request need not do it again
-            space.touch(used[space.tier])
+            space.reached(list(dict.fromkeys(reached)))  # so that the request need not do it again
+            space.touch(list(dict.fromkeys(used[space.tier])))
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good

@@ -43,7 +43,8 @@ class JobRecord:
     ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken,
     None: not yet. ``ranks``, ``copied``: how many have answered, and read nothing more from the
     GPU. ``late``: those of the failed moves that ``late_ranks`` ranks reported late, ``released``
-    of which have taken that back; empty once nothing is late any more.
+    of which have taken that back; empty once nothing is late any more. ``by_key``: it was asked for
+    by key: no planner of requests waits for it.
     """
 
     job: Job
@@ -56,6 +57,7 @@ class JobRecord:
     late_ranks: int = 0
     released: int = 0
     copied: int = 0
+    by_key: bool = False
 
 
 class Ended(NamedTuple):

@@ -19,6 +19,7 @@ from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.ages import Ages
+from kvdisk.manager.block_jobs import BlockJobs
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
@@ -26,7 +27,7 @@ from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.hits import HitCounts
-from kvdisk.manager.jobs import Transfers
+from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.manager.kv_hints import KVHints
 from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.load_price import LoadThreshold
@@ -100,6 +101,7 @@ class TierManager(HasParts):
         self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, gpu_loads, self._threshold)
         self._ages = Ages(parts, tiers)
         self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, self._ages, copies)
+        self.blocks = BlockJobs(parts, tiers, copies, self._hints, self._ages)
         self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
     # -- requests ------------------------------------------------------------------------------
@@ -259,13 +261,14 @@ class TierManager(HasParts):
         self._ages.end_some()
         self._kv_hints.refresh(now)
         self._hints.begin_step(now)
-        self._tiers.first.make_room(now, [1] * len(self._geometry.slot_sizes))
+        self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
             demotions.plan(now)
         if self._may_send:
             self._remote.plan(now)
         self._promotions.plan()
         self._demand.step()
+        self.blocks.count_some()
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
@@ -365,6 +368,7 @@ class TierManager(HasParts):
             space.reset()
         self._history.clear()
         self._demand.clear()
+        self.blocks.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
             request.hit_tokens.clear()
@@ -394,6 +398,10 @@ class TierManager(HasParts):
         return count
 
     # -- questions of the engine ---------------------------------------------------------------
+
+    def is_under_way(self, record: JobRecord) -> bool:
+        """Whether a job has not ended, nor was taken back."""
+        return record.job.id in self._transfers
 
     def has_pending_work(self, now: float) -> bool:
         """Whether steps are needed: for a job, a commit, a demotion, or what ended requests left.

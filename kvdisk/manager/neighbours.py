@@ -17,8 +17,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Answer, ForeignCopy, Neighbours
 from kvdisk.manager.parts import HasParts, Parts
-from kvdisk.manager.questions import MOST_HINTS, Questions
-from kvdisk.manager.requests import RequestState
+from kvdisk.manager.questions import MOST_HINTS, Asking, Questions
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
 MOST_KEYS = 16384
@@ -57,7 +56,7 @@ class NeighbourCopies(HasParts):
 
     # -- questions -----------------------------------------------------------------------------
 
-    def ask(self, request: RequestState) -> None:
+    def ask(self, request: Asking) -> None:
         """Ask the neighbours for what of a request's blocks this engine has not got. ``keys`` are
         up to date."""
         if self._neighbours is not None and self._neighbours.any:
@@ -67,7 +66,7 @@ class NeighbourCopies(HasParts):
         assert self._neighbours is not None
         return self._neighbours.ask(ticket, FILE_EPOCH, [key for keys in missing for key in keys])
 
-    def is_asking(self, request: RequestState) -> bool:
+    def is_asking(self, request: Asking) -> bool:
         """Whether the answer to a request's question is still to come."""
         return self._questions.is_asking(request.question) and self._neighbours is not None and self._neighbours.any
 

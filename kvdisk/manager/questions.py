@@ -10,15 +10,14 @@ taking answers in, take time of the step: ``StepState.keys_left`` bounds both.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice
-from typing import Final
+from typing import Final, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager.catalog import READY
 from kvdisk.manager.parts import HasParts, Parts
-from kvdisk.manager.requests import RequestState
 
 MOST_WAITING: Final = 8192
 """Requests whose question waits for its turn. Of those that come then nothing is asked."""
@@ -29,13 +28,29 @@ _READY = bytes([READY])
 _NOT_READY = bytes(presence != READY for presence in range(256))
 
 
+class Asking(Protocol):
+    """Who has a question: a request, mostly.
+
+    ``keys``: of its prompt, by group. ``question``, ``remote_question``: what the neighbours, and
+    the remote store, were asked last; 0: nothing. ``asked_s``: when.
+    """
+
+    question: int
+    remote_question: int
+    asked_s: float | None
+
+    @property
+    def keys(self) -> tuple[Sequence[BlockKey], ...]:
+        """See the class."""
+
+
 @dataclass(slots=True, eq=False)
 class Question:
     """What is asked for a request. ``tokens``: up to where it was looked at; ``asked``: blocks that
     were asked for by now. ``missing``: of the stretch under way, by group."""
 
     number: int
-    request: RequestState
+    request: Asking
     tokens: int = 0
     asked: int = 0
     missing: list[list[BlockKey]] = field(default_factory=list)
@@ -71,7 +86,7 @@ class Questions(HasParts):
         self._answers: deque[Iterator[None]] = deque()
         """What has come and is not taken in yet."""
 
-    def ask(self, request: RequestState) -> int:
+    def ask(self, request: Asking) -> int:
         """Ask for what is missing of a request's prompt, now or soon; return the question's number.
         ``keys`` are up to date."""
         self._last_number += 1

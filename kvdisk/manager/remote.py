@@ -21,7 +21,7 @@ from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import STEP_KEYS, HasParts, Parts, StepState
-from kvdisk.manager.questions import MOST_HINTS, Question, Questions
+from kvdisk.manager.questions import MOST_HINTS, Asking, Question, Questions
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
@@ -183,7 +183,7 @@ class RemoteCopies(HasParts):
         """How long a hint is kept. Without a store there are none: see ``stop``."""
         return math.inf if self._index is None else self._index.hint_life_s
 
-    def ask(self, request: RequestState, nearer: Collection[BlockKey]) -> None:
+    def ask(self, request: Asking, nearer: Collection[BlockKey]) -> None:
         """Ask for what of a request's blocks neither this engine has nor is in ``nearer``."""
         if self._index is not None and self._index.any:
             self._questions.known = nearer
@@ -212,7 +212,7 @@ class RemoteCopies(HasParts):
             places.append(ends[group])
         return [keys[at] for at in sorted(range(len(keys)), key=places.__getitem__)]
 
-    def is_asking(self, request: RequestState) -> bool:
+    def is_asking(self, request: Asking) -> bool:
         """Whether the answer to a request's question is still to come."""
         return self._questions.is_asking(request.remote_question) and self._index is not None and self._index.any
 
@@ -370,7 +370,7 @@ class Hints:
         self._state = StepState() if state is None else state
         self.neighbours = neighbours
         self.remote = remote
-        self._asked: list[RequestState] = []
+        self._asked: list[Asking] = []
         """Those that were asked for since the last ``absorb``, which knows the time."""
         self._now_s = 0.0
 
@@ -390,7 +390,7 @@ class Hints:
         """Return the keys of all that others are thought to have, though it may not be read now."""
         return _Either(self.neighbours.hints, self.remote.hints)
 
-    def ask(self, request: RequestState) -> None:
+    def ask(self, request: Asking) -> None:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
         self.neighbours.ask(request)
         self.remote.ask(request, self.neighbours.hints)
@@ -413,7 +413,7 @@ class Hints:
         self.renew(request)
         request.looked_up = True
 
-    def is_asking(self, request: RequestState) -> bool:
+    def is_asking(self, request: Asking) -> bool:
         """Whether an answer to a request's questions is still to come."""
         return self.neighbours.is_asking(request) or self.remote.is_asking(request)
 

@@ -76,7 +76,7 @@ class Settlement(HasParts):
                 self._stats.add("overwritten_blocks")
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
-        if is_store and record.failed:
+        if is_store and record.failed and not record.by_key:
             self._stores.offer_again(record, self._requests.get(record.request_id or ""), now)
 
     # -- what was read -----------------------------------------------------------------------------
@@ -86,7 +86,9 @@ class Settlement(HasParts):
         memory it wrote."""
         if record.job.kind is JobKind.LOAD:
             given_up = 0
-            if not self._loads.settle(record, now):  # what was never tried, because its request has ended
+            if not record.by_key and not self._loads.settle(
+                record, now
+            ):  # what was never tried, because its request has ended
                 given_up = sum(reason is Reason.ABSENT for reason in record.failed.values())
             self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
             self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - given_up)

@@ -493,38 +493,17 @@ class StorePlanner(HasParts):
         self, wanted: Sequence[tuple[_Offer, int]], now: float, *, in_order: bool
     ) -> list[tuple[_Offer, int, Slot]]:
         """Take slots for offers, which come with their rows; with ``in_order`` up to the first that
-        gets none.
-
-        What is stored right before them is pinned meanwhile, where that is the only copy: it does
-        not leave for these.
-        """
-        target, catalog = self._target, self._catalog
+        gets none."""
+        target = self._target
         if not wanted or not target.refresh_writable(now):
             return []
-        parents = catalog.find_all([offer.parent for offer, _ in wanted if offer.parent is not None])
-        tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
-        catalog.pin(tails, target.tier)
-        class_of = self._geometry.size_classes
-        classes = [class_of[offer.group] for offer, _ in wanted]
-        free = {each: deque(target.allocate(each, classes.count(each))) for each in dict.fromkeys(classes)}
-        catalog.unpin(tails, target.tier)
-        left = {size_class: len(slots) for size_class, slots in free.items()}
-        served: list[tuple[_Offer, int]] = []
-        for each, size_class in zip(wanted, classes, strict=True):
-            if left[size_class]:
-                left[size_class] -= 1
-                served.append(each)
-            elif in_order:
-                break
-        if len(served) < len(wanted) and target.lower is not None:
+        blocks = [(offer.group, offer.parent) for offer, _ in wanted]
+        slots, tails = self._copies.take_slots(target, blocks, in_order=in_order)
+        if None in slots and target.lower is not None:
             target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
-        # Of one group the slots lie beside each other.
+        taken = [(offer, row, slot) for (offer, row), slot in zip(wanted, slots, strict=True) if slot is not None]
         if len(self._geometry.groups) > 1:
-            served.sort(key=lambda each: each[0].group)
-        taken = [(offer, row, free[class_of[offer.group]].popleft()) for offer, row in served]
-        for size_class, surplus in free.items():
-            if surplus:
-                target.give_back(size_class, list(surplus))
+            taken.sort(key=lambda each: each[0].group)  # as their slots lie
         return taken
 
     def _queue(

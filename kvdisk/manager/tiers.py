@@ -325,7 +325,7 @@ class TierSpace:
         columns = self._catalog.columns(self.tier)
         doomed = [row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0]
         if doomed:
-            self.drop(doomed)
+            self.drop(list(dict.fromkeys(doomed)))  # a job by key may have used one twice
 
     def reset(self) -> None:
         """The weights may have changed: drop the copies, and what was counted."""

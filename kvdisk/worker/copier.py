@@ -15,45 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import accumulate, cycle, pairwise, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
-from kvdisk.worker.arena import SlotMemory
+from kvdisk.worker.copies import Event, Passed, Slots
 from kvdisk.worker.cudart import cuda_runtime, forget_error, is_out_of_memory, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")
-
-
-class Event(Protocol):
-    """A point in a stream of device work, such as the end of a copy: a ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-
-class Passed:
-    """``Event`` of what has ended already."""
-
-    def query(self) -> bool:
-        """See ``Event``."""
-        return True
-
-    def synchronize(self) -> None:
-        """See ``Event``."""
-
-
-class Slots(NamedTuple):
-    """Slots of one size class."""
-
-    memory: SlotMemory
-    size_class: int
-    indices: Sequence[int]
 
 
 class Stack(NamedTuple):

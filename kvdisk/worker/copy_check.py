@@ -15,10 +15,11 @@ import torch
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import HostCopier, LayerBlocks, Slots, Way
+from kvdisk.worker.copier import HostCopier, LayerBlocks, Way
+from kvdisk.worker.copies import Slots
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Event
+    from kvdisk.worker.copies import Event
 
 logger = logging.getLogger("kvdisk.worker")
 

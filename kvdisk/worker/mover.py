@@ -16,7 +16,7 @@ from kvdisk.worker.routes import Resources
 from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Event
+    from kvdisk.worker.copies import Event
 
 _WAIT_S = 0.001
 """Longest wait for the device, or for files, before new plans are looked for."""

@@ -17,7 +17,7 @@ from kvdisk.remote.base import Objects
 from kvdisk.worker.arena import Arena, SlotMemory
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Event, HostCopier
+    from kvdisk.worker.copies import Copier, Event
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.files import SegmentFiles
 
@@ -38,7 +38,7 @@ class Resources:
     rank: int
     arena: Arena | None
     staging: Arena
-    copier: HostCopier
+    copier: Copier
     device: Device
     files: SegmentFiles
     direct: Direct | None = None

@@ -24,6 +24,7 @@ from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
+from kvdisk.worker.copies import Slots
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
 from kvdisk.worker.remote_io import RemoteIo
@@ -31,7 +32,7 @@ from kvdisk.worker.routes import Leg, Part, PartCutter, Resources, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copier import Event
+    from kvdisk.worker.copies import Event
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -419,8 +420,6 @@ class Runner:
 
     def _copy_begun(self, part: Part) -> Event | None:
         """Start the copy; None: the GPU has no memory for it."""
-        from kvdisk.worker.copier import Lane, Slots  # imports torch
-
         copier, work = self._resources.copier, part.work
         if part.leg in {Leg.SUM, Leg.SEAL}:
             assert self._direct is not None
@@ -428,6 +427,8 @@ class Runner:
             if part.leg is Leg.SEAL:
                 self._headers.seal(part)
                 return staging.start_headers(part.size_class, part.slots)
+            from kvdisk.worker.copier import Lane  # imports torch
+
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
             return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
         blocks = [work.job.moves[position].block for position in part.positions]

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvdisk.connector.adapter import vllm_minor_version
 from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.connector.tier import KVDiskTier
 
 LEFT_ALONE = {
     "bind_kv_cache_manager": "it hands the manager's pool to bind_gpu_block_pool, and kvdisk needs no more of it",
@@ -49,3 +51,27 @@ def test_every_hook_of_vllm_is_known():
     assert sorted((overridden | LEFT_ALONE.keys()) - missing - hooks) == [], "hooks that vLLM calls no more"
     assert not hooks & missing, "ADDED_HOOKS names a later version than the first"
     assert not overridden & LEFT_ALONE.keys()
+
+
+TIER_LEFT_ALONE = {
+    "block_size_bytes": "the base keeps it",
+    "bp_detector": "the base keeps it",
+    "cache_hit_source": "DISK, by the medium",
+    "config_info": "facts for an info metric: kvdisk's own metrics have them",
+    "config_info_keys": "the same",
+    "serve_external_requests": "no other engine asks this one",
+    "tolerates_off_thread_polling": "False: nobody waits between steps",
+    "touch": "vLLM never calls it: see on_request_finished",
+}
+"""The hooks of a tier that kvdisk does not override, and why."""
+TIER_OWN = {"is_off", "store", "switch_off"}
+
+
+def test_every_hook_of_a_tier_is_known():
+    hooks, overridden = (
+        _public(SecondaryTierManager),
+        _public(KVDiskTier) - TIER_OWN - {"cache_hit_source"},
+    )  # set by the base
+    assert sorted(hooks - overridden - TIER_LEFT_ALONE.keys()) == [], "hooks that are new: override or leave alone"
+    assert sorted(overridden - hooks) == [], "hooks that vLLM calls no more"
+    assert not overridden & TIER_LEFT_ALONE.keys()

@@ -253,6 +253,36 @@ def test_vllms_flag_for_offloading_does_not_replace_kvdisk_silently(tiny_llama, 
     _configure(tiny_llama, None, kv_offloading_size=1.0)
 
 
+_TIER = {"type": "kvdisk", "nvme_bytes": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "more", "said"),
+    [
+        ([_TIER], {}, None),
+        ([{"type": "KVDiskTier", "module_path": "kvdisk.offloading", "nvme_bytes": "1GiB"}], {}, None),
+        ([_TIER | {"nvme_byte": 1}], {}, "the nearest it knows is 'nvme_bytes'"),
+        ([_TIER, _TIER], {}, "kvdisk is one tier"),
+        ([_TIER], {"spec_name": None}, '"spec_name": "TieringOffloadingSpec"'),
+        ([_TIER], {"load_format": "dummy"}, "load_format is .*dummy.* set the tier's namespace"),
+        ([_TIER | {"namespace": "mine"}], {"prefix_caching_hash_algo": "xxhash"}, "to sha256"),
+        ([_TIER], {"enable_lora": True}, "have an adapter's name, and not what it holds"),
+        ([_TIER | {"namespace": "mine"}], {"enable_lora": True, "load_format": "dummy"}, None),
+        ([{"type": "fs", "root_dir": "anywhere"}], {"load_format": "dummy"}, None),
+    ],
+)
+@pytest.mark.parametrize("size", [None, 1.0])
+def test_a_tier_of_vllms_own_connector_is_judged_before_the_weights(tiny_llama, tmp_path, tiers, more, said, size):
+    ours = [tier | ({} if tier["type"] == "fs" else {"store_dirs": str(tmp_path / "kv")}) for tier in tiers]
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": ours, "cpu_bytes_to_use": 1 << 30}
+    settings = {name: value for name, value in (extra | more).items() if value is not None and name in extra}
+    transfer = _transfer(settings, kv_connector="OffloadingConnector")
+    flags = {name: value for name, value in more.items() if name not in extra} | {"kv_offloading_size": size}
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said) as caught:
+        _configure(tiny_llama, transfer, **flags)
+    assert said is None or str(caught.value).endswith(".")
+
+
 @pytest.mark.parametrize("block_tokens", [32, None])
 def test_the_least_sizes_are_those_of_the_model(folder, block_tokens):
     """Where the block size is not the user's, vLLM may yet choose a larger one."""

@@ -27,6 +27,7 @@ FILES = (
     "test_scheduler_*.py",
     "test_start.py",
     "test_switched_off.py",
+    "test_tier*.py",
 )
 WHICH = "not gpu and not torture"
 

@@ -19,7 +19,8 @@ from kvdisk.device.header import SlotIdentity, check_slot
 from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
 from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.copier import Event, HostCopier, Lane, LayerBlocks, Passed, Slots
+from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
+from kvdisk.worker.copies import Event, Passed, Slots
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover

@@ -1,0 +1,523 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``KVDiskTier``: kvdisk's store behind the host memory of vLLM's own ``OffloadingConnector``.
+
+It lives in the scheduler's process. vLLM: one thread at a time calls its hooks, and only its start,
+its end and ``drain_jobs`` may wait. A hit takes a row of memory at once, for each key of each
+waiting request, and a store is offered once. See docs/OFFLOADING.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvdisk.blocks import GROUP_BYTES, BlockKey
+from kvdisk.config import Config
+from kvdisk.connector.adapter import offloading_being_built, refuse_version
+from kvdisk.connector.identity import fingerprint_of_rows
+from kvdisk.connector.metrics import tier_metrics, tier_stats
+from kvdisk.connector.off import say_off
+from kvdisk.connector.plugin import join_log
+from kvdisk.connector.tier_settings import TierSettings
+from kvdisk.errors import DeviceError
+from kvdisk.geometry import Geometry
+from kvdisk.mover_process import MoverProcess
+from kvdisk.stats import Stats
+from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+logger = logging.getLogger("kvdisk.connector")
+
+STATS_S = 1.0
+"""How often counters and gauges are taken."""
+MOST_TOLD = 4096
+"""Keys of ended requests that the store is told of in a step, where one request has no more."""
+_VLLM_GROUP_BYTES = 4
+_FINE = frozenset({Result.DONE, Result.PRESENT, Result.REFUSED})
+"""Results of a store as it should be: what admission refuses is not wanted."""
+
+
+class KeyNames:
+    """vLLM's keys, which end with its number of a KV-cache group, and kvdisk's, which end with the
+    group's position. ``group_ids``: vLLM's numbers, by position."""
+
+    def __init__(self, group_ids: Iterable[int]) -> None:
+        self._ours = {
+            group_id.to_bytes(_VLLM_GROUP_BYTES, "big"): position.to_bytes(GROUP_BYTES, "big")
+            for position, group_id in enumerate(group_ids)
+        }
+        self._theirs = {ours: theirs for theirs, ours in self._ours.items()}
+
+    def block(self, key: OffloadKey) -> BlockKey:
+        """Return kvdisk's key."""
+        return BlockKey(key[:-_VLLM_GROUP_BYTES] + self._ours[key[-_VLLM_GROUP_BYTES:]])
+
+    def offload(self, key: BlockKey) -> OffloadKey:
+        """Return vLLM's key."""
+        return OffloadKey(key[:-GROUP_BYTES] + self._theirs[key[-GROUP_BYTES:]])
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of a request that has not ended.
+
+    ``denied``: keys that failed to load for it; vLLM would ask for them in every step. ``held``:
+    those that were answered HIT, and of which it has not been scheduled since. ``waits_since``:
+    when it was first told to wait. ``is_let_in``: it has waited long enough for room in memory.
+    ``is_stale``: it has KV from before a reset. ``chain``: its keys by group and last token, of the
+    first ``known`` of vLLM's.
+    """
+
+    arrival: int
+    denied: set[BlockKey] = field(default_factory=set)
+    held: set[BlockKey] = field(default_factory=set)
+    waits_since: float | None = None
+    is_let_in: bool = False
+    is_scheduled: bool = False
+    is_stale: bool = False
+    was_asked_for: bool = False
+    chain: dict[tuple[bytes, int], BlockKey] = field(default_factory=dict)
+    known: int = 0
+    missed: str = ""
+    found_blocks: int = 0
+    loaded_blocks: int = 0
+
+
+def guarded(
+    when_off: Callable[[], _R],
+) -> Callable[[Callable[Concatenate[KVDiskTier, _P], _R]], Callable[Concatenate[KVDiskTier, _P], _R]]:
+    """Let no error of a hook reach the engine: the first one switches the tier off. ``when_off``:
+    makes the answer from then on."""
+
+    def guard(hook: Callable[Concatenate[KVDiskTier, _P], _R]) -> Callable[Concatenate[KVDiskTier, _P], _R]:
+        @functools.wraps(hook)
+        def guarded_hook(self: KVDiskTier, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
+            if not self.is_off:
+                try:
+                    return hook(self, *arguments, **more)
+                except Exception as error:
+                    self.switch_off(error, hook.__name__)
+            return when_off()
+
+        return guarded_hook
+
+    return guard
+
+
+class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
+    """See the module. ``settings``: an entry of ``secondary_tiers``, as docs/OFFLOADING.md has
+    them. Raises ConfigError."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        join_log()
+        refuse_version()
+        self._settings = TierSettings.of(settings)
+        self.locality = None if self._settings.locality is None else Locality(self._settings.locality)
+        self.is_off = False
+        self._config = self._settings.config
+        self._chunk_tokens = [
+            group.tokens_per_block * offloading_spec.blocks_per_chunk for group in offloading_spec.config.groups
+        ]
+        self._names = KeyNames(group.group_id for group in offloading_spec.config.groups)
+        self._chunk_tokens_of = {
+            group.group_id.to_bytes(_VLLM_GROUP_BYTES, "big"): tokens
+            for group, tokens in zip(offloading_spec.config.groups, self._chunk_tokens, strict=True)
+        }
+        self._most_held = max(1, len(primary_kv_view) // 2)
+        self._held = 0
+        self._requests: dict[str, _Request] = {}
+        self._arrivals = 0
+        self._jobs: dict[int, TransferJob] = {}
+        """Those that vLLM waits for."""
+        self._done: list[JobResult] = []
+        self._ended_requests: deque[tuple[str, list[BlockKey]]] = deque()
+        """Those that the store is to be told of, and their keys in the order of the prompt."""
+        self._goes_on = False
+        self._stats = Stats()
+        self._taken_s = 0.0
+        self._has_moved = False
+        """A job has ended since statistics were taken."""
+        self._published: set[BlockKey] | None = set() if self._publishes(offloading_spec) else None
+        self._expects_removal = offloading_spec.blocks_per_chunk > 1
+        self._mover: MoverProcess | None = None
+        self._store: BlockStore | None = self._open(offloading_spec.config, primary_kv_view)
+
+    def _publishes(self, offloading_spec: OffloadingSpec) -> bool:
+        if not self._settings.enable_kv_events:
+            return False
+        if not offloading_spec.kv_events_config.enable_kv_cache_events:
+            logger.warning("kvdisk publishes no events: enable_kv_events needs vLLM's kv_events_config.")
+            return False
+        return True
+
+    def _open(self, config: OffloadingConfig, view: memoryview) -> BlockStore | None:
+        """Open the store. Where the drive does not let us have one, memory serves alone."""
+        row_bytes, whose = self.block_size_bytes, offloading_being_built()
+        fingerprint, description = fingerprint_of_rows(config, row_bytes, whose, self._settings.namespace)
+        kinds = [BlockKind(row_bytes, tokens) for tokens in self._chunk_tokens]
+        rows: Rows = np.asarray(view).view(np.uint8)
+        try:
+            return BlockStore.open(self._config, fingerprint, description, kinds, rows, self._start_mover)
+        except DeviceError as error:
+            if error.is_of_process:
+                raise
+            logger.warning("kvdisk is off until the next start: vLLM goes on with memory alone: %s", error)
+            self.is_off = True
+            return None
+
+    def _start_mover(self, config: Config, geometry: Geometry, rows: Rows) -> MoverProcess:
+        self._mover = MoverProcess(config, geometry, rows)
+        return self._mover
+
+    @property
+    def store(self) -> BlockStore:
+        """The open store."""
+        assert self._store is not None
+        return self._store
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Return the metrics. Asked in the server's process, too: what is wrong in the settings is
+        refused there. Raises ConfigError."""
+        TierSettings.of(extra_config)
+        return tier_metrics()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Follow a request. Its chunks are offered as they are computed."""
+        if not self.is_off:
+            self._request_of(req_context)
+        return RequestOffloadingContext()
+
+    def _request_of(self, req_context: ReqContext) -> _Request:
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            self._arrivals += 1
+            request = self._requests[req_context.req_id] = _Request(self._arrivals)
+        return request
+
+    @guarded(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say whether a chunk is there. vLLM asks for what memory has not got, in prompt order, and
+        of a window from its end."""
+        request, block = self._request_of(req_context), self._names.block(key)
+        if block in request.denied:
+            return LookupResult.MISS
+        (presence,) = self.store.presence((block,))
+        if presence == Presence.ABSENT and not request.was_asked_for:
+            request.was_asked_for = True
+            self.store.ask(self._keys_of(req_context))
+            (presence,) = self.store.presence((block,))
+        if presence == Presence.READY:
+            return self._hit(request, block)
+        if presence == Presence.ABSENT or not self._may_wait(request):
+            request.missed = request.missed or Presence(presence).name.lower()
+            return LookupResult.MISS
+        return LookupResult.RETRY
+
+    def _hit(self, request: _Request, block: BlockKey) -> LookupResult:
+        """Give a chunk, unless the rows that others were given, and have not used, are half of
+        memory: then who has none waits. One more would push out what they wait for."""
+        is_full = self._held >= self._most_held
+        if is_full and not (request.held or request.is_let_in):
+            if self._may_wait(request):
+                return LookupResult.RETRY
+            request.is_let_in = True
+        if block not in request.held:
+            request.held.add(block)
+            request.found_blocks += 1
+            self._held += 1
+        return LookupResult.HIT
+
+    def _may_wait(self, request: _Request) -> bool:
+        now_s = time.monotonic()
+        if request.waits_since is None:
+            request.waits_since = now_s
+            self._stats.add("lookup_waits")
+        return now_s - request.waits_since < self._config.lookup_wait_s
+
+    def _let_go(self, request: _Request, blocks: Collection[BlockKey]) -> None:
+        before = len(request.held)
+        request.held.difference_update(blocks)
+        self._held -= before - len(request.held)
+
+    @guarded(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Tell the store what the request wanted: vLLM's lookups end at memory, so that what is hot
+        there would look cold."""
+        request = self._requests.pop(req_context.req_id, None)
+        if request is None:
+            return
+        self._let_go(request, list(request.held))
+        keys = self._keys_of(req_context)
+        if keys:
+            self._ended_requests.append((req_context.req_id, keys))
+        logger.log(
+            logging.INFO if self._config.log_requests else logging.DEBUG,
+            "kvdisk: request %s: %d chunks, %d found on NVMe, %d loaded%s.",
+            req_context.req_id,
+            len(keys),
+            request.found_blocks,
+            request.loaded_blocks,
+            f", the first missing one {request.missed}" if request.missed else "",
+        )
+
+    def _keys_of(self, req_context: ReqContext) -> list[BlockKey]:
+        """Return the keys of all chunks of a request, in the order of its tokens."""
+        positions = req_context._offload_key_positions
+        return [self._names.block(key) for key in sorted(positions, key=positions.__getitem__)]
+
+    def _parent_of(self, request: _Request, key: OffloadKey, req_context: ReqContext) -> BlockKey | None:
+        """Return the chunk before one in its group. vLLM adds keys to a request, and takes none
+        away; a recurrent state may end within a chunk."""
+        positions = req_context._offload_key_positions
+        for each, end in islice(positions.items(), request.known, None):
+            request.chain[each[-_VLLM_GROUP_BYTES:], end] = self._names.block(each)
+        request.known = len(positions)
+        end, group = positions.get(key), key[-_VLLM_GROUP_BYTES:]
+        if end is None:
+            return None
+        tokens = self._chunk_tokens_of[group]
+        return request.chain.get((group, (end - 1) // tokens * tokens))
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store chunks that lie in memory: what is there already, or is not wanted, is left out."""
+        self._jobs[job_metadata.job_id] = job_metadata
+        self._put(job_metadata)
+
+    @guarded(lambda: None)
+    def _put(self, job: TransferJob) -> None:
+        request = self._request_of(job.req_context)
+        if request.is_stale:
+            self._finish(job, JobResult(job.job_id, True))
+            return
+        rows = job.chunk_ids.tolist()
+        parents = [self._parent_of(request, key, job.req_context) for key in job.keys]
+        blocks = map(Put, map(self._names.block, job.keys), parents, rows)
+        self.store.put(job.job_id, list(blocks))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load chunks that were answered HIT into rows of memory."""
+        self._jobs[job_metadata.job_id] = job_metadata
+        self._get(job_metadata)
+
+    @guarded(lambda: None)
+    def _get(self, job: TransferJob) -> None:
+        arrival = self._request_of(job.req_context).arrival
+        blocks = map(Get, map(self._names.block, job.keys), job.chunk_ids.tolist())
+        self.store.get(job.job_id, list(blocks), arrival)
+
+    def _finish(self, job: TransferJob, result: JobResult) -> None:
+        del self._jobs[job.job_id]
+        self._done.append(result)
+        self._has_moved = True
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that have ended, each once."""
+        self._settle()
+        if self.is_off:
+            for job in list(self._jobs.values()):
+                self._finish(job, JobResult(job.job_id, False))
+        done, self._done = self._done, []
+        return done
+
+    @guarded(lambda: None)
+    def _settle(self) -> None:
+        for ended in self.store.poll():
+            job = self._jobs[ended.tag]
+            self._finish(job, self._loaded(job, ended) if job.is_promotion else self._stored(job, ended))
+
+    def _stored(self, job: TransferJob, ended: Ended) -> JobResult:
+        return JobResult(
+            job.job_id,
+            success=_FINE.issuperset(ended.results),
+            transfer_time=ended.seconds,
+            transfer_bytes=ended.moved_bytes,
+        )
+
+    def _loaded(self, job: TransferJob, ended: Ended) -> JobResult:
+        """Deny the request what has failed to load: it would be asked for again in every step."""
+        loaded = [key for key, result in zip(job.keys, ended.results, strict=True) if result is Result.DONE]
+        request = self._requests.get(job.req_context.req_id)
+        if request is not None:
+            blocks = [self._names.block(key) for key in job.keys]
+            failed = {block for block, result in zip(blocks, ended.results, strict=True) if result is not Result.DONE}
+            request.denied |= failed
+            request.loaded_blocks += len(loaded)
+            self._let_go(request, blocks if request.is_scheduled else failed)
+        return JobResult(
+            job.job_id,
+            success=len(loaded) == len(job.keys),
+            successful_keys=tuple(loaded) or None,
+            transfer_time=ended.seconds,
+            transfer_bytes=ended.moved_bytes,
+        )
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    @guarded(lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send what the step has asked for."""
+        for name in context.new_req_ids:
+            request = self._requests.get(name)
+            if request is not None:  # its chunks are on the GPU by now
+                request.is_scheduled = True
+                self._let_go(request, list(request.held))
+        if self._mover is not None and self._mover.has_ended:
+            self.switch_off(None, "")
+            return
+        left = MOST_TOLD
+        while self._ended_requests and (left == MOST_TOLD or len(self._ended_requests[0][1]) <= left):
+            name, keys = self._ended_requests.popleft()
+            self.store.reached(name, keys)
+            left -= len(keys)
+        self._goes_on = self.store.step(time.monotonic())
+
+    def has_pending_work(self) -> bool:
+        """Whether to step on without requests."""
+        return bool(self._done or self._jobs or (not self.is_off and (self._goes_on or self._ended_requests)))
+
+    @guarded(lambda: None)
+    def drain_jobs(self) -> None:
+        """Wait until every job has ended; then serve nothing from before.
+
+        vLLM: only a reset of its caches calls it, which follows new weights, and for less. What
+        runs on has KV from before, and offers it: it is not stored.
+        """
+        self.store.drain()
+        self._settle()
+        is_epoch = self._config.on_reset == "epoch"
+        for request in self._requests.values():
+            request.is_stale |= is_epoch
+            request.denied.clear()
+            self._let_go(request, list(request.held))
+        if is_epoch:
+            self.store.forget(1 + secrets.randbits(62))
+        else:
+            logger.info("kvdisk keeps what it has at a reset: on_reset is %r.", self._config.on_reset)
+
+    # -- events and metrics --------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what became loadable and what left, where the engine publishes that; that all has
+        left when the tier is off."""
+        if self._published is None:
+            return []
+        events = self._events()
+        if self.is_off and self._published:
+            events.append(self._event(self._published, stored=False))
+            self._published = set()
+        return events
+
+    @guarded(list)
+    def _events(self) -> list[OffloadingEvent]:
+        assert self._published is not None
+        taken, events = self.store.changes(), []
+        if taken.cleared and self._published:
+            events.append(self._event(self._published, stored=False))
+            self._published = set()
+        for change in taken.changes:
+            if change.stored:
+                self._published.update(change.keys)
+            else:
+                self._published.difference_update(change.keys)
+            events.append(self._event(change.keys, stored=change.stored))
+        return events
+
+    def _event(self, keys: Collection[BlockKey], *, stored: bool) -> OffloadingEvent:
+        return OffloadingEvent(
+            keys=[self._names.offload(key) for key in keys],
+            medium=self.medium,
+            removed=not stored,
+            locality=self.locality,
+            ownership=self.tier_type,
+            removal_expected=stored and self._expects_removal,
+        )
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return what was counted and measured since the last call, or the last but a few: an idle
+        engine has told all."""
+        now_s = time.monotonic()
+        if now_s - self._taken_s < STATS_S and (self._jobs or not self._has_moved):
+            return None
+        self._taken_s, self._has_moved = now_s, False
+        taken = self._stats.take()
+        taken.merge(self._store_stats())
+        return tier_stats(taken)
+
+    @guarded(Stats)
+    def _store_stats(self) -> Stats:
+        return self.store.stats()
+
+    # -- its end -------------------------------------------------------------------------------
+
+    def switch_off(self, error: Exception | None, hook: str) -> None:
+        """Serve and store nothing until the engine starts again. ``error``: None: the process that
+        moves blocks has ended, and has said how.
+
+        No row is touched when this returns, so that all jobs can be given up.
+        """
+        self.is_off = True
+        self._stats.add("switched_off")
+        self._requests.clear()
+        if error is None:
+            logger.error("kvdisk is off until the engine starts again, which goes on with memory alone.")
+        else:
+            say_off(error, hook, {self._config.nvme_admission})
+        if self._mover is not None:
+            self._mover.kill()
+
+    def shutdown(self) -> None:
+        """Commit, and release the store, and with it all arrays over vLLM's memory, which could not
+        be released otherwise. Idempotent."""
+        store, self._store = self._store, None
+        try:
+            if store is not None:
+                store.close()
+        except Exception:
+            logger.exception("kvdisk could not close its store in order, and the next start will look at it.")
+        finally:
+            if self._mover is not None:
+                self._mover.kill()
+            self._mover = None
+            self.is_off = True

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that somebody asks for by key, without a request of an engine: what ``BlockStore`` does.
+
+Where a plan's moves name GPU blocks, these name rows of the caller's memory. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Final, NamedTuple
+
+from kvdisk.blocks import BlockKey, Slot, group_of
+from kvdisk.manager.ages import Ages
+from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.copies import Copies, Read
+from kvdisk.manager.demand import MOST_COUNTED
+from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.remote import Hints
+from kvdisk.manager.reuse import STATES, Visit
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import JobKind, Move
+
+MOST_NEW: Final = 1 << 16
+"""Blocks that were counted when they were put, and that no request was said to have reached
+since."""
+
+
+class Offer(NamedTuple):
+    """A block in a row of the caller's, to be stored."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    row: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of offers, by their positions. ``record``: the job of those that were ``taken``,
+    in the order of its moves; None: there is none. ``waiting``: for room; ``hopeless``: none is
+    coming."""
+
+    record: JobRecord | None = None
+    taken: list[int] = field(default_factory=list)
+    present: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    hopeless: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A chain of blocks that others are asked for, as ``questions.Asking``. ``keys``: by group."""
+
+    keys: tuple[list[BlockKey], ...]
+    question: int = 0
+    remote_question: int = 0
+    asked_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """Blocks of one kind that a request wants, which are counted part by part. ``at``, ``kin``: up
+    to where, and what ``ReuseHistory.count`` said of these."""
+
+    request: str
+    keys: list[BlockKey]
+    visit: Visit
+    at: int = 0
+    kin: int = 0
+
+
+class BlockJobs(HasParts):
+    """Stores and loads blocks by key, in the first tier. ``wanted``: slots by size class that
+    offers wait for; at least one of each, so that there is some room for what comes first."""
+
+    def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: Hints, ages: Ages) -> None:
+        super().__init__(parts)
+        self._target = tiers.first
+        self._tiers = tiers
+        self._copies = copies
+        self._hints = hints
+        self._ages = ages
+        self._class_of = parts.geometry.size_classes
+        self._new: dict[BlockKey, None] = {}
+        """See ``MOST_NEW``; the first that came goes first."""
+        self._uncounted: deque[_Wanted] = deque()
+        self._waiting = Counter[int]()
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def presences(self, keys: Sequence[BlockKey]) -> bytes:
+        """As ``Catalog.presences``; READY is also what others are thought to have."""
+        found = self._catalog.presences(keys)
+        usable = self._hints.usable if ABSENT in found else ()
+        if not usable:
+            return found
+        return bytes(
+            READY if presence == ABSENT and key in usable else presence
+            for key, presence in zip(keys, found, strict=True)
+        )
+
+    def ask(self, keys: Sequence[BlockKey]) -> Prompt:
+        """Ask others for what is missing of a prompt."""
+        prompt = Prompt(self._by_group(keys))
+        self._hints.ask(prompt)
+        return prompt
+
+    def is_asking(self, prompt: Prompt) -> bool:
+        """Whether an answer is still to come."""
+        return self._hints.is_asking(prompt)
+
+    # -- demand --------------------------------------------------------------------------------
+
+    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+        """A request wants these blocks of its prompt, in this order. Those that were counted as new
+        when they were put are not counted again; of recurrent states the last known one is
+        wanted."""
+        keys = list(dict.fromkeys(keys))
+        rows = [row for row in self._catalog.find_all(keys) if row != NONE]
+        for space in self._tiers:
+            space.reached(rows[::-1])  # the head last, so that it leaves last
+        for group, alike in enumerate(self._by_group(keys)):
+            uncounted = [key for key in alike if key not in self._new]
+            for key in alike if len(uncounted) < len(alike) else ():
+                self._new.pop(key, None)
+            if group in self._history.state_groups:
+                last = self._history.last_known(uncounted)
+                if last is not None:
+                    self._history.count((last,), 0, 1, STATES)
+            elif uncounted:
+                visit = self._history.begin(0, len(uncounted))
+                self._uncounted.append(_Wanted(request, uncounted, visit))
+            self._want(request, uncounted)
+        self.count_some()
+
+    def count_some(self, left: float = MOST_COUNTED) -> None:
+        """Count so many of the blocks that requests reached. Once a step, too."""
+        while left > 0 and self._uncounted:
+            wanted = self._uncounted[0]
+            end = int(min(len(wanted.keys), wanted.at + left))
+            wanted.kin = self._history.count(wanted.keys, wanted.at, end, wanted.kin, wanted.visit)
+            left -= end - wanted.at
+            wanted.at = end
+            if end == len(wanted.keys):
+                self._uncounted.popleft()
+
+    def _want(self, request: str, keys: Sequence[BlockKey]) -> None:
+        for space in self._tiers:
+            space.admission.want(keys, request)
+
+    def _count_new(self, offers: Sequence[Offer]) -> None:
+        """Count those blocks as new that no request was said to have reached: who puts one wants
+        it. Admission would take it for one that nobody has wanted for long."""
+        self.count_some(math.inf)
+        unknown = [offer.key for offer in offers if not self._history.known(offer.key)[0]]
+        for group, keys in enumerate(self._by_group(unknown)):
+            if group in self._history.state_groups:
+                for key in keys:
+                    self._history.count((key,), 0, 1, STATES)
+            elif keys:
+                self._history.count(keys, 0, len(keys), 0)
+        self._new.update(dict.fromkeys(unknown))
+        while len(self._new) > MOST_NEW:
+            del self._new[next(iter(self._new))]
+
+    def _groups_of(self, keys: Sequence[BlockKey]) -> list[int]:
+        return [0] * len(keys) if len(self._geometry.groups) == 1 else list(map(group_of, keys))
+
+    def _by_group(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], ...]:
+        if len(self._geometry.groups) == 1:
+            return (list(keys),)
+        found: tuple[list[BlockKey], ...] = tuple([] for _ in self._geometry.groups)
+        for key in keys:
+            found[group_of(key)].append(key)
+        return found
+
+    # -- stores --------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> list[int]:
+        """See the class."""
+        return [max(1, self._waiting[size_class]) for size_class in range(len(self._geometry.slot_sizes))]
+
+    def store(self, offers: Sequence[Offer], now: float, *, is_new: bool) -> Answer:
+        """Plan a job for the offers that are missing and admitted, as far as there is room now.
+
+        ``is_new``: False: they waited for room, and were admitted. A key comes once.
+        """
+        answer = Answer()
+        missing = self._missing(offers, answer)
+        admitted = self._admitted(offers, missing, answer) if is_new else missing
+        served = self._take_slots(offers, admitted, now, answer)
+        answer.taken = [at for at, _, _ in served]
+        if served:
+            answer.record = self._plan_store([offers[at] for at in answer.taken], served)
+        return answer
+
+    def _missing(self, offers: Sequence[Offer], answer: Answer) -> list[tuple[int, int]]:
+        """Return the positions of what no tier has or gets, nor a neighbour, each with its row in
+        the catalog."""
+        keys = [offer.key for offer in offers]
+        self._ages.end(keys)
+        rows, near = self._catalog.find_all(keys), self._hints.neighbours.near(self._target.tier)
+        missing = []
+        for at, (presence, row) in enumerate(zip(self._catalog.presences_of(rows), rows, strict=True)):
+            if presence or keys[at] in near:
+                answer.present.append(at)
+            else:
+                missing.append((at, row))
+        return missing
+
+    def _admitted(
+        self, offers: Sequence[Offer], missing: Sequence[tuple[int, int]], answer: Answer
+    ) -> Sequence[tuple[int, int]]:
+        if self._target.admission.admits_all:
+            return missing
+        some = [offers[at] for at, _ in missing]
+        self._count_new(some)
+        are_let_in = self._target.admits([offer.key for offer in some], [offer.parent for offer in some])
+        answer.refused += [at for (at, _), is_let_in in zip(missing, are_let_in, strict=True) if not is_let_in]
+        self._stats.add("refused_blocks.reuse", len(answer.refused))
+        return list(compress(missing, are_let_in))
+
+    def _take_slots(
+        self, offers: Sequence[Offer], wanted: Sequence[tuple[int, int]], now: float, answer: Answer
+    ) -> list[tuple[int, int, Slot]]:
+        """Return positions with their rows in the catalog and their slots."""
+        target, states = self._target, self._catalog.columns(self._target.tier).states
+        if not target.refresh_writable(now):
+            answer.hopeless += [at for at, _ in wanted]
+            return []
+        vacant = [(at, row) for at, row in wanted if row == NONE or states[row] == ABSENT]
+        groups = self._groups_of([offers[at].key for at, _ in vacant])
+        blocks = [(group, offers[at].parent) for group, (at, _) in zip(groups, vacant, strict=True)]
+        slots, _ = self._copies.take_slots(target, blocks, in_order=False)
+        served = [(at, row, slot) for (at, row), slot in zip(vacant, slots, strict=True) if slot is not None]
+        taken, is_spent = {at for at, _, _ in served}, target.status.is_spent
+        for at, _ in wanted:
+            if at not in taken:
+                size_class = self._class_of[group_of(offers[at].key)]
+                comes = not is_spent and target.may_get_room(size_class, silent=False)
+                (answer.waiting if comes else answer.hopeless).append(at)
+        return served
+
+    def _plan_store(self, offers: Sequence[Offer], served: Sequence[tuple[int, int, Slot]]) -> JobRecord:
+        generations, tier = self._catalog.generations, self._target.tier
+        blocks = [(offer.key, offer.parent, row) for offer, (_, row, _) in zip(offers, served, strict=True)]
+        rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in served])
+        moves = [
+            Move(offer.key, generations[row], offer.row, {tier: slot}, offer.parent)
+            for offer, row, (_, _, slot) in zip(offers, rows, served, strict=True)
+        ]
+        groups = self._groups_of([offer.key for offer in offers])
+        details = [MoveDetail(row, group, target=tier) for row, group in zip(rows, groups, strict=True)]
+        record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch)
+        record.by_key = True
+        return record
+
+    def await_room(self, offers: Sequence[Offer]) -> None:
+        """Learn which offers wait for room after this step's ones were answered."""
+        self._waiting = Counter(self._class_of[group_of(offer.key)] for offer in offers)
+
+    def give_up(self, count: int) -> None:
+        """Count blocks for which no room came."""
+        self._stats.add(f"refused_blocks.{'budget' if self._target.status.is_spent else 'room'}", count)
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def load(self, blocks: Sequence[tuple[BlockKey, int]], arrival: int) -> tuple[JobRecord | None, Sequence[int]]:
+        """Plan a job that loads blocks into the caller's rows; return it (None: there is none), and
+        the positions of those that it brings, in the order of its moves. Nobody has the others."""
+        groups = self._groups_of([key for key, _ in blocks])
+        reads = [Read(key, None, row, group) for (key, row), group in zip(blocks, groups, strict=True)]
+        self._copies.pin_sources(reads)
+        found = [at for at, read in enumerate(reads) if read.source is not None]
+        if not found:
+            return None, found
+        moves, details = [reads[at].move for at in found], [reads[at].detail for at in found]
+        record = self._transfers.add(JobKind.LOAD, moves, details, epoch=self._state.epoch, arrival=arrival)
+        record.by_key = True
+        return record, found
+
+    # -- a new epoch ---------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """What was counted is forgotten."""
+        self._new.clear()
+        self._uncounted.clear()
+        self._waiting.clear()

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's mover in a process of its own, beside an engine whose Python is busy: as a thread
+there it would wait for the interpreter more than for the drive.
+
+Blocks are rows of memory that both processes map. Plans go down a socket and reports come up, as
+pickles. The process is a new program, as that of ``index.child``, and ends with its parent, however
+that ended. It alone gives up a job while it lives; one that does not answer is killed before its
+jobs are given up, or it could write to a row that belongs to somebody else by then.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.assembly import assemble_row_worker
+from kvdisk.blocks import JobId
+from kvdisk.config import Config
+from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.geometry import Geometry
+from kvdisk.messages import JobResult, Plan, Reason, Report
+from kvdisk.worker.mover import Mover
+
+logger = logging.getLogger("kvdisk.worker")
+
+START_S = 120.0
+"""What the process may take to start, on a machine that may be busy: it also tries the drive."""
+GRACE_S = 10.0
+"""Beside twice ``io_deadline_s``, within which every job has its answer: how long nothing may come
+of a process that has jobs."""
+CLOSE_S = 10.0
+"""How long what has begun is waited for at the end; then the process is killed."""
+REAP_S = 1.0
+"""How long the end of a killed process is awaited: one that waits for a drive may not end."""
+_MOST_UNSEEN_S = 1.0
+"""What counts at most of the time between two looks: the process may have stood still, too."""
+_LOOK_S = 0.05
+"""How often the process looks for what is no result: statistics, late moves, its parent."""
+_LENGTH = struct.Struct("!Q")
+_STARTED = "started"
+
+
+class SharedRows(NamedTuple):
+    """Where rows lie in a file that is mapped: its descriptor, the first one's place, and bytes
+    from each to the next."""
+
+    fd: int
+    offset: int
+    pitch: int
+    row_bytes: int
+    row_count: int
+
+    @classmethod
+    def of(cls, rows: NDArray[np.uint8]) -> SharedRows:
+        """Find the file that an array is mapped from: one without a name will do, too."""
+        assert rows.ndim == 2 and rows.dtype == np.uint8 and rows.strides[1] == 1, (rows.shape, rows.strides)
+        count, row_bytes = rows.shape
+        first, size = rows.ctypes.data, (count - 1) * rows.strides[0] + row_bytes
+        inode, offset = _mapped_at(first)
+        assert inode and _mapped_at(first + size - 1) == (inode, offset + size - 1), "rows lie in one shared mapping"
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                found = os.stat(int(name))
+                if found.st_ino == inode and found.st_size >= offset + size:
+                    return cls(int(name), offset, rows.strides[0], row_bytes, count)
+        raise AssertionError("the file that rows are mapped from is open")
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """Map them, here."""
+        memory = mmap.mmap(self.fd, self.offset + (self.row_count - 1) * self.pitch + self.row_bytes)
+        shape, strides = (self.row_count, self.row_bytes), (self.pitch, 1)
+        return np.ndarray(shape, np.uint8, buffer=memory, offset=self.offset, strides=strides)
+
+
+def _mapped_at(address: int) -> tuple[int, int]:
+    """Return the inode of the file that is mapped at an address, to share it, and the place in it;
+    inode 0: there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = re.match(r"(\w+)-(\w+) ..(.)(.) (\w+) \S+ (\d+)", line)
+        if found is not None and int(found[1], 16) <= address < int(found[2], 16):
+            return int(found[6]) * (found[4] == "s"), address - int(found[1], 16) + int(found[5], 16)
+    return 0, 0
+
+
+class _Line(NamedTuple):
+    """A line of the process's log."""
+
+    name: str
+    level: int
+    path: str
+    line: int
+    text: str
+
+
+class MoverProcess:
+    """The parent's end. It has the face of a mover: see ``store.RowMover``. One thread at a time.
+
+    ``rows``: see ``SharedRows``; they must live until ``close``. Waits for the start. Raises what
+    the process cannot start for: ConfigError, DeviceError.
+    """
+
+    def __init__(self, config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> None:
+        self._answer_s = 2 * config.io_deadline_s + GRACE_S
+        self._out: dict[JobId, int] = {}
+        """Moves of each job that has no answer."""
+        self._unsent, self._unread = bytearray(), bytearray()
+        self._started = self._killed = self._closing = self._ended = False
+        self._how = ""
+        """How it has ended."""
+        self._looked_s, self._unheard_s = time.monotonic(), 0.0
+        self._report = Report()
+        shared = SharedRows.of(rows)
+        with ExitStack() as undo:
+            self._said: IO[bytes] = undo.enter_context(os.fdopen(os.memfd_create("kvdisk"), "w+b"))
+            self._socket, theirs = socket.socketpair()
+            undo.enter_context(self._socket)
+            with theirs:
+                self._process = _start(theirs.fileno(), shared.fd, self._said)
+            undo.callback(self._end)
+            self._socket.setblocking(False)
+            self._send((config, geometry, shared, os.getpid()))
+            self._await_start()
+            undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last look has found it ended: it touches no row any more."""
+        return self._ended
+
+    def submit(self, plan: Plan) -> None:
+        """Take over a plan; each of its jobs is reported once. Does not wait."""
+        assert not plan.fence and not plan.urgent, "no model writes to rows"
+        self._out.update((job.id, len(job.moves)) for job in plan.jobs)
+        if plan.jobs or plan.void:
+            self._send(plan)
+
+    def poll(self, wait_s: float = 0.0) -> Report:
+        """Return what was finished since the last call; where that is nothing, wait up to
+        ``wait_s`` for something. ``Report.off``: the process has ended, and touches no row any
+        more; all that had no answer is CANCELLED."""
+        self._look(0.0)
+        if self._report.empty and not self._ended and wait_s > 0:
+            self._look(wait_s)
+        self._watch()
+        report, self._report = self._report, Report()
+        if self._ended:
+            report.off = True
+            for job_id, moves in self._out.items():
+                report.results[job_id] = JobResult(1, dict.fromkeys(range(moves) or (-1,), Reason.CANCELLED))
+        for job_id in report.results:
+            self._out.pop(job_id, None)
+        return report
+
+    def close(self) -> None:
+        """Cancel what has not ended; wait for what has begun, for a while, and end the process. No
+        row is touched afterwards. Idempotent."""
+        self._closing = True
+        self._unsent.clear()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        end_s = time.monotonic() + CLOSE_S
+        while not self._ended and (left_s := end_s - time.monotonic()) > 0:
+            self._look(left_s)
+        self._end()
+
+    def kill(self) -> None:
+        """End the process now. No row is touched when this returns. Idempotent."""
+        self._closing = True
+        end_s = time.monotonic() + CLOSE_S
+        if not self._ended:
+            self._process.kill()
+            while _may_run(self._process.pid) and time.monotonic() < end_s:
+                time.sleep(0.001)
+        self._end()
+
+    # -- the socket ----------------------------------------------------------------------------
+
+    def _send(self, what: Any) -> None:
+        self._unsent += pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+        self._flush()
+
+    def _flush(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # its end is seen where its answers are read
+            while self._unsent and not self._ended:
+                del self._unsent[: self._socket.send(self._unsent)]
+
+    def _look(self, wait_s: float) -> None:
+        """Send what waits, and take what has come; where that is nothing, wait for it."""
+        self._flush()
+        if self._ended:
+            return
+        with suppress(OSError):
+            select.select([self._socket], [self._socket] if self._unsent else [], [], wait_s)
+        self._flush()
+        try:
+            while received := self._socket.recv(1 << 20):
+                self._unread += received
+            self._end()
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self._end()
+        while len(self._unread) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread)
+            if len(self._unread) < _LENGTH.size + length:
+                break
+            message = pickle.loads(self._unread[_LENGTH.size : _LENGTH.size + length])  # noqa: S301 - our own process
+            del self._unread[: _LENGTH.size + length]
+            self._take(message)
+
+    def _take(self, message: Any) -> None:
+        self._unheard_s = 0.0
+        if isinstance(message, Report):
+            self._report.merge(message)
+        elif isinstance(message, _Line):
+            log = logging.getLogger(message.name)
+            if log.isEnabledFor(message.level):  # made here: an engine may have records of its own kind
+                log.handle(
+                    log.makeRecord(message.name, message.level, message.path, message.line, message.text, (), None)
+                )
+        elif message == _STARTED:
+            self._started = True
+        else:
+            assert isinstance(message, KvdiskError), message
+            raise message
+
+    # -- its end -------------------------------------------------------------------------------
+
+    def _await_start(self) -> None:
+        end_s = time.monotonic() + START_S
+        while not self._started:
+            left_s = end_s - time.monotonic()
+            if self._ended or left_s <= 0:
+                why = self._how if self._ended else f"it took longer than {START_S:g} s"
+                raise DeviceError(errno.EIO, f"the process that moves blocks cannot start, {why}")
+            self._look(left_s)
+
+    def _watch(self) -> None:
+        """Kill a process that has jobs and does not answer; note the end of one that was killed."""
+        now_s = time.monotonic()
+        if self._out:
+            self._unheard_s += min(now_s - self._looked_s, _MOST_UNSEEN_S)
+        else:
+            self._unheard_s = 0.0
+        self._looked_s = now_s
+        if self._unheard_s > self._answer_s and not self._killed and not self._ended:
+            logger.error("kvdisk ends the process that moves blocks: it has not answered for %.0f s.", self._unheard_s)
+            self._process.kill()
+            self._killed = True
+        if self._killed and not self._ended and not _may_run(self._process.pid):
+            self._end()
+
+    def _end(self) -> None:
+        """Kill the process, unless it has ended. It runs no more."""
+        if self._ended:
+            return
+        self._ended = True
+        self._process.kill()
+        self._socket.close()
+        self._how = "it waits for a drive, and cannot be ended"
+        with self._said, suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(REAP_S)
+            self._said.seek(0)
+            last_words = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
+            self._how = signal.Signals(-code).name if code < 0 else (last_words or [f"status {code}"])[0]
+        if self._started and not self._closing:
+            logger.error("kvdisk's process that moves blocks has ended: %s.", self._how)
+
+
+def _start(descriptor: int, memory: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(  # noqa: S603 - our own module, in this same interpreter
+            [sys.executable, "-c", f"from {__name__} import main; main({descriptor})"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=[descriptor, memory],
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+        )
+    except OSError as error:
+        raise DeviceError(error.errno or errno.EIO, "the process that moves blocks cannot start") from error
+
+
+def _may_run(pid: int) -> bool:
+    """Whether any thread of a process that was killed may still run its own code. One that waits in
+    the kernel for a drive does not: it ends where it would come back."""
+    stats = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                stats.append((task / "stat").read_text())
+    return any(stat.rpartition(")")[2].split()[0] not in "DZX" for stat in stats)
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+class _Answers(logging.Handler):
+    """The process's end: what it sends, the lines of its log among them. Any thread."""
+
+    def __init__(self, sent: socket.socket) -> None:
+        super().__init__()
+        self._sent = sent
+        self._sending = threading.Lock()
+
+    def send(self, what: Any) -> None:
+        """Send one thing."""
+        data = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+        with self._sending, suppress(ConnectionError):  # the parent's end is seen where plans are read
+            self._sent.sendall(_LENGTH.pack(len(data)) + data)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a line of the log, as text alone."""
+        self.send(_Line(record.name, record.levelno, record.pathname, record.lineno, self.format(record)))
+
+
+def main(descriptor: int) -> None:
+    """Be the process: follow plans until the parent's end of the socket is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # who ends a group or a service ends the parent, too
+        signal.signal(number, signal.SIG_IGN)
+    ours = socket.socket(fileno=descriptor)
+    plans, answers = ours.makefile("rb"), _Answers(ours)
+    logging.basicConfig(handlers=[answers], level=logging.INFO)
+    try:
+        config, geometry, shared, parent = pickle.load(plans)  # noqa: S301 - our own parent
+        parts = assemble_row_worker(config, geometry, shared.mapped())
+    except (KvdiskError, OSError) as error:
+        answers.send(error if isinstance(error, KvdiskError) else DeviceError(error.errno or errno.EIO, str(error)))
+        return
+    answers.send(_STARTED)
+    threading.Thread(target=_report, args=(parts.mover, answers, parent), daemon=True).start()
+    with suppress(EOFError, ConnectionError):
+        while True:
+            parts.mover.submit(pickle.load(plans))  # noqa: S301
+    late = threading.Timer(CLOSE_S, os._exit, (1,))
+    late.daemon = True
+    late.start()
+    parts.close()
+    answers.send(parts.mover.poll())
+    os._exit(0)
+
+
+def _report(mover: Mover, answers: _Answers, parent: int) -> None:
+    """Send what the mover has finished, as long as there is a parent."""
+    try:
+        while os.getppid() == parent:
+            mover.wait_any(_LOOK_S)
+            report = mover.poll()
+            if not report.empty:
+                answers.send(report)
+    except Exception:
+        logger.exception("kvdisk's process that moves blocks meets an error")
+    os._exit(1)

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``BlockStore``: blocks of bytes by key on NVMe, for any engine or cache server.
+
+Bounded, verified, safe in a crash. Jobs of many blocks go in with a tag, and come back as results
+in the order of their blocks: no call waits for a drive but ``open``, ``drain`` and ``close``. What
+fails is a result, never an exception. docs/LIBRARY.md has an example.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvdisk.assembly import SchedulerParts, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of, make_block_key
+from kvdisk.config import Config
+from kvdisk.context import NoPool
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
+from kvdisk.manager.block_jobs import Offer, Prompt
+from kvdisk.manager.catalog import ABSENT, READY, WRITING
+from kvdisk.manager.events import Journal, Taken
+from kvdisk.manager.jobs import JobRecord
+from kvdisk.messages import Plan, Reason, Report
+from kvdisk.stats import Stats
+from kvdisk.store_face import (
+    BlockKind,
+    BlockStoreFace,
+    Ended,
+    Get,
+    Presence,
+    Put,
+    Result,
+    RowMover,
+    Rows,
+    StartMover,
+)
+from kvdisk.worker.host_memory import Deployment
+
+__all__ = [
+    "BlockKind",
+    "BlockStore",
+    "Ended",
+    "Get",
+    "Presence",
+    "Put",
+    "Result",
+    "RowMover",
+    "Rows",
+    "StartMover",
+    "ThreadMover",
+    "geometry_of",
+    "make_block_key",
+]
+
+logger = logging.getLogger("kvdisk")
+
+ROOM_S = 5.0
+"""How long a put waits for room that is coming, and with which share of the rows at most."""
+ROOM_SHARE = 0.25
+_DRAIN_WAIT_S = 0.05
+
+
+def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
+    """Return the sizes of slots for blocks of these kinds."""
+    groups = [
+        GroupGeometry(at, kind.tokens, kind.payload_bytes, kind.window_tokens, state_tokens=kind.state_tokens)
+        for at, kind in enumerate(kinds)
+    ]
+    return Geometry(share_slots(groups), 1, math.gcd(*(kind.tokens for kind in kinds)))
+
+
+class ThreadMover:
+    """``RowMover`` on a thread of this process. Raises ConfigError where there is no memory for
+    it."""
+
+    def __init__(self, config: Config, geometry: Geometry, memory: Rows) -> None:
+        self._parts = assemble_row_worker(config, geometry, memory)
+
+    def submit(self, plan: Plan) -> None:
+        """See ``RowMover``."""
+        self._parts.mover.submit(plan)
+
+    def poll(self, wait_s: float = 0.0) -> Report:
+        """See ``RowMover``. Raises, once, what ended the thread: an error of ours."""
+        if wait_s > 0:
+            self._parts.mover.wait_any(wait_s)
+        return self._parts.mover.poll()
+
+    def close(self) -> None:
+        """See ``RowMover``."""
+        self._parts.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``waiting``:
+    positions of what is not planned yet. ``records``: what was planned, and the position of each
+    move. ``is_new``: no step has looked at it. ``is_void``: it ends as CANCELLED."""
+
+    tag: int
+    blocks: Sequence[Put] | Sequence[Get]
+    asked_s: float
+    results: list[Result | None]
+    waiting: list[int] = field(default_factory=list)
+    records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
+    is_new: bool = True
+    is_void: bool = False
+
+    def note(self, positions: Iterable[int], result: Result) -> None:
+        """These blocks have ended so."""
+        for at in positions:
+            self.results[at] = result
+
+    def take_ended(self, is_under_way: Callable[[JobRecord], bool]) -> list[tuple[JobRecord, Sequence[int]]]:
+        """Return what was planned and has ended, and forget it."""
+        ended = [each for each in self.records if not is_under_way(each[0])]
+        self.records = [each for each in self.records if is_under_way(each[0])]
+        return ended
+
+
+_RESULTS = {reason: Result.__members__.get(reason.name, Result.CANCELLED) for reason in Reason}
+_PRESENCES = bytes.maketrans(bytes([ABSENT, WRITING, READY]), bytes([Presence.ABSENT, Presence.COMING, Presence.READY]))
+
+
+class BlockStore(BlockStoreFace):
+    """The store on drives. Make one with ``open``.
+
+    The manager decides, and the mover moves. Here is what joins them: jobs by tag, and the wait for
+    room.
+    """
+
+    def __init__(
+        self, config: Config, geometry: Geometry, row_count: int, parts: SchedulerParts, mover: RowMover
+    ) -> None:
+        self._config = config
+        self._payload_bytes = [group.payload_bytes for group in geometry.groups]
+        self._suffixes = {make_block_key(b"", kind) for kind in range(len(geometry.groups))}
+        """What keys end with."""
+        self._row_count = row_count
+        self._parts = parts
+        self._manager = parts.manager
+        self._blocks = parts.manager.blocks
+        self._mover = mover
+        self._jobs: dict[int, _Job] = {}
+        """Those that have not ended, by tag, in the order in which they were asked for."""
+        self._ended: list[Ended] = []
+        self._asked: dict[BlockKey, int] = {}
+        """What others were asked for, and with which question."""
+        self._questions: dict[int, tuple[Prompt, float]] = {}
+        """Those that have no answer, and until when one is awaited."""
+        self._numbers = count(1)
+        self._stats = Stats()
+        self._journal: Journal | None = None
+        self._is_off = self._is_closed = False
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        namespace: bytes,
+        facts: Mapping[str, Any],
+        kinds: Sequence[BlockKind],
+        memory: Rows,
+        start_mover: StartMover | None = None,
+    ) -> BlockStore:
+        """Open a store in ``config.store_dirs``, or take over what an earlier process has left
+        there.
+
+        ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
+        same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
+        ``start_mover``: None: a thread of this process. The CPU tier of ``config`` is not used.
+        Waits for the drive. Raises ConfigError, StoreLocked, DeviceError.
+        """
+        assert len(namespace) == FINGERPRINT_BYTES, "a namespace has 32 bytes"
+        assert memory.ndim == 2 and memory.dtype == np.uint8 and memory.strides[1] == 1, "rows are rows of bytes"
+        assert memory.flags.writeable, "what is read comes into rows"
+        assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
+        if not config.store_dirs:
+            raise ConfigError("A block store needs store_dirs and nvme_bytes.")
+        if config.device == "gds":
+            raise ConfigError("A block store moves rows of host memory, which device 'gds' does not.")
+        if config.remote is not None:
+            raise ConfigError("A block store has no CPU tier, from which blocks are sent to remote: leave that out.")
+        config = replace(config, cpu_bytes=0, store_policy="on_compute")
+        geometry = geometry_of(kinds)
+        warn_of_file_systems(config)
+        check_sizes(config, Deployment(1), geometry)
+        parts = assemble_scheduler(config, geometry, NoPool(), namespace, dict(facts))
+        try:
+            mover = (start_mover or ThreadMover)(config, geometry, memory)
+        except BaseException:
+            parts.close()
+            raise
+        return cls(config, geometry, len(memory), parts, mover)
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def presence(self, keys: Sequence[BlockKey]) -> bytes:
+        """See ``BlockStoreFace``."""
+        if self._is_off:
+            return bytes(len(keys))
+        self._wake()
+        found = self._blocks.presences(keys).translate(_PRESENCES)
+        if not self._asked:
+            return found
+        asked, absent = self._asked, Presence.ABSENT
+        return bytes(
+            Presence.ASKED if presence == absent and key in asked else presence
+            for key, presence in zip(keys, found, strict=True)
+        )
+
+    def ask(self, keys: Sequence[BlockKey]) -> None:
+        """See ``BlockStoreFace``."""
+        if self._is_off:
+            return
+        self._wake()
+        prompt, number = self._blocks.ask(keys), next(self._numbers)
+        if self._blocks.is_asking(prompt):
+            self._questions[number] = prompt, time.monotonic() + self._config.lookup_wait_s
+            self._asked |= dict.fromkeys(keys, number)
+
+    def _forget_answered(self, now: float) -> None:
+        """Take back ASKED from what was answered, or was asked for too long ago."""
+        over = [
+            number
+            for number, (prompt, until_s) in self._questions.items()
+            if now >= until_s or not self._blocks.is_asking(prompt)
+        ]
+        if over:
+            for number in over:
+                del self._questions[number]
+            self._asked = {key: number for key, number in self._asked.items() if number in self._questions}
+
+    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+        """See ``BlockStoreFace``."""
+        if not self._is_off:
+            self._wake()
+            self._manager.note_time(int(time.time()))
+            self._blocks.reached(request, keys)
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+        """See ``BlockStoreFace``."""
+        assert all(put.key != put.parent for put in blocks), "no block follows itself"
+        self._check([put.key for put in blocks], [put.row for put in blocks])
+        self._check([put.parent for put in blocks if put.parent is not None], [])
+        job = self._new_job(tag, blocks)
+        job.waiting = list({put.key: at for at, put in reversed(list(enumerate(blocks)))}.values())[::-1]
+
+    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
+        """See ``BlockStoreFace``."""
+        self._check([get.key for get in blocks], [get.row for get in blocks])
+        job = self._new_job(tag, blocks)
+        if self._is_off or not blocks:
+            return
+        self._wake()
+        job.results = [Result.ABSENT] * len(blocks)
+        record, found = self._blocks.load(blocks, arrival)
+        if record is not None:
+            job.records.append((record, found))
+
+    def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
+        assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
+        assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
+        assert min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not"
+
+    def _new_job(self, tag: int, blocks: Sequence[Put] | Sequence[Get]) -> _Job:
+        assert not self._is_closed, "the store is closed"
+        assert tag not in self._jobs and all(tag != each.tag for each in self._ended), f"tag {tag} is in use"
+        job = self._jobs[tag] = _Job(tag, blocks, time.monotonic(), [None] * len(blocks))
+        return job
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self, now: float) -> bool:
+        """See ``BlockStoreFace``."""
+        assert not self._is_closed, "the store is closed"
+        if self._is_off:
+            return bool(self._jobs)
+        self._wake()
+        self._parts.mailbox.work()
+        self._manager.commit()
+        self._manager.note_time(int(time.time()))
+        self._plan_puts(now)
+        plan = self._manager.take_plan(now, idle=False)
+        if plan.jobs or plan.void:  # or each step would wake the mover for nothing
+            self._mover.submit(plan)
+        self._forget_answered(now)
+        taken = self._parts.telemetry.take(now)
+        if taken is not None:
+            self._stats.merge(taken)
+        if self._jobs or self._questions or self._manager.has_pending_work(now):
+            return True
+        return self._parts.mailbox.rest()
+
+    def _plan_puts(self, now: float) -> None:
+        """Write what there is room for. The rest waits where room is coming, though not for long,
+        nor with too many rows: others may need these more."""
+        left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[Offer]()
+        for job in self._jobs.values():
+            if not job.waiting:
+                continue
+            positions, offers = job.waiting, [Offer(*job.blocks[at]) for at in job.waiting]
+            answer = self._blocks.store(offers, now, is_new=job.is_new)
+            if answer.record is not None:
+                job.records.append((answer.record, [positions[at] for at in answer.taken]))
+            job.note([positions[at] for at in answer.present], Result.PRESENT)
+            job.note([positions[at] for at in answer.refused], Result.REFUSED)
+            may_wait = left if now - job.asked_s < ROOM_S else 0
+            kept, given_up = answer.waiting[:may_wait], [*answer.waiting[may_wait:], *answer.hopeless]
+            job.note([positions[at] for at in given_up], Result.NO_ROOM)
+            self._blocks.give_up(len(given_up))
+            job.waiting, job.is_new = [positions[at] for at in kept], False
+            waiting += [offers[at] for at in kept]
+            left -= len(kept)
+        self._blocks.await_room(waiting)
+
+    def poll(self, wait_s: float = 0.0) -> list[Ended]:
+        """See ``BlockStoreFace``."""
+        if not self._is_closed:
+            self._settle(0.0)
+            if not self._ended and wait_s > 0:
+                self._settle(wait_s)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _settle(self, wait_s: float) -> None:
+        """Take in what the mover has finished, and end the jobs of which nothing is left."""
+        if not self._is_off:
+            self._wake()
+            report = self._poll_mover(wait_s)
+            if not self._is_off:
+                self._manager.settle(report, time.monotonic(), int(time.time()))
+        if self._is_off:
+            self._void(self._jobs.values(), also_under_way=True)
+        for job in list(self._jobs.values()):
+            for record, positions in job.take_ended(self._manager.is_under_way):
+                for at, position in enumerate(positions):
+                    job.results[position] = _RESULTS[record.failed[at]] if at in record.failed else Result.DONE
+            if not job.waiting and not job.records:
+                del self._jobs[job.tag]
+                self._ended.append(self._end(job))
+
+    def _poll_mover(self, wait_s: float) -> Report:
+        """Ask the mover. One that is gone says of all that it had that it was cancelled; that is
+        not settled, or segments that it should have opened would be given up."""
+        try:
+            report = self._mover.poll(wait_s)
+            self._is_off = report.off
+        except BaseException:
+            self._is_off = True
+            raise
+        finally:
+            if self._is_off:
+                logger.error("kvdisk's store is off until it is opened anew: what moves its blocks is gone.")
+        return report
+
+    def _void(self, jobs: Iterable[_Job], *, also_under_way: bool) -> None:
+        """Have jobs end as CANCELLED; ``also_under_way``: at once, as nothing moves any more."""
+        for job in jobs:
+            job.is_void = True
+            job.waiting = []
+            if also_under_way:
+                job.records = []
+
+    def _end(self, job: _Job) -> Ended:
+        results, first, moved_bytes = list[Result](), dict[BlockKey, Result](), 0
+        blocks: list[Put | Get] = [*job.blocks]
+        for block, result in zip(blocks, job.results, strict=True):
+            if job.is_void:
+                found = Result.CANCELLED
+            elif result is not None:
+                found = first[block.key] = result
+            else:  # a put of a key that was in it before
+                found = first[block.key] if first[block.key] is not Result.DONE else Result.PRESENT
+            results.append(found)
+            if found is Result.DONE:
+                moved_bytes += self._payload_bytes[group_of(block.key)]
+        return Ended(job.tag, results, moved_bytes, time.monotonic() - job.asked_s)
+
+    # -- epochs and the end ----------------------------------------------------------------------
+
+    def forget(self, epoch: int) -> None:
+        """See ``BlockStoreFace``."""
+        if self._is_off:
+            return
+        self._wake()
+        dropped = self._manager.held()
+        self._manager.reset(epoch)
+        self._parts.telemetry.note_reset(epoch, dropped)
+        self._void(self._jobs.values(), also_under_way=False)
+        self._questions.clear()
+        self._asked.clear()
+
+    def drain(self) -> None:
+        """See ``BlockStoreFace``."""
+        while self._jobs:
+            self.step(time.monotonic())
+            self._settle(_DRAIN_WAIT_S)
+
+    def close(self) -> None:
+        """See ``BlockStoreFace``."""
+        if self._is_closed:
+            return
+        with ExitStack() as end:  # the last first, whatever one of them raises
+            end.callback(self._parts.close)
+            end.callback(self._cancel_all)
+            end.callback(self._mover.close)
+            end.callback(self._shut)
+            self._settle(0.0)  # what comes after this is not settled: the next start looks for itself
+
+    def _shut(self) -> None:
+        self._is_closed = self._is_off = True
+
+    def _cancel_all(self) -> None:
+        self._void(self._jobs.values(), also_under_way=True)
+        self._ended += map(self._end, self._jobs.values())
+        self._jobs.clear()
+
+    # -- what it tells ---------------------------------------------------------------------------
+
+    def changes(self) -> Taken:
+        """See ``BlockStoreFace``."""
+        self._wake()
+        if self._journal is None:
+            self._journal = self._manager.publish()
+        return self._journal.take()
+
+    def stats(self) -> Stats:
+        """See ``BlockStoreFace``."""
+        self._wake()
+        self._stats.merge(self._parts.telemetry.take_all())
+        return self._stats.take()
+
+    def _wake(self) -> None:
+        """Take the manager back from who may have used it while nothing was to be done: the
+        commands that ask a running store for something."""
+        self._parts.mailbox.wake()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``BlockStore`` is to who uses one: its values, its calls, and what moves bytes for it.
+
+``store`` has the one on drives, and says it all again by the same names; ``testing.memory_blocks``
+has one for tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import BlockKey
+from kvdisk.config import Config
+from kvdisk.geometry import Geometry
+from kvdisk.manager.events import Taken
+from kvdisk.messages import Plan, Report
+from kvdisk.stats import Stats
+
+Rows = NDArray[np.uint8]
+"""The caller's memory: a row for each block on its way, and each row's bytes beside each other.
+Rows lie at any regular distance. It stays the caller's, and must live until ``close``."""
+
+
+class BlockKind(NamedTuple):
+    """Blocks of one size. A key says in its last two bytes which kind it is of, by position: see
+    ``kvdisk.blocks.make_block_key``.
+
+    ``payload_bytes``: of a row that are kept, from its first on. ``tokens``: that a block stands
+    for: kinds share the drive by their bytes a token. ``window_tokens``: only the last so many
+    before a token are read for it. ``state_tokens``: it is a recurrent state, and one in so many
+    tokens is kept; None: it is KV.
+    """
+
+    payload_bytes: int
+    tokens: int = 1
+    window_tokens: int | None = None
+    state_tokens: int | None = None
+
+
+class Put(NamedTuple):
+    """A block to keep: the bytes of ``row``. ``parent``: the block before it in its chain, without
+    which nobody asks for it; None: it is the first. A block leaves before its parent does."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    row: int
+
+
+class Get(NamedTuple):
+    """A block to bring into ``row``. Where that fails the row may hold anything."""
+
+    key: BlockKey
+    row: int
+
+
+class Presence(IntEnum):
+    """What is known of a key. ASKED: others were asked for it. COMING: it is being written."""
+
+    ABSENT = 0
+    ASKED = 1
+    COMING = 2
+    READY = 3
+
+
+class Result(IntEnum):
+    """What became of one block of a job; a closed list.
+
+    Of any job: DONE; IO_ERROR: the drive failed; DEADLINE: it took longer than ``io_deadline_s``;
+    CANCELLED: ``forget`` or ``close`` came first, or the mover is gone. Of a put: PRESENT: it is
+    there, or being written; REFUSED: admission does not want it; NO_ROOM: none came in time, or the
+    write budget is spent; NO_SPACE: the drive is full. Of a get: ABSENT: it is not there (any
+    more); HEADER, CHECKSUM: other bytes were there than were written, and are dropped.
+    """
+
+    DONE = 0
+    PRESENT = 1
+    REFUSED = 2
+    NO_ROOM = 3
+    ABSENT = 4
+    HEADER = 5
+    CHECKSUM = 6
+    IO_ERROR = 7
+    NO_SPACE = 8
+    DEADLINE = 9
+    CANCELLED = 10
+
+
+class Ended(NamedTuple):
+    """A job that has ended: its rows are the caller's again. ``results``: of its blocks, in their
+    order. ``moved_bytes``: of the blocks that are DONE. ``seconds``: since it was asked for."""
+
+    tag: int
+    results: Sequence[Result]
+    moved_bytes: int
+    seconds: float
+
+
+class RowMover(Protocol):
+    """Moves bytes between rows and the drive: on a thread here, or in a process of its own. In a
+    plan's moves, rows stand where GPU blocks stand. One thread calls everything."""
+
+    def submit(self, plan: Plan) -> None:
+        """Take over a plan; each job is reported once. Does not wait."""
+
+    def poll(self, wait_s: float = 0.0) -> Report:
+        """Return what was finished since the last call; where that is nothing, wait up to
+        ``wait_s`` for something. ``Report.off``: it is gone, touches no row any more, and reports
+        nothing more."""
+
+    def close(self) -> None:
+        """Cancel what has not ended. Waits for what has begun, however long that takes: no row is
+        touched afterwards. Idempotent."""
+
+
+StartMover = Callable[[Config, Geometry, Rows], RowMover]
+
+
+class BlockStoreFace(ABC):
+    """Blocks of bytes by key. One thread at a time calls everything; it may be another each time.
+
+    What a caller does wrong is an assertion: a row or a kind that there is not, a tag that is in
+    use.
+    """
+
+    @abstractmethod
+    def presence(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return the ``Presence`` of each key. Neither waits nor counts: about a microsecond a
+        key."""
+
+    @abstractmethod
+    def ask(self, keys: Sequence[BlockKey]) -> None:
+        """Ask the other engines of the store for what is not here. ``keys``: of one prompt, in its
+        order. Those are ASKED until an answer, or until ``lookup_wait_s`` is over."""
+
+    @abstractmethod
+    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+        """A request wants these blocks, or has used them. Once for each request, in the order of
+        its prompt: what is kept and admitted follows it."""
+
+    @abstractmethod
+    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+        """Keep blocks. Their rows must not change until the tag has ended.
+
+        It waits for room that is coming, a few seconds at most. Of a key that comes twice the later
+        is PRESENT.
+        """
+
+    @abstractmethod
+    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
+        """Bring blocks into rows, which are the store's until the tag has ended. Verified: what is
+        DONE is what was put. ``arrival``: gets of lower ones go first."""
+
+    @abstractmethod
+    def step(self, now: float) -> bool:
+        """Send what was asked for, and look after the store. ``now``: of ``time.monotonic``. Return
+        whether to call again soon, though nothing is asked for: False lets an idle engine rest."""
+
+    @abstractmethod
+    def poll(self, wait_s: float = 0.0) -> list[Ended]:
+        """Return the jobs that have ended, each once; where there are none, wait up to ``wait_s``
+        for one. After ``close`` it returns what is left."""
+
+    @abstractmethod
+    def forget(self, epoch: int) -> None:
+        """Serve nothing of before: what keys mean has changed, for this engine. ``epoch``: any
+        number above 0 that was never used. Jobs on their way end as CANCELLED. The next start with
+        the same namespace finds what was written before the first call."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until every job has ended; ``poll`` returns them. Bounded by ``io_deadline_s``, and
+        the wait for room."""
+
+    @abstractmethod
+    def changes(self) -> Taken:
+        """Return which keys became READY and which went since the last call; the first one begins
+        with all that are there."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return what was counted and measured since the last call, and how it is now:
+        docs/METRICS.md."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every job, commit, and give the store back. Waits for the drive. Idempotent."""

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``BlockStore`` without a drive: a dictionary, for tests of what uses one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Tier, group_of
+from kvdisk.manager.events import Journal, Taken
+from kvdisk.stats import Stats
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
+
+_Blocks = Sequence[Put] | Sequence[Get]
+_Job = tuple[int, _Blocks, float]
+
+
+class MemoryBlocks(BlockStoreFace):
+    """Keeps up to ``most_blocks``, and evicts what was used longest ago. ``step`` begins jobs and
+    ``poll`` ends them."""
+
+    def __init__(self, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int = 1 << 20) -> None:
+        self._kinds = kinds
+        self._memory = memory
+        self._most_blocks = most_blocks
+        self._blocks: dict[BlockKey, bytes] = {}
+        """What is there, the one used longest ago first."""
+        self._coming: set[BlockKey] = set()
+        self._asked: list[_Job] = []
+        self._begun: list[tuple[_Job, list[Result]]] = []
+        self._ended: list[Ended] = []
+        self._tags: set[int] = set()
+        self._stats = Stats()
+        self._journal: Journal | None = None
+        self._is_closed = False
+
+    def presence(self, keys: Sequence[BlockKey]) -> bytes:
+        """See ``BlockStoreFace``."""
+        ready, coming, absent = Presence.READY, Presence.COMING, Presence.ABSENT
+        return bytes(ready if key in self._blocks else coming if key in self._coming else absent for key in keys)
+
+    def ask(self, keys: Sequence[BlockKey]) -> None:
+        """See ``BlockStoreFace``: there are no others."""
+
+    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+        """See ``BlockStoreFace``."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks[key] = self._blocks.pop(key)
+
+    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+        """See ``BlockStoreFace``."""
+        assert all(put.key != put.parent for put in blocks), "no block follows itself"
+        self._ask_for(tag, blocks)
+
+    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:  # noqa: ARG002
+        """See ``BlockStoreFace``."""
+        self._ask_for(tag, blocks)
+
+    def _ask_for(self, tag: int, blocks: _Blocks) -> None:
+        assert not self._is_closed, "the store is closed"
+        assert tag not in self._tags, f"tag {tag} is in use"
+        keys = [key for block in blocks for key in (block.key, getattr(block, "parent", None)) if key is not None]
+        assert all(len(key) <= MAX_KEY_BYTES for key in keys), "a key has 128 bytes at most"
+        assert all(group_of(key) < len(self._kinds) for key in keys), "a key of a kind that there is not"
+        assert all(0 <= block.row < len(self._memory) for block in blocks), "a row that there is not"
+        self._tags.add(tag)
+        self._asked.append((tag, blocks, time.monotonic()))
+
+    def step(self, now: float) -> bool:  # noqa: ARG002
+        """See ``BlockStoreFace``."""
+        for job in self._asked:
+            self._begun.append((job, list(self._begin(job[1]))))
+        self._asked.clear()
+        return bool(self._tags)
+
+    def _begin(self, blocks: _Blocks) -> Iterator[Result]:
+        for block in blocks:
+            if isinstance(block, Get):
+                yield Result.DONE if block.key in self._blocks else Result.ABSENT
+            elif block.key in self._blocks or block.key in self._coming:
+                yield Result.PRESENT
+            elif len(self._coming) >= self._most_blocks:
+                yield Result.NO_ROOM
+            else:
+                self._coming.add(block.key)
+                yield Result.DONE
+
+    def poll(self, wait_s: float = 0.0) -> list[Ended]:  # noqa: ARG002
+        """See ``BlockStoreFace``."""
+        for job, results in self._begun:
+            blocks: list[Put | Get] = [*job[1]]
+            for at, block in enumerate(blocks):
+                if results[at] is Result.DONE:
+                    results[at] = self._move(block)
+            self._end(job, results)
+        self._begun.clear()
+        ended, self._ended = self._ended, []
+        self._tags.difference_update(each.tag for each in ended)
+        return ended
+
+    def _move(self, block: Put | Get) -> Result:
+        row = self._memory[block.row, : self._kinds[group_of(block.key)].payload_bytes]
+        if isinstance(block, Put):
+            self._coming.discard(block.key)
+            if len(self._blocks) >= self._most_blocks:
+                leaving = next(iter(self._blocks))
+                del self._blocks[leaving]
+                self._note(False, [leaving])
+            self._blocks[block.key] = row.tobytes()
+            self._note(True, [block.key])
+            self._stats.add("stored_blocks")
+        elif block.key not in self._blocks:  # a put has taken its room
+            return Result.ABSENT
+        else:
+            row[:] = memoryview(self._blocks[block.key])
+            self._blocks[block.key] = self._blocks.pop(block.key)
+            self._stats.add("loaded_blocks")
+        return Result.DONE
+
+    def _end(self, job: _Job, results: Sequence[Result]) -> None:
+        tag, blocks, asked_s = job
+        sizes = (self._kinds[group_of(block.key)].payload_bytes for block in blocks)
+        moved_bytes = sum(size for size, result in zip(sizes, results, strict=True) if result is Result.DONE)
+        self._ended.append(Ended(tag, results, moved_bytes, time.monotonic() - asked_s))
+
+    def _note(self, stored: bool, keys: Sequence[BlockKey]) -> None:
+        if self._journal is not None:
+            self._journal.note(Tier.NVME, stored, keys)
+
+    def forget(self, epoch: int) -> None:
+        """See ``BlockStoreFace``."""
+        assert epoch > 0
+        self._cancel()
+        self._note(False, list(self._blocks))
+        self._blocks.clear()
+
+    def _cancel(self) -> None:
+        for job in (*self._asked, *(job for job, _ in self._begun)):
+            self._end(job, [Result.CANCELLED] * len(job[1]))
+        self._asked.clear()
+        self._begun.clear()
+        self._coming.clear()
+
+    def drain(self) -> None:
+        """See ``BlockStoreFace``."""
+        self.step(time.monotonic())
+        ended = self.poll()
+        self._tags.update(each.tag for each in ended)
+        self._ended = ended
+
+    def changes(self) -> Taken:
+        """See ``BlockStoreFace``."""
+        if self._journal is None:
+            self._journal = Journal(self._stats)
+            self._note(True, list(self._blocks))
+        return self._journal.take()
+
+    def stats(self) -> Stats:
+        """See ``BlockStoreFace``."""
+        return self._stats.take()
+
+    def close(self) -> None:
+        """See ``BlockStoreFace``."""
+        self._is_closed = True
+        self._cancel()

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every ``BlockStore`` must do. Subclass ``BlockStoreConformance`` in a test module, and
+pytest runs it.
+
+The suite needs nothing but the face, a way to open, and pytest's ``tmp_path``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvdisk.blocks import BlockKey, group_of, make_block_key
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
+
+KINDS = (BlockKind(10_000, tokens=16), BlockKind(3_000, tokens=16, window_tokens=64))
+ROW_BYTES = 12_345
+ROWS = 64
+_SAFETY_S = 120.0
+"""After so long a test gives up on what should have ended; no test waits for it to pass."""
+
+
+def key_of(number: int, kind: int = 0) -> BlockKey:
+    """Return a key that is unique to ``number`` and ``kind``."""
+    return make_block_key(number.to_bytes(32, "little"), kind)
+
+
+def content_of(key: BlockKey, version: int = 0, size: int = ROW_BYTES) -> Rows:
+    """Return a row's bytes as they belong to a key."""
+    seed = [version, *np.frombuffer(key, np.uint8).tolist()]
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def make_rows(count: int = ROWS) -> Rows:
+    """Return rows that lie apart, at a distance that is not aligned, full of ones."""
+    return np.full((count, ROW_BYTES + 321), 1, np.uint8)[:, :ROW_BYTES]
+
+
+def run_until(store: BlockStoreFace, is_over: Callable[[], bool], ended: list[Ended]) -> None:
+    """Step a store until something is so; add what ends meanwhile to ``ended``."""
+    give_up_s = time.monotonic() + _SAFETY_S
+    while not is_over():
+        assert time.monotonic() < give_up_s, "it never came"
+        store.step(time.monotonic())
+        ended += store.poll(0.01)
+
+
+def finish(store: BlockStoreFace, *tags: int) -> dict[int, Ended]:
+    """Step a store until these jobs have ended, and no other; return them."""
+    ended: list[Ended] = []
+    run_until(store, lambda: len(ended) >= len(tags), ended)
+    assert sorted(each.tag for each in ended) == sorted(tags)
+    return {each.tag: each for each in ended}
+
+
+def put_all(
+    store: BlockStoreFace, rows: Rows, keys: Sequence[BlockKey], version: int = 0, tag: int = 1
+) -> list[Result]:
+    """Put a chain of blocks from the first rows on; return the results."""
+    for at, key in enumerate(keys):
+        rows[at] = content_of(key, version)
+    parents = [None, *keys[:-1]]
+    store.put(tag, [Put(key, parent, at) for at, (key, parent) in enumerate(zip(keys, parents, strict=True))])
+    return list(finish(store, tag)[tag].results)
+
+
+def get_all(store: BlockStoreFace, keys: Sequence[BlockKey], tag: int = 2) -> list[Result]:
+    """Get blocks into the first rows; return the results."""
+    store.get(tag, [Get(key, at) for at, key in enumerate(keys)])
+    return list(finish(store, tag)[tag].results)
+
+
+def holds(rows: Rows, at: int, key: BlockKey, kinds: Sequence[BlockKind], version: int = 0) -> bool:
+    """Whether a row begins with what was put as a key."""
+    size = kinds[group_of(key)].payload_bytes
+    return bool(np.array_equal(rows[at, :size], content_of(key, version)[:size]))
+
+
+class BlockStoreConformance(ABC):
+    """The suite. A subclass says how to open a store."""
+
+    @abstractmethod
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
+        """Return an empty store, whose files (if it has any) go into the directory ``path``, and
+        which holds about ``most_blocks`` of the first kind at most, and not much less."""
+
+    def make_rows(self, count: int = ROWS) -> Rows:
+        """Return rows for a store to move to and from; full of ones."""
+        return make_rows(count)
+
+    @contextmanager
+    def opened(
+        self, path: Path, memory: Rows, kinds: Sequence[BlockKind] = KINDS, most_blocks: int = 1000
+    ) -> Iterator[BlockStoreFace]:
+        """Open a store and close it after the test."""
+        store = self.open_store(path, kinds, memory, most_blocks)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def test_starts_empty(self, tmp_path: Path) -> None:
+        """Nothing is there, nothing ends, and soon nothing is to be done."""
+        with self.opened(tmp_path, self.make_rows()) as store:
+            assert store.presence([]) == b""
+            assert store.presence([key_of(1), key_of(2, 1)]) == bytes([Presence.ABSENT] * 2)
+            assert store.poll() == []
+            ended: list[Ended] = []
+            run_until(store, lambda: not store.step(time.monotonic()), ended)
+            assert ended == []
+
+    def test_brings_back_what_was_put(self, tmp_path: Path) -> None:
+        """Into other rows, whole, of every kind, and nothing beside it."""
+        rows, keys = self.make_rows(), [key_of(number, number % 2) for number in range(20)]
+        with self.opened(tmp_path, rows) as store:
+            assert put_all(store, rows, keys) == [Result.DONE] * 20
+            assert store.presence(keys) == bytes([Presence.READY] * 20)
+            rows[:] = 7
+            store.get(5, [Get(key, 63 - at) for at, key in enumerate(keys)])
+            ended = finish(store, 5)[5]
+            assert ended.results == [Result.DONE] * 20
+            assert ended.moved_bytes == 10 * (KINDS[0].payload_bytes + KINDS[1].payload_bytes)
+            assert ended.seconds >= 0
+            for at, key in enumerate(keys):
+                assert holds(rows, 63 - at, key, KINDS)
+                assert (rows[63 - at, KINDS[group_of(key)].payload_bytes :] == 7).all()
+            assert (rows[:44] == 7).all()
+
+    def test_keeps_recurrent_states(self, tmp_path: Path) -> None:
+        """Beside the KV that they belong to, which is a little larger."""
+        kinds = (BlockKind(10_000, tokens=16), BlockKind(9_000, tokens=16, state_tokens=512))
+        rows, keys = self.make_rows(), [*(key_of(number) for number in range(8)), key_of(7, 1)]
+        with self.opened(tmp_path, rows, kinds) as store:
+            assert put_all(store, rows, keys) == [Result.DONE] * 9
+            store.reached("one", keys)
+            store.reached("two", keys)
+            rows[:] = 0
+            assert get_all(store, keys) == [Result.DONE] * 9
+            assert all(holds(rows, at, key, kinds) for at, key in enumerate(keys))
+
+    def test_rows_are_the_callers_again_once_a_tag_has_ended(self, tmp_path: Path) -> None:
+        """Rounds over the same rows, each with other blocks: each block keeps its own bytes."""
+        rows, rounds = self.make_rows(8), [[key_of(8 * turn + at) for at in range(8)] for turn in range(6)]
+        with self.opened(tmp_path, rows) as store:
+            for keys in rounds:
+                assert put_all(store, rows, keys) == [Result.DONE] * 8
+                rows[:] = 0
+            for keys in rounds:
+                assert get_all(store, keys) == [Result.DONE] * 8
+                assert all(holds(rows, at, key, KINDS) for at, key in enumerate(keys))
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def test_a_job_of_no_blocks_ends(self, tmp_path: Path) -> None:
+        """A put and a get of nothing end once, with nothing."""
+        with self.opened(tmp_path, self.make_rows()) as store:
+            store.put(1, [])
+            store.get(2, [])
+            ended = finish(store, 1, 2)
+            assert [list(each.results) for each in ended.values()] == [[], []]
+            assert all(each.moved_bytes == 0 for each in ended.values())
+
+    def test_each_tag_ends_once(self, tmp_path: Path) -> None:
+        """Many jobs at once, of both kinds; a tag may be used again when it has ended."""
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            for turn in range(3):
+                for at in range(32):
+                    rows[at] = content_of(key_of(100 * turn + at))
+                    store.put(2 * at, [Put(key_of(100 * turn + at), None, at)])
+                    store.get(2 * at + 1, [Get(key_of(10_000 + at), 32 + at)])
+                ended = finish(store, *range(64))
+                assert all(ended[2 * at].results == [Result.DONE] for at in range(32))
+                assert all(ended[2 * at + 1].results == [Result.ABSENT] for at in range(32))
+            assert store.poll() == []
+
+    def test_a_key_twice_is_kept_once(self, tmp_path: Path) -> None:
+        """In one job, in two jobs at once, and later: the first is kept."""
+        rows, key = self.make_rows(), key_of(1)
+        with self.opened(tmp_path, rows) as store:
+            rows[0], rows[1] = content_of(key), content_of(key_of(2))
+            store.put(1, [Put(key, None, 0), Put(key, None, 1)])
+            store.put(2, [Put(key, None, 1)])
+            ended = finish(store, 1, 2)
+            assert ended[1].results == [Result.DONE, Result.PRESENT]
+            assert ended[2].results == [Result.PRESENT]
+            store.put(3, [Put(key, None, 1)])
+            assert finish(store, 3)[3].results == [Result.PRESENT]
+            assert get_all(store, [key, key]) == [Result.DONE] * 2
+            assert holds(rows, 0, key, KINDS)
+            assert holds(rows, 1, key, KINDS)
+
+    def test_what_is_not_there_is_absent(self, tmp_path: Path) -> None:
+        """Among what is; and the results are in the order of the blocks."""
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, [key_of(1), key_of(3)])
+            found = get_all(store, [key_of(0), key_of(1), key_of(2), key_of(3), key_of(1, 1)])
+            assert found == [Result.ABSENT, Result.DONE, Result.ABSENT, Result.DONE, Result.ABSENT]
+            assert holds(rows, 1, key_of(1), KINDS)
+            assert holds(rows, 3, key_of(3), KINDS)
+
+    @pytest.mark.parametrize("row", [-1, ROWS])
+    def test_a_row_that_there_is_not_is_an_error(self, tmp_path: Path, row: int) -> None:
+        """An assertion, and no tag is taken."""
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(key_of(1), None, row)])
+            with pytest.raises(AssertionError):
+                store.get(1, [Get(key_of(1), row)])
+            assert put_all(store, rows, [key_of(1)]) == [Result.DONE]
+
+    def test_a_kind_that_there_is_not_is_an_error(self, tmp_path: Path) -> None:
+        """Of a block and of a parent."""
+        with self.opened(tmp_path, self.make_rows()) as store:
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(key_of(1, 2), None, 0)])
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(key_of(1), key_of(0, 65535), 0)])
+            with pytest.raises(AssertionError):
+                store.get(1, [Get(key_of(1, 2), 0)])
+
+    def test_a_key_that_is_too_long_is_an_error(self, tmp_path: Path) -> None:
+        """As is one that names itself as what comes before it."""
+        longest, longer = (make_block_key(bytes(count), 0) for count in (126, 127))
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(longer, None, 0)])
+            with pytest.raises(AssertionError):
+                store.put(1, [Put(longest, longest, 0)])
+            assert put_all(store, rows, [longest]) == [Result.DONE]
+            assert get_all(store, [longest]) == [Result.DONE]
+            assert holds(rows, 0, longest, KINDS)
+
+    def test_a_tag_in_use_is_an_error(self, tmp_path: Path) -> None:
+        """Until ``poll`` has returned it."""
+        with self.opened(tmp_path, self.make_rows()) as store:
+            store.put(1, [])
+            with pytest.raises(AssertionError):
+                store.get(1, [])
+            finish(store, 1)
+            store.get(1, [])
+            finish(store, 1)
+
+    def test_drain_ends_every_job(self, tmp_path: Path) -> None:
+        """Jobs that no step has seen, too; ``poll`` then returns each without a step."""
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            for at in range(20):
+                store.put(at, [Put(key_of(at), None, at)])
+            store.get(20, [Get(key_of(99), 40)])
+            store.drain()
+            ended = {each.tag: each for each in store.poll()}
+            assert sorted(ended) == list(range(21))
+            assert all(ended[at].results == [Result.DONE] for at in range(20))
+            assert store.poll() == []
+            store.drain()
+
+    # -- bounds --------------------------------------------------------------------------------
+
+    def test_is_bounded(self, tmp_path: Path) -> None:
+        """Many times what it holds: every put ends, it holds no more than it may, not nothing, and
+        what it says is there comes back."""
+        rows, most = self.make_rows(16), 100
+        with self.opened(tmp_path, rows, most_blocks=most) as store:
+            keys: list[BlockKey] = []
+            for turn in range(40):
+                some = [key_of(16 * turn + at) for at in range(16)]
+                results = put_all(store, rows, some)
+                assert set(results) <= {Result.DONE, Result.NO_ROOM, Result.REFUSED}
+                keys += some
+                found = store.presence(keys)
+                assert found.count(Presence.READY) <= most
+            ready = [key for key, presence in zip(keys, store.presence(keys), strict=True) if presence]
+            assert most // 4 <= len(ready) <= most
+            for start in range(0, len(ready), 16):
+                some = ready[start : start + 16]
+                for at, result in enumerate(get_all(store, some)):
+                    assert result in {Result.DONE, Result.ABSENT}  # a search for room may still go on
+                    assert result is Result.ABSENT or holds(rows, at, some[at], KINDS)
+
+    def test_against_a_model(self, tmp_path: Path) -> None:
+        """Jobs of both kinds in any order, several at once, beyond what it holds: what is DONE has
+        the bytes of its key, and what was never put is never there."""
+        dice, rows = random.Random(5), self.make_rows()  # noqa: S311 - no secret
+        numbers = range(300)
+        with self.opened(tmp_path, rows, most_blocks=120) as store:
+            put: set[BlockKey] = set()
+            free, out, tag, seen = set(range(ROWS)), dict[int, Sequence[Put] | Sequence[Get]](), 0, 0
+            while seen < 400:
+                while free and len(out) < 6:
+                    tag += 1
+                    taken = dice.sample(sorted(free), min(len(free), dice.randint(0, 12)))
+                    free.difference_update(taken)
+                    keys = [key_of(dice.choice(numbers), dice.randint(0, 1)) for _ in taken]
+                    if dice.random() < 0.6:
+                        for key, row in zip(keys, taken, strict=True):
+                            rows[row] = content_of(key)
+                        out[tag] = [Put(key, None, row) for key, row in zip(keys, taken, strict=True)]
+                        put.update(keys)
+                        store.put(tag, [each for each in out[tag] if isinstance(each, Put)])
+                    else:
+                        rows[taken] = 0
+                        out[tag] = [Get(key, row) for key, row in zip(keys, taken, strict=True)]
+                        store.get(tag, [each for each in out[tag] if isinstance(each, Get)], arrival=tag)
+                    if dice.random() < 0.2:
+                        store.reached(f"request {tag}", [key_of(number) for number in numbers[:40]])
+                store.step(time.monotonic())
+                for ended in store.poll(0.01):
+                    blocks = out.pop(ended.tag)
+                    assert len(ended.results) == len(blocks)
+                    for block, result in zip(blocks, ended.results, strict=True):
+                        if isinstance(block, Get) and result is Result.DONE:
+                            assert block.key in put
+                            assert holds(rows, block.row, block.key, KINDS)
+                    free.update(block.row for block in blocks)
+                    seen += 1
+
+    # -- epochs and the end --------------------------------------------------------------------
+
+    def test_forget_serves_nothing_of_before(self, tmp_path: Path) -> None:
+        """Neither what was there nor what is on its way; the same keys may mean other bytes
+        then."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            store.put(7, [Put(key_of(20), None, 20)])
+            store.get(8, [Get(keys[0], 21)])
+            store.step(time.monotonic())
+            store.put(9, [Put(key_of(22), None, 22)])
+            store.forget(1234)
+            ended = finish(store, 7, 8, 9)
+            assert all(set(each.results) == {Result.CANCELLED} for each in ended.values())
+            assert store.presence([*keys, key_of(20), key_of(22)]) == bytes([Presence.ABSENT] * 10)
+            assert get_all(store, keys) == [Result.ABSENT] * 8
+            assert put_all(store, rows, keys, version=1) == [Result.DONE] * 8
+            rows[:] = 0
+            assert get_all(store, keys) == [Result.DONE] * 8
+            assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
+
+    def test_close_ends_every_job(self, tmp_path: Path) -> None:
+        """What is asked for and what is under way; ``poll`` returns each once, afterwards too."""
+        rows = self.make_rows()
+        store = self.open_store(tmp_path, KINDS, rows, 1000)
+        put_all(store, rows, [key_of(0)])
+        store.put(1, [Put(key_of(1), None, 1)])
+        store.get(2, [Get(key_of(0), 2)])
+        store.step(time.monotonic())
+        store.put(3, [Put(key_of(3), None, 3)])
+        store.close()
+        ended = {each.tag: each.results for each in store.poll()}
+        assert sorted(ended) == [1, 2, 3]
+        assert ended[3] == [Result.CANCELLED]
+        assert store.poll() == []
+        store.close()
+        with pytest.raises(AssertionError):
+            store.put(4, [])
+        store.ask([key_of(0)])
+        store.reached("late", [key_of(0)])
+        store.forget(5)
+        store.drain()
+        assert store.presence([key_of(0)]) == bytes([Presence.ABSENT])
+
+    # -- what it tells -------------------------------------------------------------------------
+
+    def test_changes_say_what_is_there(self, tmp_path: Path) -> None:
+        """Who follows the changes knows what is READY, from the first call on, through evictions
+        and a new epoch."""
+        rows, known = self.make_rows(16), set[BlockKey]()
+
+        def follow(store: BlockStoreFace) -> None:
+            while True:
+                taken = store.changes()
+                known.difference_update(known if taken.cleared else ())
+                for change in taken.changes:
+                    (known.update if change.stored else known.difference_update)(change.keys)
+                if not taken.changes:
+                    return
+
+        with self.opened(tmp_path, rows, most_blocks=50) as store:
+            everything = [key_of(number) for number in range(320)]
+            for turn in range(20):
+                put_all(store, rows, everything[16 * turn : 16 * turn + 16])
+                follow(store)
+                assert known == set(_ready(store, everything))
+            assert known
+            store.forget(99)
+            follow(store)
+            assert known == set()
+
+    def test_stats_count_what_was_moved(self, tmp_path: Path) -> None:
+        """Once: the next call begins anew."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(5)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            get_all(store, keys[:3])
+            stats = store.stats()
+            assert (stats["stored_blocks"], stats["loaded_blocks"]) == (5, 3)
+            assert store.stats()["stored_blocks"] == 0
+
+    def test_questions_are_harmless(self, tmp_path: Path) -> None:
+        """To ask others and to say what was reached, also of what nobody has, changes nothing that
+        is there."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys[:4])
+            store.ask(keys)
+            store.reached("one", keys)
+            store.reached("two", [])
+            run_until(store, lambda: Presence.ASKED not in store.presence(keys), [])
+            assert store.presence(keys) == bytes([Presence.READY] * 4 + [Presence.ABSENT] * 4)
+
+
+def _ready(store: BlockStoreFace, keys: Sequence[BlockKey]) -> Iterable[BlockKey]:
+    found: Mapping[BlockKey, int] = dict(zip(keys, store.presence(keys), strict=True))
+    return [key for key, presence in found.items() if presence == Presence.READY]

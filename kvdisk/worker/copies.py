@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a copier is to the mover: copies between an engine's blocks and slots. Without torch.
+
+``copier`` has those for vLLM's tensors; ``RowCopier`` is for blocks that are rows of host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.geometry import HEADER_BYTES
+from kvdisk.worker.arena import SlotMemory
+
+
+class Event(Protocol):
+    """A point in a stream of device work, such as the end of a copy: a ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+class Passed:
+    """``Event`` of what has ended already."""
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return True
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+
+
+class Slots(NamedTuple):
+    """Slots of one size class."""
+
+    memory: SlotMemory
+    size_class: int
+    indices: Sequence[int]
+
+
+class Copier(Protocol):
+    """Moves whole blocks between an engine's memory and slots of an arena.
+
+    Only the payload of slots takes part, though a gather may overwrite their headers. From a call
+    until the event that it returns has passed, the copier owns the slots and blocks.
+    ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
+    """
+
+    def thread(self) -> AbstractContextManager[Any]:
+        """Return what the mover's thread runs within."""
+
+    def compute_done(self) -> Event | None:
+        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
+
+    def hold_model(self) -> None:
+        """Let the model's next work begin after every gather so far. No wait on the host."""
+
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
+        """Start copying blocks, by their ids, to as many slots, once ``after`` has passed. None:
+        there is no memory for it now, and nothing of it is under way."""
+
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event | None:
+        """Start copying slots to as many blocks, once ``after`` has passed. None: as of
+        ``gather``."""
+
+
+class RowCopier:
+    """``Copier`` of blocks that are rows of host memory. It copies at once, on the mover's thread.
+
+    ``rows``: uint8 (row count, row bytes). ``payload_bytes``: by KV-cache group, how much of a row
+    a block of it has, from the row's start; what lies behind it is left alone.
+    """
+
+    def __init__(self, rows: NDArray[np.uint8], payload_bytes: Sequence[int]) -> None:
+        assert all(count <= rows.shape[1] for count in payload_bytes), "a block is larger than its row"
+        self._rows = rows
+        self._payload_bytes = tuple(payload_bytes)
+
+    def thread(self) -> AbstractContextManager[Any]:
+        """See ``Copier``."""
+        return nullcontext()
+
+    def compute_done(self) -> Event | None:
+        """See ``Copier``: who asks for a copy has written the rows."""
+        return None
+
+    def hold_model(self) -> None:
+        """See ``Copier``: a copy has ended when it was begun."""
+
+    def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
+        """See ``Copier``."""
+        for row, index in zip(blocks, slots.indices, strict=True):
+            self._payload(slots, index, group)[:] = self._rows[row, : self._payload_bytes[group]]
+        return Passed()
+
+    def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
+        """See ``Copier``."""
+        for row, index in zip(blocks, slots.indices, strict=True):
+            self._rows[row, : self._payload_bytes[group]] = self._payload(slots, index, group)
+        return Passed()
+
+    def _payload(self, slots: Slots, index: int, group: int) -> NDArray[np.uint8]:
+        slot = slots.memory.view(slots.size_class, index)
+        return np.frombuffer(slot, np.uint8, self._payload_bytes[group], HEADER_BYTES)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvdisk behind vLLM's own ``OffloadingConnector`` in real engines on the CPU: the tokens are those
+of vLLM alone, wherever the KV came from.
+
+All but the copies between the model's blocks and memory is vLLM's own: see ``host_offloading``. One
+engine start serves many cases, and the cases run in the order of a script.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_child import EngineChild
+from support.waits import lives, until
+from torture_rounds import (
+    GPU,
+    HERE,
+    MOST_TOKENS,
+    PROMPTS,
+    SEED,
+    answers_alone,
+    run_round,
+    tokens_of,
+    verify_store,
+)
+
+from kvdisk.device.listing import list_homes
+from kvdisk.geometry import HEADER_BYTES
+
+ROW_BYTES = 32768
+"""Of the tiny Llama: 32 tokens, two layers, two heads of 32, keys and values, four bytes."""
+ACTS = "host_offloading"
+IDLE = {"off": False, "jobs": 0, "requests": 0, "held": 0}
+CAP = 256 << 20
+"""More than all prompts have."""
+
+
+def start(model: Path, folder: Path, *, memory: int, layout: str = "inproc", **tier: Any) -> EngineChild:
+    """Start an engine whose host memory has so many bytes."""
+    ours = {"type": "kvdisk", "store_dirs": str(folder / "store"), "nvme_bytes": CAP, "device": "posix"}
+    ours |= {"lookup_wait_s": 600, "io_deadline_s": 600} | tier
+    extra = {
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "host_offloading",
+        "cpu_bytes_to_use": memory,
+        "secondary_tiers": [ours],
+    }
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return EngineChild(model, folder / "log", env=HERE, layout=layout, kv_transfer_config=transfer, **GPU)
+
+
+def answers(engine: EngineChild) -> tuple[list[list[int]], int]:
+    """Return an engine's tokens to each prompt, and how many tokens of all were cached."""
+    found = engine.generate(PROMPTS, MOST_TOKENS, together=False)
+    return tokens_of(found), sum(answer.cached for answer in found)
+
+
+def flip_bits(store: Path) -> None:
+    """Flip a bit in the payload of every slot of a store."""
+    (home,) = list_homes(store)
+    for file in home.segments_path.glob("*/rank0.kv"):
+        with file.open("r+b") as opened:
+            content = bytearray(opened.read())
+            for at in range(HEADER_BYTES * 2 + 1000, len(content), ROW_BYTES + HEADER_BYTES):
+                content[at] ^= 4
+            opened.seek(0)
+            opened.write(content)
+
+
+def test_one_process(model, expected, tmp_path):
+    with start(model, tmp_path, memory=64 << 20) as engine:
+        assert answers(engine)[0] == expected, "cold"
+        engine.drain()
+        run_round(engine, SEED, expected)
+        engine.drain()
+        assert engine.call(f"{ACTS}:state_of") == IDLE
+        stored = engine.metrics()["kvdisk_held_blocks.nvme"]
+        assert stored > 100
+    with start(model, tmp_path, memory=3 << 20) as engine:
+        tokens, cached = answers(engine)
+        assert tokens == expected, "warm from NVMe after a restart, with memory for a part of it"
+        assert cached > 1000
+        for at in range(2):
+            run_round(engine, SEED + 1 + at, expected)
+        engine.drain()
+        metrics = engine.metrics()
+        assert metrics["kvdisk_loaded_blocks"] > 100
+        assert engine.call(f"{ACTS}:state_of") == IDLE
+        assert verify_store(tmp_path / "store", CAP) >= stored
+
+
+def test_damage_resets_and_the_end_of_the_mover(tiny_llama, tmp_path):
+    expected = answers_alone(tiny_llama)
+    store, small = tmp_path / "store", 3 << 20
+    with start(tiny_llama, tmp_path, memory=64 << 20) as engine:
+        assert answers(engine)[0] == expected
+    flip_bits(store)
+    with start(tiny_llama, tmp_path, memory=small) as engine:
+        assert answers(engine)[0] == expected, "no flipped bit is served"
+        engine.drain()
+        assert engine.metrics()["kvdisk_verification_failures.checksum"] > 10
+        assert engine.call(f"{ACTS}:state_of") == IDLE
+    with start(tiny_llama, tmp_path, memory=small) as engine:
+        tokens, cached = answers(engine)
+        assert tokens == expected and cached > 1000, "what was computed again has taken their place"
+        assert not engine.metrics().get("kvdisk_verification_failures.checksum")
+        # Other weights come each time that everything is reset, whatever runs.
+        engine.call("engine_acts:use_weights", 1)
+        assert engine.call("engine_acts:reset_all")
+        others, _ = answers(engine)
+        assert others != expected
+        engine.call("engine_acts:use_weights", 0)
+        assert engine.call("engine_acts:reset_all")
+        counts = run_round(engine, SEED, expected, others, count=60, steps_between=40)
+        assert counts["resets"] > 1 and counts["compared"] > 20
+        engine.drain()
+        assert engine.call(f"{ACTS}:state_of") == IDLE
+    with start(tiny_llama, tmp_path, memory=small) as engine:
+        tokens, cached = answers(engine)
+        assert tokens == expected and cached > 1000, "of what was stored after a reset nothing is found"
+        # The mover stands still, is killed for it, and the engine goes on with memory alone.
+        pid = engine.call(f"{ACTS}:signal_mover", signal.SIGSTOP)
+        engine.call(f"{ACTS}:answer_within", 0.5)
+        assert answers(engine)[0] == expected
+        engine.drain()
+        assert engine.call(f"{ACTS}:state_of") == IDLE | {"off": True}
+        assert not lives(pid)
+        run_round(engine, SEED, expected)
+    log = (tmp_path / "log").read_text()
+    assert log.count("kvdisk is off until the engine starts again") == 1
+    assert "Traceback" not in log
+    assert verify_store(store, CAP) > 100
+
+
+def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
+    expected = answers_alone(tiny_llama)
+    with start(tiny_llama, tmp_path, memory=3 << 20) as engine:
+        run_round(engine, SEED, expected)
+        pid = engine.call(f"{ACTS}:signal_mover", signal.SIGSTOP)
+        engine.generate(PROMPTS[:1], 1)  # stores are on their way to it
+        engine.call(f"{ACTS}:signal_mover", signal.SIGKILL)
+        until(lambda: not lives(pid), "its end")
+        run_round(engine, SEED, expected)
+        engine.drain()
+        assert engine.call(f"{ACTS}:state_of") == IDLE | {"off": True}
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    with start(tiny_llama, tmp_path, memory=3 << 20) as engine:
+        assert answers(engine)[0] == expected
+
+
+@pytest.mark.parametrize("layout", ["own", "tp2", "pp2"])
+def test_processes(tiny_llama, tmp_path, layout):
+    """A row has the bytes of all workers, in their shared memory."""
+    prompts, found = PROMPTS[:12], []
+    for _ in range(2):
+        with start(tiny_llama, tmp_path, memory=3 << 20, layout=layout) as engine:
+            answered = engine.generate(prompts, 8, together=False)
+            found.append((tokens_of(answered), sum(answer.cached for answer in answered)))
+            if len(found) == 2:
+                metrics = engine.metrics()
+                assert metrics["kvdisk_loaded_blocks"] > 10 and not metrics.get("kvdisk_switched_off")
+            engine.drain()
+    assert found[0][0] == found[1][0]
+    assert found[1][1] > found[0][1]
+    if layout == "own":
+        assert found[0][0] == [tokens[:8] for tokens in answers_alone(tiny_llama)[: len(prompts)]]
+    assert verify_store(tmp_path / "store", CAP) > 10
+    assert "Traceback" not in (tmp_path / "log").read_text()
