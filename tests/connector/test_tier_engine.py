@@ -92,6 +92,7 @@ def test_one_process(model, expected, tmp_path):
         assert verify_store(tmp_path / "store", CAP) >= stored
 
 
+@pytest.mark.torture
 def test_damage_resets_and_the_end_of_the_mover(tiny_llama, tmp_path):
     expected = answers_alone(tiny_llama)
     store, small = tmp_path / "store", 3 << 20
@@ -151,6 +152,7 @@ def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
         assert answers(engine)[0] == expected
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("layout", ["own", "tp2", "pp2"])
 def test_processes(tiny_llama, tmp_path, layout):
     """A row has the bytes of all workers, in their shared memory."""
