@@ -88,7 +88,8 @@ def without_pins(outer: type, name: str) -> Plant:
             pins[row] -= pins[row] > 0
 
     def plant(planter: Planter) -> None:
-        planter.replace_in(outer, name, Catalog, "pin", lambda *_: None)
+        for pin in ("pin", "pin_many"):
+            planter.replace_in(outer, name, Catalog, pin, lambda *_: None)
         planter.replace(Catalog, "unpin", unpin)
 
     return plant

@@ -111,7 +111,8 @@ def test_it_imports_no_torch(rank):
     """Whose import would take seconds of each start, and hundreds of megabytes."""
     assert rank.do(JobKind.STORE, (move(0),)) == {}
     assert rank.do(JobKind.LOAD, (move(0),)) == {}
-    assert "torch" not in Path(f"/proc/{rank.mover.pid}/maps").read_text()
+    # vLLM preloads the libgomp that torch brings.
+    assert "libtorch" not in Path(f"/proc/{rank.mover.pid}/maps").read_text()
 
 
 @pytest.fixture
