@@ -190,6 +190,7 @@ def test_more_plans_than_the_socket_holds_wait_here_while_it_stands_still(rank):
 
 def test_one_without_jobs_may_stand_still_for_ever(rank):
     rank.do(JobKind.STORE, (move(0),))
+    until(lambda: rank.look() or len(rank.results) == rank.jobs, "the answers to all jobs")
     os.kill(rank.mover.pid, signal.SIGSTOP)
     rank.mover._answer_s = 0.0
     for _ in range(10):
