@@ -578,6 +578,7 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
     from kvdisk.worker.routes import Resources
 
     assert geometry.rank_count == 1 and config.cpu_bytes == 0, "rows are of one rank, without a CPU tier"
+    assert config.remote is None, "blocks are sent to a remote store from the CPU tier"
     check_host_memory(_host_bytes_of_rank(config, geometry, 1), Deployment(1))
     copier = RowCopier(rows, [group.payload_bytes for group in geometry.groups])
     with ExitStack() as undo:
@@ -585,8 +586,7 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, 0, 1)
         device = choose_device(config.device, list_directories(config.store_dirs) if config.store_dirs else ())
-        remote = None if config.remote is None else open_remote(config)
-        resources = Resources(geometry, 0, None, staging, copier, device, files, None, remote, checksum_threads=1)
+        resources = Resources(geometry, 0, None, staging, copier, device, files, checksum_threads=1)
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
     return WorkerParts(mover, (staging,), Populating([staging]))
