@@ -133,7 +133,7 @@ class NvmeSpace(TierSpace):
 
     def refresh(self, now: float) -> bool:
         """Learn of commits, drives and budget. Return whether room may have come free."""
-        released = self.commit() | super().refresh(now)
+        released = self.commit()
         resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()

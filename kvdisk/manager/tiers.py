@@ -117,7 +117,7 @@ class TierSpace:
 
     def refresh(self, now: float) -> bool:  # noqa: ARG002
         """Refresh the state, once a step. Return whether room may have come free."""
-        return self.is_searching
+        return False
 
     def commit(self) -> bool:
         """Learn how far commits have come. Return whether room came free."""

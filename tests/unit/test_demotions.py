@@ -163,3 +163,18 @@ def test_what_is_queued_instead_of_leaving_makes_no_step_longer(monkeypatch):
     assert cpu.lower.count(0) > 20, "queued are"
     assert len(looked) > 3
     assert max(looked) <= 4 + 4 * 2
+
+
+def test_a_search_on_the_drive_repeats_no_offers_to_memory(monkeypatch):
+    """Memory gets room from the drive by a demotion alone, and that settles."""
+    bench = TierBench([4], [4])
+    bench.serve("abcd")
+    bench.idle()
+    bench.parts.nvme._orders[0].ended_early = True
+    before = bench.manager._state.released
+    bench.manager.take_plan(bench.now, idle=True)
+    assert bench.parts.nvme.is_searching
+    assert bench.manager._state.released == before
+    bench.parts.cpu._orders[0].ended_early = True
+    bench.manager.take_plan(bench.now, idle=True)
+    assert bench.manager._state.released == before + 1
