@@ -19,7 +19,7 @@ INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture test-next mutate demo demo-remote serve wheel docs clean
+.PHONY: help install install-dev check test torture test-next mutate demo demo-remote demo-offloading serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,9 @@ demo: install ## run the main job on real vLLM: cold, warm from memory, warm fro
 
 demo-remote: install-dev ## what one engine computes, another loads from S3, and from a Mooncake Store
 	@PYTHONPATH=tests $(BIN)/python tools/demo_remote.py --prompt-tokens "$(PROMPT_TOKENS)"
+
+demo-offloading: install-dev ## behind vLLM's own connector: kvdisk's store beside vLLM's fs tier, with bits flipped
+	@$(BIN)/python tools/demo_offloading.py --prompt-tokens "$(PROMPT_TOKENS)"
 
 serve: install ## start vLLM's real server with kvdisk, and print what to type to see a hit
 	@$(BIN)/python tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")

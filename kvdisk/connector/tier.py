@@ -89,17 +89,19 @@ class _Request:
     """What is known of a request that has not ended.
 
     ``denied``: keys that failed to load for it; vLLM would ask for them in every step. ``held``:
-    those that were answered HIT, and of which it has not been scheduled since. ``waits_since``:
-    when it was first told to wait. ``is_let_in``: it has waited long enough for room in memory.
-    ``is_stale``: it has KV from before a reset. ``chain``: its keys by group and last token, of the
-    first ``known`` of vLLM's.
+    those that were answered HIT, and of which it has not been scheduled since. ``brought``: those
+    of them that were loaded. ``lost_blocks``: how often vLLM has given away the row of one of these
+    before the request was scheduled. ``waits_since``: when it was first told to wait. ``is_stale``:
+    it has KV from before a reset. ``chain``: its keys by group and last token, of the first
+    ``known`` of vLLM's.
     """
 
     arrival: int
     denied: set[BlockKey] = field(default_factory=set)
     held: set[BlockKey] = field(default_factory=set)
+    brought: set[BlockKey] = field(default_factory=set)
+    lost_blocks: int = 0
     waits_since: float | None = None
-    is_let_in: bool = False
     is_scheduled: bool = False
     is_stale: bool = False
     was_asked_for: bool = False
@@ -160,7 +162,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             group.group_id.to_bytes(_VLLM_GROUP_BYTES, "big"): tokens
             for group, tokens in zip(offloading_spec.config.groups, self._chunk_tokens, strict=True)
         }
-        self._most_held = max(1, len(primary_kv_view) // 2)
+        self._rows = len(primary_kv_view)
         self._held = 0
         self._requests: dict[str, _Request] = {}
         self._arrivals = 0
@@ -254,17 +256,29 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         return LookupResult.RETRY
 
     def _hit(self, request: _Request, block: BlockKey) -> LookupResult:
-        """Give a chunk, unless the rows that others were given, and have not used, are half of
-        memory: then who has none waits. One more would push out what they wait for."""
-        is_full = self._held >= self._most_held
-        if is_full and not (request.held or request.is_let_in):
-            if self._may_wait(request):
-                return LookupResult.RETRY
-            request.is_let_in = True
-        if block not in request.held:
-            request.held.add(block)
-            request.found_blocks += 1
-            self._held += 1
+        """Give a chunk, as long as memory has rows for all that was given and is not used yet.
+
+        vLLM takes the row of what was loaded longest ago, also where its request still waits for
+        the rest, and then asks for that again, for ever. Where half of the rows were given, who has
+        none waits; of who has some the hit ends here where all were.
+        """
+        if block in request.held:
+            if block in request.brought:
+                request.brought.discard(block)
+                request.lost_blocks += 1
+            if request.lost_blocks <= self._rows:
+                return LookupResult.HIT
+            request.denied.add(block)
+            self._let_go(request, (block,))
+            return LookupResult.MISS
+        if not request.held and 2 * self._held >= self._rows and self._may_wait(request):
+            return LookupResult.RETRY
+        if self._held >= self._rows:
+            request.missed = request.missed or "for want of rows"
+            return LookupResult.MISS
+        request.held.add(block)
+        request.found_blocks += 1
+        self._held += 1
         return LookupResult.HIT
 
     def _may_wait(self, request: _Request) -> bool:
@@ -277,6 +291,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def _let_go(self, request: _Request, blocks: Collection[BlockKey]) -> None:
         before = len(request.held)
         request.held.difference_update(blocks)
+        request.brought &= request.held
         self._held -= before - len(request.held)
 
     @guarded(lambda: None)
@@ -384,6 +399,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             failed = {block for block, result in zip(blocks, ended.results, strict=True) if result is not Result.DONE}
             request.denied |= failed
             request.loaded_blocks += len(loaded)
+            request.brought.update(set(blocks) - failed)
             self._let_go(request, blocks if request.is_scheduled else failed)
         return JobResult(
             job.job_id,

@@ -12,12 +12,9 @@ import errno
 import json
 import logging
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +22,7 @@ from support.live_audit import audit
 from support.live_engine import LiveEngine
 from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
+from support.small_drive import fill, run_in_mounts_of_its_own, run_on_a_drive
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
@@ -41,20 +39,6 @@ MIB = 1 << 20
 DRIVE_BYTES = 48 * MIB
 LONGER_THAN_ANY_BACK_OFF_S = 100.0
 LIMIT_S = 600.0
-
-
-def fill(drive: Path) -> Path:
-    """Take all that is free; return the file that has it."""
-    ballast = drive / "ballast"
-    with ballast.open("ab", buffering=0) as file:
-        for step in (64 << 10, 4096, 1):
-            with suppress(OSError):
-                while file.write(bytes(step)):
-                    pass
-    with pytest.raises(OSError, match="No space"):
-        (drive / "one more").write_bytes(b"x")
-    (drive / "one more").unlink(missing_ok=True)
-    return ballast
 
 
 def free_bytes(drive: Path) -> int:
@@ -199,46 +183,10 @@ SCENARIOS: tuple[Callable[[Path], None], ...] = (
 )
 
 
-def mounts_here() -> list[str]:
-    """Return the command that gives a process mounts of its own, [] where the system allows
-    none."""
-    for command in (["unshare", "-Urm"], ["unshare", "-m"]):
-        try:
-            done = subprocess.run([*command, "true"], capture_output=True, check=False)
-        except FileNotFoundError:
-            continue
-        if done.returncode == 0:
-            return command
-    return []
-
-
 def test_on_a_full_drive() -> None:
-    """The last line that it prints names what failed."""
-    command = mounts_here()
-    if not command:
-        pytest.skip("this system lets nobody mount a file system")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [*command, sys.executable, __file__], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run_on_a_drive(scenario: Callable[[Path], None], around: str) -> None:
-    """Mount a small drive below a directory, and do it there, with all temporary files."""
-    place = tempfile.mkdtemp(dir=around)
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DRIVE_BYTES},mode=700", "x", place], check=True)  # noqa: S607
-        tempfile._candidate_tempdir_list = lambda: [place]  # type: ignore[attr-defined]
-        tempfile.tempdir = None
-        scenario(Path(place))
-    finally:
-        subprocess.run(["umount", "-l", place], check=False)  # noqa: S607
-        os.rmdir(place)
+    run_in_mounts_of_its_own(__file__)
 
 
 if __name__ == "__main__":
-    around = tempfile.gettempdir()
     for scenario in SCENARIOS:
-        print(scenario.__name__, flush=True)
-        run_on_a_drive(scenario, around)
+        run_on_a_drive(scenario, DRIVE_BYTES)
