@@ -36,7 +36,7 @@ less than one prompt."""
 OTHERS = [model + reuse for model, reuse in product(MODELS, ("", REUSE))]
 NEAR = 0.3
 """Points behind the best of the others that count as level."""
-REFERENCES = {512: 75_000, 16: 1_200_000}
+REFERENCES = {512: 75_000, 16: 800_000}
 """Blocks of a made trace, about, by the tokens of a block."""
 _LONGER = {"coding agents": 5}
 """How many times as many blocks a family needs, so that more than a few sessions come."""

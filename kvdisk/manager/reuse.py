@@ -9,6 +9,7 @@ of its length, so that neither a few long ones decide, nor many short ones.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
@@ -60,10 +61,14 @@ _FIRST_CHANCE: Final = 0.1
 _FIRST_WEIGHT: Final = 5.0
 _LEAST_LEFT: Final = 0.1
 """Of blocks: an age that fewer have come to is taken to be much like the one before."""
-_LATELY: Final = 0.04
-"""Of a tier: new blocks and first reuses that say how many come back lately."""
-_MOST_OF_ONE: Final = 0.15
-"""Of what came lately: one call's share."""
+_WITNESS: Final = 0.006
+"""Of a tier: new blocks and first reuses of one call that say as much as any number does."""
+_RARER: Final = 10.0
+"""How many times as rarely new blocks come back while a scan runs."""
+_DOUBT: Final = 7.0
+"""From which evidence of a scan on less is expected of new blocks."""
+_MOST_DOUBT: Final = 11.0
+"""A few reuses end it."""
 
 _MOST_MOVES: Final = 64
 """Keys that move to make a place for one."""
@@ -110,7 +115,7 @@ class ReuseHistory:
         self.state_groups = state_groups
         self.now = 0
         self._places = FEWEST_PLACES
-        self._lately_blocks = _LATELY * FEWEST_PLACES / 8
+        self._witness_blocks = _WITNESS * FEWEST_PLACES / 8
         self.clear()
         self._entered = [0.0] * CLASSES
         """By class: how much came to be in it, or was used in it: of a prompt the root of its
@@ -121,9 +126,9 @@ class ReuseHistory:
         """``now`` after a restart: nobody knows how old a block was that came before."""
         self._prompt_blocks = 1.0
         """Of a request, in the mean of late. Nothing leaves for less."""
-        self._lately = [1.0] * _KINS
-        """By kin: of blocks that come for the first or the second time, the latter's share,
-        lately."""
+        self._doubt = [0.0] * _KINS
+        """By kin: how likely it is that its new blocks come back more rarely lately: the sum of
+        logarithms of likelihood ratios, from the last time on when nothing spoke for it."""
         self._past: list[tuple[int, _Floats, _Floats]] = [(0, np.zeros(CLASSES), np.zeros(CLASSES * _BUCKETS))]
         """Of ``now`` and of both counts, the earliest first."""
         self._learn()
@@ -132,7 +137,7 @@ class ReuseHistory:
         """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
         all keys; for start only."""
         self._places = max(self._places, min(MOST_PLACES, 1 << (8 * slots - 1).bit_length()))
-        self._lately_blocks = _LATELY * slots
+        self._witness_blocks = _WITNESS * slots
         self.clear()
 
     def clear(self) -> None:
@@ -167,12 +172,22 @@ class ReuseHistory:
         least, kin, new, again = add(names, kin, visit)
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
-                weight = min((came + came_again) / self._lately_blocks, _MOST_OF_ONE)
-                self._lately[number] += (came_again / (came + came_again) - self._lately[number]) * weight
+                self._doubt[number] = self._doubted(number, came, came_again)
         self._raise(keys, start, least)
         if self.now >= self._learns_at:
             self._learn()
         return kin
+
+    def _doubted(self, number: int, came: int, came_again: int) -> float:
+        """Return how likely it is that new blocks of a kin come back more rarely lately than what
+        was learnt, after one call's: Page's test (CUSUM). Blocks of one call come together."""
+        often = self._returned[number] / (1.0 + self._returned[number])
+        if not 0.0 < often < 1.0:
+            return self._doubt[number]
+        rarely, again = often / _RARER, came_again / (came + came_again)
+        evidence = again * math.log(rarely / often) + (1.0 - again) * math.log((1.0 - rarely) / (1.0 - often))
+        weight = min(1.0, (came + came_again) / self._witness_blocks)
+        return min(_MOST_DOUBT, max(0.0, self._doubt[number] + weight * evidence))
 
     def _count_few(self, names: list[int], kin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
         """Count keys that follow each other. Return the uses of the first, the kin of what comes
@@ -409,9 +424,8 @@ class ReuseHistory:
         over before the ages of its blocks tell.
         """
         bucket, still = age.bit_length(), 1.0
-        if number < _KINS and self._returned[number] > 0.0:
-            share = self._lately[number]
-            still = min(1.0, share / max(1.0 - share, 1e-9) / self._returned[number])
+        if number < _KINS and self._doubt[number] > _DOUBT:
+            still = math.exp(_DOUBT - self._doubt[number])
         gains = (still * self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
         return float(gains.max() / self._left[number, bucket])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from itertools import count
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
     held = uses(history, [key_of(number) for number in range(2000)])
     assert uses(history, [always]) == [MOST_USES]
     assert sum(held) <= 256 and sum(held[1900:]) > 70 > sum(held[:1000])
-    history.reserve(100_000)
+    history.reserve(40_000)
     assert len(history._tags) == 1 << 20 and uses(history, [always]) == [0]
     history.reserve(10**9)
     assert len(history._tags) == MOST_PLACES
@@ -303,6 +304,30 @@ def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed
                 kins[at] = histories[at].count(prompt, start, stop, kins[at], visits[at])
             start = stop
         assert kins[0] == kins[1]
-        for name in ("_tags", "_times", "_marks", "_entered", "_reused", "_lately", "_rates", "_slopes"):
+        for name in ("_tags", "_times", "_marks", "_entered", "_reused", "_doubt", "_rates", "_slopes"):
             first, second = (getattr(history, name) for history in histories)
             assert first == second, name
+
+
+def test_a_few_new_prompts_are_no_scan_and_many_are():
+    """Of long prompts each is one witness, however many blocks it has."""
+    rng, numbers = random.Random(5), count()
+    history = ReuseHistory()
+    history.reserve(40_000)
+    once: list[list[BlockKey]] = []
+
+    def ask(*, is_new: bool) -> float:
+        """Serve a prompt. Return how much is expected of a new block then, of what was learnt."""
+        if is_new:
+            once.append([key_of(next(numbers)) for _ in range(300)])
+            come(history, once[-1])
+        else:
+            come(history, once.pop(rng.randrange(len(once))))
+        return history.gain(0, 0, 0.0) / float(history._hits[0].sum() / history._left[0, 0])
+
+    for _ in range(200):
+        ask(is_new=not once or rng.random() < 0.65)
+    found = [ask(is_new=rng.random() < 0.65) for _ in range(400)]
+    assert sum(each < 0.8 for each in found) < 20, sum(each < 0.8 for each in found)
+    assert [ask(is_new=True) for _ in range(40)][-1] < 0.05, "a scan"
+    assert [ask(is_new=False) for _ in range(8)][-1] > 0.5, "which has ended"
