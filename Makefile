@@ -22,7 +22,7 @@ quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 .PHONY: help install install-dev check test torture test-next mutate demo demo-remote demo-offloading serve wheel docs clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 install: ## install what the demo needs, pinned, into .venv
 	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }

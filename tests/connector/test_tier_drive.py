@@ -108,10 +108,11 @@ def test_the_mover_ends_with_loads_and_stores_out(make, stopped, caplog):
     os.kill(mover.pid, signal.SIGSTOP)
     keys = bench.begin("warm", 1, 12)
     bench.look("warm", keys)
-    more = bench.begin("more", 2, 12)
-    bench.compute("more", more)
+    others = [f"other {document}" for document in range(2, 17)]
+    for document, name in enumerate(others, 2):
+        bench.compute(name, bench.begin(name, document, 3))
     bench.step()
-    assert len(bench.tier._jobs) == 2
+    assert len(bench.tier._jobs) == 16
     if stopped:
         mover._answer_s = 0.2
     else:
@@ -119,7 +120,7 @@ def test_the_mover_ends_with_loads_and_stores_out(make, stopped, caplog):
     assert bench.load("warm", keys) == 0
     assert bench.tier.is_off and not lives(mover.pid), "no row is given up before it is dead"
     bench.compute("warm", keys)
-    bench.end("warm", "more")
+    bench.end("warm", *others)
     bench.rest()
     assert not bench.manager._jobs
     assert bench.serve("from memory", 1, 12) == 12
