@@ -7,13 +7,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiering import GROUP_IDS, TOKENS, make_manager
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -22,19 +22,10 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvdisk.blocks import BlockKey
 from kvdisk.connector import tier as tiers
 from kvdisk.connector.metrics import PREFIX
-from kvdisk.connector.plugin import register
 from kvdisk.connector.tier import KVDiskTier
 from kvdisk.connector.tier_settings import KEYS, TierSettings
 from kvdisk.errors import ConfigError, DeviceError
@@ -43,9 +34,6 @@ from kvdisk.store import BlockStore, Get, Put, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
 
 ROW_BYTES = 8192
-TOKENS = 16
-GROUP_IDS = (0, 70_000)
-"""vLLM's numbers of KV-cache groups: the second one does not fit into two bytes."""
 
 
 class Blocks(MemoryBlocks):
@@ -95,19 +83,8 @@ class Bench:
     """vLLM's manager with a tier, and a model that computes the bytes that a key names."""
 
     def __init__(self, folder: Path, rows: int = 64, blocks_per_chunk: int = 1, **settings: Any) -> None:
-        register()
         values = {"store_dirs": str(folder / "store"), "nvme_bytes": "1GiB", "namespace": "test", **settings}
-        config = OffloadingConfig(
-            groups=tuple(OffloadingGroupConfig(TOKENS, (f"layer{at}",), group) for at, group in enumerate(GROUP_IDS)),
-            worker_kv_bytes_per_block=ROW_BYTES - 100,
-            enable_kv_cache_events=True,
-            extra_config={"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [{"type": "kvdisk", **values}]},
-            engine_id=f"kvdisk-test-{uuid.uuid4().hex}",
-            model=OffloadingModelConfig("model", "bfloat16"),
-            cache=OffloadingCacheConfig(TOKENS, blocks_per_chunk),
-            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
-        )
-        self.manager = TieringOffloadingSpec(config).get_manager()
+        self.manager = make_manager({"type": "kvdisk", **values}, rows, ROW_BYTES, blocks_per_chunk)
         (self.tier,) = self.manager.secondary_tiers
         assert isinstance(self.tier, KVDiskTier)
         self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
