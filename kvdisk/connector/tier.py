@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -57,6 +57,8 @@ logger = logging.getLogger("kvdisk.connector")
 
 STATS_S = 1.0
 """How often counters and gauges are taken."""
+MOST_ASKED = 8192
+"""Keys of a request that others are asked for in one step."""
 MOST_TOLD = 4096
 """Keys of ended requests that the store is told of in a step, where one request has no more."""
 _VLLM_GROUP_BYTES = 4
@@ -92,8 +94,8 @@ class _Request:
     those that were answered HIT, and of which it has not been scheduled since. ``brought``: those
     of them that were loaded. ``lost_blocks``: how often vLLM has given away the row of one of these
     before the request was scheduled. ``waits_since``: when it was first told to wait. ``is_stale``:
-    it has KV from before a reset. ``chain``: its keys by group and last token, of the first
-    ``known`` of vLLM's.
+    it has KV from before a reset. ``asked``: stretches of it that others were asked for.
+    ``offered``: its chunks that were offered, by group and last token.
     """
 
     arrival: int
@@ -104,9 +106,8 @@ class _Request:
     waits_since: float | None = None
     is_scheduled: bool = False
     is_stale: bool = False
-    was_asked_for: bool = False
-    chain: dict[tuple[bytes, int], BlockKey] = field(default_factory=dict)
-    known: int = 0
+    asked: set[int] = field(default_factory=set)
+    offered: dict[tuple[bytes, int], BlockKey] = field(default_factory=dict)
     missed: str = ""
     found_blocks: int = 0
     loaded_blocks: int = 0
@@ -244,9 +245,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if block in request.denied:
             return LookupResult.MISS
         (presence,) = self.store.presence((block,))
-        if presence == Presence.ABSENT and not request.was_asked_for:
-            request.was_asked_for = True
-            self.store.ask(self._keys_of(req_context))
+        if presence == Presence.ABSENT and self._ask_around(key, request, req_context):
             (presence,) = self.store.presence((block,))
         if presence == Presence.READY:
             return self._hit(request, block)
@@ -320,18 +319,36 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         positions = req_context._offload_key_positions
         return [self._names.block(key) for key in sorted(positions, key=positions.__getitem__)]
 
-    def _parent_of(self, request: _Request, key: OffloadKey, req_context: ReqContext) -> BlockKey | None:
-        """Return the chunk before one in its group. vLLM adds keys to a request, and takes none
-        away; a recurrent state may end within a chunk."""
+    def _ask_around(self, key: OffloadKey, request: _Request, req_context: ReqContext) -> bool:
+        """Ask others for a chunk and those of its stretch of the prompt, alike in all groups; once
+        for each stretch. Return whether it was asked now."""
         positions = req_context._offload_key_positions
-        for each, end in islice(positions.items(), request.known, None):
-            request.chain[each[-_VLLM_GROUP_BYTES:], end] = self._names.block(each)
-        request.known = len(positions)
+        stretch_tokens = max(1, MOST_ASKED // len(self._chunk_tokens)) * max(self._chunk_tokens)
+        stretch = max(0, positions.get(key, 0) - 1) // stretch_tokens
+        if stretch in request.asked:
+            return False
+        request.asked.add(stretch)
+        start = stretch * stretch_tokens
+        alike = [(end, each) for each, end in positions.items() if start < end <= start + stretch_tokens]
+        alike.sort(key=itemgetter(0))
+        self.store.ask([self._names.block(each) for _, each in alike] or [self._names.block(key)])
+        return True
+
+    def _parent_of(self, request: _Request, key: OffloadKey, req_context: ReqContext) -> BlockKey | None:
+        """Return the chunk before one in its group: mostly that which was offered before. A
+        recurrent state may end within a chunk."""
+        positions = req_context._offload_key_positions
         end, group = positions.get(key), key[-_VLLM_GROUP_BYTES:]
         if end is None:
             return None
         tokens = self._chunk_tokens_of[group]
-        return request.chain.get((group, (end - 1) // tokens * tokens))
+        start = (end - 1) // tokens * tokens
+        parent = request.offered.get((group, start))
+        if parent is None and start:
+            ends_there = (each for each, at in positions.items() if at == start and each[-_VLLM_GROUP_BYTES:] == group)
+            parent = next(map(self._names.block, ends_there), None)
+        request.offered[group, end] = self._names.block(key)
+        return parent
 
     # -- jobs ----------------------------------------------------------------------------------
 

@@ -252,6 +252,19 @@ def test_a_state_within_a_chunk_is_behind_the_chunk_before_it(bench):
     assert bench.store.puts[0].parent == bench.tier._names.block(keys[1])
 
 
+def test_others_are_asked_for_a_long_prompt_stretch_by_stretch(bench, monkeypatch):
+    monkeypatch.setattr(tiers, "MOST_ASKED", 8)
+    bench.serve("cold", 1, 9)
+    bench.forget_memory()
+    bench.store.asked.clear()
+    keys = bench.begin("long", 1, 30)
+    names = [bench.tier._names.block(key) for key in keys]
+    for key in (*keys[:12], keys[29]):
+        bench.manager.lookup(key, bench.requests["long"])
+    assert bench.store.asked == [names[8:12], names[28:30]]
+    bench.end("long")
+
+
 def test_a_key_without_a_place_in_a_prompt_is_stored_too(bench):
     bench.begin("a", 1, 3)
     bench.compute("a", [make_offload_key(b"elsewhere".ljust(32), GROUP_IDS[0])])
