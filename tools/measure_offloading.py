@@ -2,7 +2,7 @@
 """kvdisk's tier beside vLLM's ``fs`` tier, in turn, behind vLLM's real manager of tiers on one
 drive: rates, a step's own work, and hits of what memory does not hold.
 
-    PYTHONPATH=tests/connector:tests python tools/measure_offloading.py /nvme/somewhere
+    PYTHONPATH=tests python tools/measure_offloading.py /nvme/somewhere
 
 Stores and loads of rows of three sizes, while the scheduler's Python rests between steps, and while
 it works for 10 ms in each. ``fs`` is measured with 1, 4 and 16 threads for each direction, and its
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiering import GROUP_IDS, TOKENS, make_manager
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from support.tiering import GROUP_IDS, TOKENS, make_manager
 
 MIB = 1 << 20
 ROWS_BYTES = (2 * MIB, 256 << 10, 64 << 10)
@@ -43,12 +42,18 @@ class Door:
         self.manager = make_manager(tier, rows, row_bytes)
         self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self.busy_s = busy_s
-        self.requests: dict[str, ReqContext] = {}
+        self.requests: dict[str, Any] = {}
+
+    def end_step(self, *new: str) -> None:
+        """End a step of the scheduler."""
+        from vllm.v1.kv_offload.base import ScheduleEndContext
+
+        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
 
     def step(self, *new: str) -> None:
-        """Take a step of the scheduler."""
+        """Take a step, and a while."""
         end_s = time.perf_counter() + self.busy_s
-        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
+        self.end_step(*new)
         if not self.busy_s:
             time.sleep(0.0005)
         while time.perf_counter() < end_s:
@@ -61,6 +66,8 @@ class Door:
 
     def begin(self, name: str, document: int, chunks: int) -> list[Any]:
         """Let a request come; return its keys."""
+        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+
         context = self.requests[name] = ReqContext(name)
         self.manager.on_new_request(context)
         keys = [make_offload_key(f"{document}:{at}".encode().ljust(32), GROUP_IDS[0]) for at in range(chunks)]
@@ -80,6 +87,8 @@ class Door:
 
     def look(self, name: str, keys: Sequence[Any]) -> int | None:
         """Return how many chunks hit; None: to be asked again."""
+        from vllm.v1.kv_offload.base import LookupResult
+
         results = []
         for key in keys:
             results.append(self.manager.lookup(key, self.requests[name]))
@@ -174,7 +183,7 @@ def step_s(tier: dict[str, Any]) -> float:
             prepared = door.manager.prepare_store(keys, door.requests[f"{at}"])
             start_s = time.perf_counter()
             door.manager.complete_store(prepared.keys_to_store, door.requests[f"{at}"])
-            door.manager.on_schedule_end(ScheduleEndContext((), ()))
+            door.end_step()
             found.append(time.perf_counter() - start_s)
             door.end(f"{at}")
             door.rest()

@@ -62,7 +62,7 @@ _FIRST_WEIGHT: Final = 5.0
 _LEAST_LEFT: Final = 0.1
 """Of blocks: an age that fewer have come to is taken to be much like the one before."""
 _WITNESS: Final = 0.006
-"""Of a tier: new blocks and first reuses of one call that say as much as any number does."""
+"""Of a tier: new blocks and first reuses of one visit that say as much as any number does."""
 _RARER: Final = 10.0
 """How many times as rarely new blocks come back while a scan runs."""
 _DOUBT: Final = 7.0
@@ -172,21 +172,23 @@ class ReuseHistory:
         least, kin, new, again = add(names, kin, visit)
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
-                self._doubt[number] = self._doubted(number, came, came_again)
+                part = (stop - start) / (visit.now - visit.before)
+                self._doubt[number] = self._doubted(number, came, came_again, part)
         self._raise(keys, start, least)
         if self.now >= self._learns_at:
             self._learn()
         return kin
 
-    def _doubted(self, number: int, came: int, came_again: int) -> float:
+    def _doubted(self, number: int, came: int, came_again: int, part: float) -> float:
         """Return how likely it is that new blocks of a kin come back more rarely lately than what
-        was learnt, after one call's: Page's test (CUSUM). Blocks of one call come together."""
+        was learnt, after a part of a visit: Page's test (CUSUM). Blocks of one visit come together,
+        and all of it is one witness."""
         often = self._returned[number] / (1.0 + self._returned[number])
         if not 0.0 < often < 1.0:
             return self._doubt[number]
         rarely, again = often / _RARER, came_again / (came + came_again)
         evidence = again * math.log(rarely / often) + (1.0 - again) * math.log((1.0 - rarely) / (1.0 - often))
-        weight = min(1.0, (came + came_again) / self._witness_blocks)
+        weight = part * min(1.0, (came + came_again) / self._witness_blocks)
         return min(_MOST_DOUBT, max(0.0, self._doubt[number] + weight * evidence))
 
     def _count_few(self, names: list[int], kin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:

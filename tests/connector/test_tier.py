@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiering import GROUP_IDS, TOKENS, make_manager
+from support.tiering import GROUP_IDS, TOKENS, make_manager
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,

@@ -82,7 +82,7 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
     held = uses(history, [key_of(number) for number in range(2000)])
     assert uses(history, [always]) == [MOST_USES]
     assert sum(held) <= 256 and sum(held[1900:]) > 70 > sum(held[:1000])
-    history.reserve(40_000)
+    history.reserve(100_000)
     assert len(history._tags) == 1 << 20 and uses(history, [always]) == [0]
     history.reserve(10**9)
     assert len(history._tags) == MOST_PLACES
@@ -331,3 +331,17 @@ def test_a_few_new_prompts_are_no_scan_and_many_are():
     assert sum(each < 0.8 for each in found) < 20, sum(each < 0.8 for each in found)
     assert [ask(is_new=True) for _ in range(40)][-1] < 0.05, "a scan"
     assert [ask(is_new=False) for _ in range(8)][-1] > 0.5, "which has ended"
+
+
+def test_a_prompt_that_is_counted_in_many_parts_is_one_witness():
+    history, numbers = ReuseHistory(), count()
+    for at in range(200):
+        keys = [key_of(next(numbers)) for _ in range(300)]
+        for _ in range(1 + at % 2):
+            come(history, keys)
+    before = list(history._doubt)
+    long = [key_of(next(numbers)) for _ in range(40 * 512)]
+    visit, kin = history.begin(0, len(long)), 0
+    for start in range(0, len(long), 512):
+        kin = history.count(long, start, start + 512, kin, visit)
+    assert 0 < history._doubt[0] - before[0] < 1

@@ -8,17 +8,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-
-from kvdisk.connector.plugin import register
-
 TOKENS = 16
 """Of a block."""
 GROUP_IDS = (0, 70_000)
@@ -29,6 +18,17 @@ def make_manager(tier: Mapping[str, Any], rows: int, row_bytes: int, blocks_per_
     """Return vLLM's manager with one tier behind a memory of so many rows. ``tier``: an entry of
     ``secondary_tiers``. ``row_bytes``: of a chunk of ``blocks_per_chunk`` blocks, a multiple of
     4,096, with room to spare."""
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    from kvdisk.connector.plugin import register
+
     register()
     config = OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(TOKENS, (f"layer{at}",), group) for at, group in enumerate(GROUP_IDS)),
