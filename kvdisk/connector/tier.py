@@ -81,6 +81,11 @@ class KeyNames:
         """Return kvdisk's key."""
         return BlockKey(key[:-_VLLM_GROUP_BYTES] + self._ours[key[-_VLLM_GROUP_BYTES:]])
 
+    def blocks(self, keys: Iterable[OffloadKey]) -> list[BlockKey]:
+        """Return kvdisk's keys: there may be those of a long prompt."""
+        ours, cut = self._ours, -_VLLM_GROUP_BYTES
+        return [key[:cut] + ours[key[cut:]] for key in keys]
+
     def offload(self, key: BlockKey) -> OffloadKey:
         """Return vLLM's key."""
         return OffloadKey(key[:-GROUP_BYTES] + self._theirs[key[-GROUP_BYTES:]])
@@ -317,7 +322,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def _keys_of(self, req_context: ReqContext) -> list[BlockKey]:
         """Return the keys of all chunks of a request, in the order of its tokens."""
         positions = req_context._offload_key_positions
-        return [self._names.block(key) for key in sorted(positions, key=positions.__getitem__)]
+        return self._names.blocks(sorted(positions, key=positions.__getitem__))
 
     def _ask_around(self, key: OffloadKey, request: _Request, req_context: ReqContext) -> bool:
         """Ask others for a chunk and those of its stretch of the prompt, alike in all groups; once
@@ -331,7 +336,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         start = stretch * stretch_tokens
         alike = [(end, each) for each, end in positions.items() if start < end <= start + stretch_tokens]
         alike.sort(key=itemgetter(0))
-        self.store.ask([self._names.block(each) for _, each in alike] or [self._names.block(key)])
+        self.store.ask(self._names.blocks(each for _, each in alike) or [self._names.block(key)])
         return True
 
     def _parent_of(self, request: _Request, key: OffloadKey, req_context: ReqContext) -> BlockKey | None:
@@ -365,7 +370,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             return
         rows = job.chunk_ids.tolist()
         parents = [self._parent_of(request, key, job.req_context) for key in job.keys]
-        blocks = map(Put, map(self._names.block, job.keys), parents, rows)
+        blocks = map(Put, self._names.blocks(job.keys), parents, rows)
         self.store.put(job.job_id, list(blocks))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -376,7 +381,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     @guarded(lambda: None)
     def _get(self, job: TransferJob) -> None:
         arrival = self._request_of(job.req_context).arrival
-        blocks = map(Get, map(self._names.block, job.keys), job.chunk_ids.tolist())
+        blocks = map(Get, self._names.blocks(job.keys), job.chunk_ids.tolist())
         self.store.get(job.job_id, list(blocks), arrival)
 
     def _finish(self, job: TransferJob, result: JobResult) -> None:
@@ -412,7 +417,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         loaded = [key for key, result in zip(job.keys, ended.results, strict=True) if result is Result.DONE]
         request = self._requests.get(job.req_context.req_id)
         if request is not None:
-            blocks = [self._names.block(key) for key in job.keys]
+            blocks = self._names.blocks(job.keys)
             failed = {block for block, result in zip(blocks, ended.results, strict=True) if result is not Result.DONE}
             request.denied |= failed
             request.loaded_blocks += len(loaded)

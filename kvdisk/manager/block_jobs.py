@@ -28,6 +28,8 @@ from kvdisk.messages import JobKind, Move
 MOST_NEW: Final = 1 << 16
 """Blocks that were counted when they were put, and that no request was said to have reached
 since."""
+MOST_USED: Final = 4096
+"""Blocks that a step refreshes the recency of, and goes on with in the next."""
 
 
 class Offer(NamedTuple):
@@ -88,6 +90,8 @@ class BlockJobs(HasParts):
         self._class_of = parts.geometry.size_classes
         self._new: dict[BlockKey, None] = {}
         """See ``MOST_NEW``; the first that came goes first."""
+        self._used: deque[list[BlockKey]] = deque()
+        """Blocks of requests, in the order of their prompts, whose recency is not refreshed yet."""
         self._uncounted: deque[_Wanted] = deque()
         self._waiting = Counter[int]()
 
@@ -121,9 +125,7 @@ class BlockJobs(HasParts):
         when they were put are not counted again; of recurrent states the last known one is
         wanted."""
         keys = list(dict.fromkeys(keys))
-        rows = [row for row in self._catalog.find_all(keys) if row != NONE]
-        for space in self._tiers:
-            space.reached(rows[::-1])  # the head last, so that it leaves last
+        self._used.append(keys)
         for group, alike in enumerate(self._by_group(keys)):
             uncounted = [key for key in alike if key not in self._new]
             for key in alike if len(uncounted) < len(alike) else ():
@@ -136,10 +138,29 @@ class BlockJobs(HasParts):
                 visit = self._history.begin(0, len(uncounted))
                 self._uncounted.append(_Wanted(request, uncounted, visit))
             self._want(request, uncounted)
-        self.count_some()
+        self.go_on()
 
-    def count_some(self, left: float = MOST_COUNTED) -> None:
-        """Count so many of the blocks that requests reached. Once a step, too."""
+    def go_on(self) -> None:
+        """Go on with the blocks that requests reached. Once a step, too."""
+        self._use_some()
+        self._count_some()
+
+    def _use_some(self) -> None:
+        """Refresh the recency of some blocks that requests reached; of each the head last, so that
+        it leaves last."""
+        left = MOST_USED
+        while left > 0 and self._used:
+            keys = self._used[0][-left:]
+            del self._used[0][-left:]
+            if not self._used[0]:
+                self._used.popleft()
+            rows = [row for row in self._catalog.find_all(keys) if row != NONE]
+            for space in self._tiers:
+                space.reached(rows[::-1])
+            left -= len(keys)
+
+    def _count_some(self, left: float = MOST_COUNTED) -> None:
+        """Count so many of the blocks that requests reached."""
         while left > 0 and self._uncounted:
             wanted = self._uncounted[0]
             end = int(min(len(wanted.keys), wanted.at + left))
@@ -156,7 +177,7 @@ class BlockJobs(HasParts):
     def _count_new(self, offers: Sequence[Offer]) -> None:
         """Count those blocks as new that no request was said to have reached: who puts one wants
         it. Admission would take it for one that nobody has wanted for long."""
-        self.count_some(math.inf)
+        self._count_some(math.inf)
         unknown = [offer.key for offer in offers if not self._history.known(offer.key)[0]]
         for group, keys in enumerate(self._by_group(unknown)):
             if group in self._history.state_groups:
@@ -290,5 +311,6 @@ class BlockJobs(HasParts):
     def reset(self) -> None:
         """What was counted is forgotten."""
         self._new.clear()
+        self._used.clear()
         self._uncounted.clear()
         self._waiting.clear()

@@ -270,7 +270,7 @@ class TierManager(HasParts):
             self._remote.plan(now)
         self._promotions.plan()
         self._demand.step()
-        self.blocks.count_some()
+        self.blocks.go_on()
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
