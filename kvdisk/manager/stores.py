@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from operator import itemgetter
 from typing import NamedTuple
@@ -45,6 +46,19 @@ class _Offer(NamedTuple):
     gpu_block: int
     group: int
     position: int = -1
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Blocks of a group from ``start`` to before ``stop``, and their GPU blocks, ``0``: none.
+    ``positions``: of those that the store policy offers."""
+
+    group: int
+    keys: BlockKeys
+    blocks: Sequence[int]
+    positions: Collection[int]
+    start: int
+    stop: int
 
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
@@ -83,9 +97,9 @@ class StorePlanner(HasParts):
         """Blocks that wait for room: of requests that have ended, and recurrent states."""
         self._left_at = -1
         """``released`` when these were last offered."""
-        self._unused: deque[tuple[BlockKeys, int, int]] = deque()
-        """Blocks that requests which have ended came to, and that no step has looked at: of whose
-        keys, from where to where."""
+        self._rest: deque[_Rest] = deque()
+        """Blocks that requests came to, and that no step has looked at: of long loads, and of
+        requests that have ended."""
         self._wrong_up_to = 0
         """The last job of before the last reset."""
 
@@ -116,6 +130,7 @@ class StorePlanner(HasParts):
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         had_due, holds = bool(request.due), request.back_off.holds(self._state.released, now)
+        self._put_off_loaded(request)
         new: list[tuple[int, int]] = []
         for group, start, stop in self._next_blocks(request, self._storable_tokens(request, computed_tokens)):
             keys = request.keys[group.group]
@@ -145,6 +160,28 @@ class StorePlanner(HasParts):
             request.back_off.accept()
         if refused and not self._target.is_searching:
             request.back_off.refuse(self._state.released, now)
+
+    def _put_off_loaded(self, request: RequestState) -> None:
+        """Have what a long load has brought, and what lies before it, looked at in later steps, and
+        by then what is computed behind it: that is to be stored, and a request may end soon."""
+        tokens = request.loaded[1]
+        ends = [
+            (group, request.reached[group.group], self._full_blocks(request, group, tokens))
+            for group in self._geometry.groups
+            if group.state_tokens is None
+        ]
+        if sum(end - start for _, start, end in ends) <= MOST_REACHED:
+            return
+        for group, start, end in ends:
+            if start < end:
+                self._demand.reach(request, group.group, end)
+                self._look_later(request, group.group, start, end)
+                request.reached[group.group] = end
+
+    def _look_later(self, request: RequestState, group: int, start: int, stop: int) -> None:
+        keys = request.keys[group]
+        positions = self._store_policy.reached(request.request_id, keys, start, stop)
+        self._rest.append(_Rest(group, keys, request.held_blocks[group], positions, start, stop))
 
     def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
         """Return which blocks of a request are full and computed, and were not before, by group:
@@ -246,34 +283,49 @@ class StorePlanner(HasParts):
                 if group.state_tokens is None:
                     start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
                     if start < stop:
-                        self._unused.append((request.keys[group.group], start, stop))
+                        self._look_later(request, group.group, start, stop)
         self.forget(request)
 
-    def _use_rest(self) -> None:
-        """Go on with the blocks of requests that have ended before a step looked at all of
-        them."""
-        left = MOST_REACHED
-        while left > 0 and self._unused:
-            keys, start, stop = self._unused.popleft()
-            end = min(stop, start + left)
-            self._use(keys[start:end])
-            if end < stop:
-                self._unused.appendleft((keys, end, stop))
-            left -= end - start
+    def _look_at_rest(self, now: float) -> None:
+        """Go on with the blocks that were put off. What no tier has of them is stored while the
+        engine has it cached."""
+        left, block_of = MOST_REACHED, self._context.get_block
+        waiting = {offer.key for offer in self._left} if self._rest else ()
+        offers: dict[BlockKey, _Offer] = {}  # several requests may have come to one block
+        while left > 0 and self._rest:
+            rest = self._rest[0]
+            start, rest.start = rest.start, min(rest.stop, rest.start + left)
+            keys = rest.keys[start : rest.start]
+            self._use(keys)
+            for at, presence in enumerate(self._catalog.presences(keys), start):
+                key, block = keys[at - start], rest.blocks[at]
+                is_to_come = presence == ABSENT and key not in waiting and at in rest.positions
+                if is_to_come and block and block_of(block).key == key:
+                    offers[key] = _Offer(key, rest.keys[at - 1] if at else None, block, rest.group)
+            if rest.start == rest.stop:
+                self._rest.popleft()
+            left -= rest.start - start
+        if offers:
+            self._leave(self._store(list(offers.values()), None, now)[1])
+            self._left_at = self._state.released
 
     def _leave(self, offers: Sequence[_Offer]) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them."""
         self._left = [*self._left, *offers[:MOST_LEFT]][-MOST_LEFT:]
 
     def has_left(self, now: float) -> bool:
-        """Whether blocks of requests that have ended wait, and room may have come free for them."""
-        may_come = self._left_at < self._state.released or self._target.is_searching
-        return bool(self._left) and may_come and self._target.refresh_writable(now)
+        """Whether blocks wait to be looked at, or, of requests that have ended, for room that may
+        have come free."""
+        return (bool(self._rest) or self._may_store_left) and self._target.refresh_writable(now)
+
+    @property
+    def _may_store_left(self) -> bool:
+        return bool(self._left) and (self._left_at < self._state.released or self._target.is_searching)
 
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
         self._left = []
-        self._unused.clear()
+        self._rest.clear()
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
 
@@ -368,12 +420,12 @@ class StorePlanner(HasParts):
         last time. Where few are free it is asked in each step: what is freed then is near the
         front at once. An ordinary step with many free blocks does not look at the free queue.
         """
-        self._use_rest()
-        if self.has_left(now):
+        if self._may_store_left and self._target.refresh_writable(now):
             self._left_at, block_of = self._state.released, self._context.get_block
             # One request may have left what another has left, too.
             cached = {offer.key: offer for offer in self._left if block_of(offer.gpu_block).key == offer.key}
             self._left = self._store(list(cached.values()), None, now)[1]
+        self._look_at_rest(now)
         step_blocks = self._context.step_blocks
         is_time = self._state.taken_blocks >= step_blocks or self._context.free_count < AHEAD_STEPS * step_blocks
         if not is_time or self._free_back_off.holds(self._state.released, now):

@@ -82,7 +82,7 @@ ALSO = {
 
 @pytest.mark.parametrize(("name", "sizes"), SIZES.items(), ids=SIZES)
 def test_the_invariants_hold_of_prompts_longer_than_every_bound(name: str, sizes: Sizes, crossed: Counter[str]) -> None:
-    run_machine(sizes, examples=30)
+    run_machine(sizes, examples=40)
     missing = [what for what in (*EVERYWHERE, *ALSO.get(name, ())) if not crossed[what]]
     assert not missing, f"it never happened, so nothing is shown about it: {missing}, of {crossed}"
 

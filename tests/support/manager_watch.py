@@ -68,6 +68,7 @@ class ManagerWatch(Watch):
     offered."""
     _refused: dict[tuple[str, BlockKey], tuple[int, float]] = field(default_factory=dict)
     """Offers that found no room, by request: ``_changes`` then, and when."""
+    _at_rest: bool = False
     _changes: int = 0
     """Rises whenever room may have come free."""
     _not_admitted: set[tuple[str, BlockKey]] = field(default_factory=set)
@@ -102,6 +103,8 @@ class ManagerWatch(Watch):
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self._store = self.parts.manager._stores._store
         self.parts.manager._stores._store = self._watched_store  # type: ignore[method-assign]
+        self._look_at_rest = self.parts.manager._stores._look_at_rest
+        self.parts.manager._stores._look_at_rest = self._watched_rest  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
         for key in map(self.parts.catalog.keys.__getitem__, self.parts.catalog.rows()):
@@ -176,6 +179,12 @@ class ManagerWatch(Watch):
             for position in range(request.prompt_tokens // group.block_tokens if tokens >= group.block_tokens else 0):
                 self._wants.setdefault(key_of(request, group, position), set()).add(request.id)
 
+    def _watched_rest(self, now: float) -> None:
+        """What was put off is offered once for each request, whatever another's offer became."""
+        self._at_rest = True
+        self._look_at_rest(now)
+        self._at_rest = False
+
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
         """Offers are answered: what was refused is offered again only where something has changed.
 
@@ -188,7 +197,7 @@ class ManagerWatch(Watch):
         if request is None:
             self.note_progress()
             left = {offer.key for offer in self.parts.manager._stores._left}
-        for offer in offers if not how else ():
+        for offer in offers if not how and not self._at_rest else ():
             changes, refused_s = self._refused.pop((owner, offer.key), (-1, -math.inf))
             waited = offer.key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
