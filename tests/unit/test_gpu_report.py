@@ -311,6 +311,7 @@ def test_each_measure_is_written_before_the_next_begins(stand_in, tmp_path, monk
 
 def test_sigterm_shows_what_there_is(stand_in, tmp_path, monkeypatch, capsys):
     def never():
+        time.sleep(1.0)  # what Python does in the parent after a fork swallows exceptions
         os.kill(os.getppid(), signal.SIGTERM)
         threading.Event().wait()
         yield
