@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("place", type=Path, help="a directory on the drive, in which one is made")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    place = options.place / "kvdisk-measures"
+    place = options.place.absolute() / "kvdisk-measures"
     tiers = Tiers(place)
     try:
         print("| rows | scheduler | | kvdisk, GiB/s | fs, GiB/s | ratio |\n|---|---|---|---|---|---|")
