@@ -154,7 +154,7 @@ def table_of(runs: Sequence[Run], cap_bytes: int) -> Table:
     table.add_column("tier", no_wrap=True)
     table.add_column("run", no_wrap=True)
     for title in ("tokens found", "median TTFT", "answers right", "on the drive", "its cap"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", min_width=7)
     for run in runs:
         cells = [f"{run.found:,}", f"{statistics.median(answer.ttft_s for answer in run.first):.2f} s"]
         if run is not runs[0]:

@@ -125,7 +125,7 @@ class Tiers:
         self._place = place
         self._numbers = count()
 
-    def kvdisk(self, _threads: int = 0) -> dict[str, Any]:
+    def kvdisk(self) -> dict[str, Any]:
         """Return the settings of kvdisk's tier."""
         store = {"store_dirs": str(self._new()), "nvme_bytes": 2 << 30, "segment_bytes": 256 * MIB}
         return {"type": "kvdisk", "namespace": "measured", "nvme_admission": "all", **store}
@@ -162,7 +162,7 @@ def rates(tier: dict[str, Any], row_bytes: int, busy_s: float) -> tuple[float, f
         door.manager.primary_tier.reset_cache()
         start_s, loaded = time.perf_counter(), 0
         for name, document in names:
-            keys, found = door.begin(name, document, CHUNKS), None
+            keys = door.begin(name, document, CHUNKS)
             while (found := door.look(name, keys)) is None:
                 door.step()
             loaded += found

@@ -258,7 +258,7 @@ class TierManager(HasParts):
         for space in self._tiers:
             self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)
-        # Of a lower tier's room the first tier gets some only with a demotion, which settles.
+        # A lower tier's room reaches the first one only through a demotion, which settles.
         self._state.released += self._tiers.first.is_searching
         self._ages.end_some()
         self._kv_hints.refresh(now)

@@ -51,7 +51,7 @@ class _Offer(NamedTuple):
 @dataclass(slots=True)
 class _Rest:
     """Blocks of a group from ``start`` to before ``stop``, and their GPU blocks, ``0``: none.
-    ``positions``: of those that the store policy offers."""
+    ``positions``: of those that the store policy offers. ``are_new``: as in ``_use``."""
 
     group: int
     keys: BlockKeys
@@ -59,6 +59,7 @@ class _Rest:
     positions: Collection[int]
     start: int
     stop: int
+    are_new: bool
 
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
@@ -130,9 +131,10 @@ class StorePlanner(HasParts):
         request.update_keys()
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         had_due, holds = bool(request.due), request.back_off.holds(self._state.released, now)
-        self._put_off_loaded(request)
+        storable_tokens = self._storable_tokens(request, computed_tokens)
+        self._put_off_loaded(request, storable_tokens)
         new: list[tuple[int, int]] = []
-        for group, start, stop in self._next_blocks(request, self._storable_tokens(request, computed_tokens)):
+        for group, start, stop in self._next_blocks(request, storable_tokens):
             keys = request.keys[group.group]
             self._demand.reach(request, group.group, stop)
             if group.state_tokens is None:
@@ -161,12 +163,12 @@ class StorePlanner(HasParts):
         if refused and not self._target.is_searching:
             request.back_off.refuse(self._state.released, now)
 
-    def _put_off_loaded(self, request: RequestState) -> None:
-        """Have what a long load has brought, and what lies before it, looked at in later steps, and
-        by then what is computed behind it: that is to be stored, and a request may end soon."""
-        tokens = request.loaded[1]
+    def _put_off_loaded(self, request: RequestState, storable_tokens: int) -> None:
+        """Put off what a long load has brought, and what lies before it: later steps look at it.
+        What is computed behind it comes first, because a request may end soon."""
+        first_tokens, last_tokens = request.loaded
         ends = [
-            (group, request.reached[group.group], self._full_blocks(request, group, tokens))
+            (group, request.reached[group.group], self._full_blocks(request, group, min(last_tokens, storable_tokens)))
             for group in self._geometry.groups
             if group.state_tokens is None
         ]
@@ -175,13 +177,17 @@ class StorePlanner(HasParts):
         for group, start, end in ends:
             if start < end:
                 self._demand.reach(request, group.group, end)
-                self._look_later(request, group.group, start, end)
+                first = min(max(start, first_tokens // group.block_tokens), end)
+                self._look_later(request, group.group, start, first)
+                self._look_later(request, group.group, first, end, are_new=False)
                 request.reached[group.group] = end
 
-    def _look_later(self, request: RequestState, group: int, start: int, stop: int) -> None:
-        keys = request.keys[group]
-        positions = self._store_policy.reached(request.request_id, keys, start, stop)
-        self._rest.append(_Rest(group, keys, request.held_blocks[group], positions, start, stop))
+    def _look_later(self, request: RequestState, group: int, start: int, stop: int, *, are_new: bool = True) -> None:
+        """Put off blocks. ``are_new``: as in ``_use``."""
+        if start < stop:
+            keys = request.keys[group]
+            positions = self._store_policy.reached(request.request_id, keys, start, stop)
+            self._rest.append(_Rest(group, keys, request.held_blocks[group], positions, start, stop, are_new))
 
     def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
         """Return which blocks of a request are full and computed, and were not before, by group:
@@ -281,9 +287,8 @@ class StorePlanner(HasParts):
             storable_tokens = self._storable_tokens(request, request.held_tokens)
             for group in self._geometry.groups:
                 if group.state_tokens is None:
-                    start, stop = request.reached[group.group], self._full_blocks(request, group, storable_tokens)
-                    if start < stop:
-                        self._look_later(request, group.group, start, stop)
+                    stop = self._full_blocks(request, group, storable_tokens)
+                    self._look_later(request, group.group, request.reached[group.group], stop)
         self.forget(request)
 
     def _look_at_rest(self, now: float) -> None:
@@ -296,7 +301,7 @@ class StorePlanner(HasParts):
             rest = self._rest[0]
             start, rest.start = rest.start, min(rest.stop, rest.start + left)
             keys = rest.keys[start : rest.start]
-            self._use(keys)
+            self._use(keys, are_new=rest.are_new)
             for at, presence in enumerate(self._catalog.presences(keys), start):
                 key, block = keys[at - start], rest.blocks[at]
                 is_to_come = presence == ABSENT and key not in waiting and at in rest.positions
