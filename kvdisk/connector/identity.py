@@ -62,11 +62,16 @@ hashes of blocks are only what is in the image, and what its request says of it.
 
 
 def fingerprint_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]] = ()
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    stages: Sequence[Sequence[KVCacheGroupSpec]] = (),
+    *,
+    any_ranks: bool = False,
 ) -> tuple[bytes, dict[str, Any]]:
     """Return the fingerprint (32 bytes) and a description for people and the inspector.
 
     ``stages``: the KV-cache groups of each stage of a pipeline; none: the configuration's own.
+    ``any_ranks``: stored bytes are laid out alike for any tensor-parallel size.
 
     Raises ConfigError where the weights have no identity (dummy, streamed), where the hashes of
     blocks are not the same in the next process, or mean something else there, or where not all
@@ -82,7 +87,8 @@ def fingerprint_of(
     code = None if module is None else code_digest(Path(vllm.__file__).parents[1], module)
     if code is not None:
         final_config.pop("transformers_version", None)  # it computes nothing of such a model
-    tensor_parallel = None if ranks_are_alike(vllm_config, kv_cache_config) else parallel.tensor_parallel_size
+    any_ranks = any_ranks or ranks_are_alike(vllm_config, kv_cache_config)
+    tensor_parallel = None if any_ranks else parallel.tensor_parallel_size
     facts: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "vllm": vllm_minor_version() if code is None else None,
@@ -110,11 +116,7 @@ def fingerprint_of(
     if (media := model.multimodal_config) is not None:
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
         facts["media"]["files"] = _processor_digest(_model_folder(model))
-    context = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
-    if context != [1, 1]:
-        # vLLM: another option, or NIXL, changes which tokens a rank has, in the workers alone.
-        vllm_config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
-        facts["context_parallel"] = [*context, parallel.cp_kv_cache_interleave_size]
+    facts |= _context_facts(vllm_config, kv_cache_config)
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -128,6 +130,17 @@ def fingerprint_of(
     return hashlib.sha256(text.encode()).digest(), description
 
 
+def _context_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """Return which tokens of a block a rank has, where it has not all."""
+    parallel = vllm_config.parallel_config
+    sizes = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
+    if sizes == [1, 1]:
+        return {}
+    # vLLM: another option, or NIXL, changes that, in the workers alone.
+    vllm_config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+    return {"context_parallel": [*sizes, parallel.cp_kv_cache_interleave_size]}
+
+
 def fingerprint_of_rows(
     config: OffloadingConfig,
     row_bytes: int,
@@ -135,23 +148,27 @@ def fingerprint_of_rows(
     name: str | None,
 ) -> tuple[bytes, dict[str, Any]]:
     """The same of rows of vLLM's own offloading: the bytes of all workers for a chunk of a group,
-    as this version of vLLM lays them out.
+    as this version of vLLM lays them out. Where all workers have one copy of MLA's KV, and where
+    vLLM vouches for its canonical layout, any tensor-parallel size finds what another has stored.
 
     ``whose``: the engine's configuration; None: it is not known. ``name``: the user vouches that it
     names weights, revision and adapters; None: they are found, or refused. Raises ConfigError.
     """
     parallel = config.parallel
+    is_canonical = config.canonical_layout and parallel.is_parallelism_agnostic
+    any_ranks = config.replicated_layout or is_canonical
+    sizes = [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size]
     facts: dict[str, Any] = {
         "door": "offloading",
         "row_vllm": vllm_minor_version(),
-        "row_bytes": [row_bytes, config.worker_kv_bytes_per_block],
+        "row_bytes": [row_bytes, None if is_canonical else config.worker_kv_bytes_per_block],
         "row_dtype": config.model.dtype,
         "row_groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
         "row_tokens": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
         "row_layout": config.kv_cache_layout,
         "row_format": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
-        "row_copies": 1 if config.replicated_layout else parallel.world_size,
-        "row_parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "row_copies": 1 if any_ranks else parallel.world_size,
+        "row_parallel": [1] * len(sizes) if any_ranks else sizes,
         "row_stages": envs.VLLM_PP_LAYER_PARTITION,
     }
     if whose is not None:
@@ -168,7 +185,7 @@ def fingerprint_of_rows(
     else:
         refuse_nameless_rows(whose[0])
         with _vouched():
-            digest, description = fingerprint_of(*whose)
+            digest, description = fingerprint_of(*whose, any_ranks=any_ranks)
         facts["runner"] = bool(getattr(whose[0], "use_v2_model_runner", False))
     text = json.dumps(facts, sort_keys=True, default=str)
     description["door"] = facts["door"]

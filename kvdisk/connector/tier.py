@@ -15,7 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -494,12 +495,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if taken.cleared and self._published:
             events.append(self._event(self._published, stored=False))
             self._published = set()
-        for change in taken.changes:
-            if change.stored:
-                self._published.update(change.keys)
+        for stored, alike in groupby(taken.changes, key=attrgetter("stored")):
+            keys = [key for change in alike for key in change.keys]
+            if stored:
+                self._published.update(keys)
             else:
-                self._published.difference_update(change.keys)
-            events.append(self._event(change.keys, stored=change.stored))
+                self._published.difference_update(keys)
+            events.append(self._event(keys, stored=stored))
         return events
 
     def _event(self, keys: Collection[BlockKey], *, stored: bool) -> OffloadingEvent:

@@ -22,13 +22,22 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.connector import tier as tiers
+from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import PREFIX
 from kvdisk.connector.tier import KVDiskTier
 from kvdisk.connector.tier_settings import KEYS, TierSettings
 from kvdisk.errors import ConfigError, DeviceError
+from kvdisk.manager.events import BlockChange, Taken
 from kvdisk.stats import METRICS
 from kvdisk.store import BlockStore, Get, Put, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
@@ -603,6 +612,19 @@ def test_events_say_what_is_stored_and_what_left(make):
     assert any(event.removed for event in events)
 
 
+def test_alike_changes_of_a_step_are_one_event_and_in_their_order(make, monkeypatch):
+    bench = make(enable_kv_events=True)
+    blocks = [bench.tier._names.block(make_offload_key(bytes([at]) * 32, GROUP_IDS[0])) for at in range(4)]
+    first, second, third, fourth = ([block] for block in blocks)
+    steps = [(True, first), (True, second), (False, first), (True, third), (True, fourth)]
+    changes = [BlockChange(Tier.NVME, stored, keys) for stored, keys in steps]
+    monkeypatch.setattr(bench.store, "changes", lambda: Taken(False, changes))
+    events = [
+        (event.removed, [bench.tier._names.block(key) for key in event.keys]) for event in bench.tier.take_events()
+    ]
+    assert events == [(False, blocks[:2]), (True, first), (False, blocks[2:])]
+
+
 def test_when_too_many_wait_all_that_was_published_is_taken_back(make, monkeypatch):
     bench = make(enable_kv_events=True)
     bench.serve("a", 1, 6)
@@ -674,9 +696,45 @@ def test_every_setting_of_a_tier_is_one_of_kvdisk(tmp_path):
         TierSettings.of({"store_dirs": str(tmp_path)})
 
 
+def test_a_store_threshold_is_refused_by_vllm_before_a_store_is_made(tmp_path):
+    tier = {"type": "kvdisk", "store_dirs": str(tmp_path / "store"), "nvme_bytes": "64MiB", "namespace": "test"}
+    with pytest.raises(ValueError, match="store_threshold"):
+        make_manager(tier, 16, ROW_BYTES, store_threshold=2)
+    assert not (tmp_path / "store").exists()
+
+
 def test_weights_that_nobody_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="set namespace"):
         Bench(tmp_path, namespace=None)
+
+
+def _rows_of(tensor: int, *, row_bytes: int = 4096, **changes: Any) -> bytes:
+    """Return the fingerprint of the rows of an engine with so many ranks."""
+    parallel = OffloadingParallelConfig(0, tensor, tensor, 1, 1, 1, 0, 1, None, changes.pop("agnostic", False))
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(TOKENS, ("layer",), 0),),
+        worker_kv_bytes_per_block=changes.pop("worker_bytes", row_bytes),
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig("model", "bfloat16"),
+        cache=OffloadingCacheConfig(TOKENS, 1),
+        parallel=parallel,
+        kv_cache_layout="LBNHC",
+        **changes,
+    )
+    return fingerprint_of_rows(config, row_bytes, None, "a name")[0]
+
+
+def test_ranks_find_each_others_rows_where_these_are_laid_out_alike():
+    one = _rows_of(1)
+    assert one == _rows_of(2, replicated_layout=True) == _rows_of(8, replicated_layout=True)
+    assert len({one, _rows_of(2), _rows_of(4)}) == 3, "each rank has its heads"
+    assert len({one, _rows_of(2, agnostic=True), _rows_of(4, agnostic=True)}) == 3, "rank after rank, though"
+    canonical = {_rows_of(n, worker_bytes=4096 // n, agnostic=True, canonical_layout=True) for n in (1, 2, 4)}
+    assert len(canonical) == 1 and one not in canonical
+    uncertified = {_rows_of(n, worker_bytes=4096 // n, canonical_layout=True) for n in (1, 2, 4)}
+    assert len(uncertified) == 3
 
 
 def test_a_line_for_each_request(make, caplog):
