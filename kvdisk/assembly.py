@@ -37,6 +37,7 @@ from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
+from kvdisk.manager.eviction import find_eviction
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
@@ -151,6 +152,8 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     for key, protocol in protocols.items():
         if ":" in getattr(config, key):
             find_own(key, getattr(config, key), protocol)
+    if ":" in config.eviction:
+        find_eviction(config.eviction)
     if config.store_dirs:
         check_directories(config.store_dirs)
     if config.remote is not None:

@@ -116,6 +116,7 @@ _parse_options = _checked(
     lambda value: tuple(value.items()),
 )
 _parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
+_parse_eviction = _one_of(EVICTIONS, ", or a class of your own as 'module:Class'", _is_class_name)
 _parse_admission = _checked("'all', 'learned', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
 
 
@@ -216,10 +217,12 @@ class Config:
     Default: none
     Example: "2TB"
     """
-    eviction: str = _setting("learned", _one_of(EVICTIONS))
+    eviction: str = _setting("learned", _parse_eviction)
     """What a full tier evicts. `"learned"`: what is to bring the fewest hits for the time that it
     is kept, learnt from how often and how soon blocks like it were asked for again. `"lru"`: what
-    was used longest ago. With both the tail of a chain of blocks is evicted before its head.
+    was used longest ago. Or a class of your own, `"module:Class"`: see
+    [eviction](SCHEDULING.md#eviction). With all the tail of a chain of blocks is evicted before its
+    head.
 
     Example: "lru"
     """

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.connector")
 
-OWN_POLICIES = tuple(each.name for each in fields(Config) if each.name.endswith(("_policy", "_admission")))
+_POLICIES = ("_policy", "_admission", "eviction")
+OWN_POLICIES = tuple(each.name for each in fields(Config) if each.name.endswith(_POLICIES))
 """Settings that may name a class of the user's."""
 
 

@@ -543,7 +543,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if error is None:
             logger.error("kvdisk is off until the engine starts again, which goes on with memory alone.")
         else:
-            say_off(error, hook, {self._config.nvme_admission})
+            say_off(error, hook, {self._config.nvme_admission, self._config.eviction})
         if self._mover is not None:
             self._mover.kill()
 

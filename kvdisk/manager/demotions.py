@@ -199,19 +199,27 @@ class Demotions:
             self._queued = RowLists(len(self._queued.counts))
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        self.stalls = not lower.refresh_writable(now)
+        self.stalls = not self._affordable_bytes(now)
         lower.make_room(now, list(self._queued.counts))
         has_room = {size_class for size_class, count in enumerate(self._queued.counts) if count}
-        while has_room and len(self._jobs) < MAX_DEMOTE_JOBS and lower.refresh_writable(now):
-            wanted = self._next_rows(has_room)
+        while has_room and len(self._jobs) < MAX_DEMOTE_JOBS and (affordable := self._affordable_bytes(now)):
+            wanted = self._next_rows(has_room, affordable)
             if not any(wanted.values()):
-                return  # for want of budget: what is written next is what has waited longest
+                return  # what is written next is what has waited longest
             has_room -= self._plan_job(wanted)
 
-    def _next_rows(self, classes: Collection[int]) -> dict[int, list[int]]:
+    def _affordable_bytes(self, now: float) -> float:
+        """Return how many bytes may go to the lower tier now: every limit of demotions is here.
+
+        While that is 0 queued copies may be evicted, an idle engine sleeps, and the remote store
+        does not wait for the queue.
+        """
+        return self._lower.affordable_bytes if self._lower.refresh_writable(now) else 0
+
+    def _next_rows(self, classes: Collection[int], left: float) -> dict[int, list[int]]:
         """Return, by size class, the first that wait of some classes, whatever their class: of one
-        job, and as many as may be written now."""
-        turns, left = self._turns, self._lower.affordable_bytes
+        job, and of ``left`` bytes at most."""
+        turns = self._turns
         wanted: dict[int, list[int]] = {size_class: [] for size_class in classes}
         waiting = merge(
             *(
@@ -250,8 +258,7 @@ class Demotions:
         """Whether what is queued can be planned. False lets an idle engine sleep: what is queued
         stays in the upper tier, and waits. ``silent``: nothing was heard of commits for long: none
         is awaited."""
-        lower = self._lower
-        return lower.refresh_writable(now) and any(
-            count and lower.may_get_room(size_class, silent=silent)
+        return bool(self._affordable_bytes(now)) and any(
+            count and self._lower.may_get_room(size_class, silent=silent)
             for size_class, count in enumerate(self._queued.counts)
         )

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier, group_of
-from kvdisk.config import EVICTIONS
+from kvdisk.config import EVICTIONS, find_own
+from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
@@ -37,9 +38,12 @@ class EvictionPolicy:
 
     Each class of copies has its list, in order of last use, so that only the oldest of each has to
     be compared. A row is inserted once and removed once; other calls ignore rows that are not
-    there. A policy has no clock: time is the history's. What it knows of rows is in arrays, not in
-    a Python object for each row (``tests/unit/test_garbage.py``), and it grows them itself when a
-    higher row comes.
+    there. Time is the history's, unless a subclass has a clock of its own. What a policy knows of
+    rows is in arrays, not in a Python object for each row (``tests/unit/test_garbage.py``), and it
+    grows them itself when a higher row comes.
+
+    A class of the user's derives from this one, and says what copies are worth: the classes that it
+    divides them into, a clock of its own, or ``proposals`` altogether.
 
     Rows that cannot leave, whatever they are worth, are parked: they are nobody's oldest until they
     are used, or called back. Rows with a standing are in lists of their own, behind those of the
@@ -49,11 +53,9 @@ class EvictionPolicy:
     """
 
     classes = 1
-    """How many: 1, or the history's own, which ``fill`` gives to what was there before a restart.
-    A block's class only rises while its copy is here."""
+    """How many. A block's class only rises while its copy is here."""
 
     def __init__(self, keys: Keys, history: ReuseHistory) -> None:
-        assert self.classes in (1, CLASSES)
         self._keys = keys
         self._history = history
         self._kinds = self.classes + 3
@@ -71,6 +73,11 @@ class EvictionPolicy:
         worth less."""
         return float(last)
 
+    @property
+    def now(self) -> int:
+        """The time of a use: it never falls."""
+        return self._history.now
+
     # -- rows ------------------------------------------------------------------------------------
 
     def insert(self, rows: Sequence[int]) -> None:
@@ -78,7 +85,7 @@ class EvictionPolicy:
         lacking = max(rows, default=-1) + 1 - len(self._last)
         if lacking > 0:
             self._last.extend(bytes(lacking + GROWN_ROWS))
-        last, now = self._last, self._history.now
+        last, now = self._last, self.now
         for row in rows:
             last[row] = now
         self._lists.append(rows, self.classes_of(rows))
@@ -89,7 +96,7 @@ class EvictionPolicy:
         One request may use a copy up to three times: when it is read ahead for, when it has loaded
         the copy, and when it reaches the block. The history counts that once.
         """
-        last, now, rows = self._last, self._history.now, self._lists.held(rows)
+        last, now, rows = self._last, self.now, self._lists.held(rows)
         for row in rows:
             last[row] = now
         # A key may be forgotten, but not while its copy is here.
@@ -101,7 +108,7 @@ class EvictionPolicy:
     def postpone(self, row: int) -> None:
         """A copy could not leave now: propose it later than others of its class. That is no use."""
         if row in self._lists:
-            self._last[row] = self._history.now
+            self._last[row] = self.now
             self._lists.move(row, self._class(row))
 
     def park(self, row: int) -> None:
@@ -122,12 +129,13 @@ class EvictionPolicy:
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
         """Insert many rows at once, the oldest first, into an empty policy, and into the history:
         what was there before a restart. ``uses``: how often each was used since it was stored."""
-        before = self._history.now
         numbers = self._history.restore([self._keys[row] for row in rows.tolist()], uses)
+        if self.classes != CLASSES:
+            numbers = np.array(self.classes_of(rows.tolist()), np.uint8)
         last = np.zeros(int(rows.max(initial=-1)) + 1, np.uint64)
-        last[rows] = np.arange(before + 1, before + 1 + len(rows), dtype=np.uint64)
+        last[rows] = np.maximum(np.arange(1 - len(rows), 1) + self.now, 0)
         self._last = array("Q", last.tobytes())
-        self._lists.fill(rows, np.minimum(numbers, self.classes - 1))
+        self._lists.fill(rows, numbers)
 
     # -- standings -------------------------------------------------------------------------------
 
@@ -161,7 +169,7 @@ class EvictionPolicy:
         if row not in self._lists or self.standing(row) == standing:
             return False
         if standing is None:
-            self._last[row] = self._history.now
+            self._last[row] = self.now
         self._lists.move(row, self.classes_of((row,))[0] if standing is None else self.classes + standing)
         return True
 
@@ -184,7 +192,7 @@ class EvictionPolicy:
         was not used for twice as long has half of it. Infinite where it is not here, or is to
         stay."""
         worth = self.worth_of(row)
-        return 1.0 / (1 + self._history.now - self._last[row]) if math.isfinite(worth) else math.inf
+        return 1.0 / (1 + self.now - self._last[row]) if math.isfinite(worth) else math.inf
 
     def proposals(self) -> Iterator[tuple[float, int]]:
         """Yield worth and row, the lowest worth first. A step reads only the first of them: find
@@ -438,5 +446,14 @@ assert tuple(_POLICIES) == EVICTIONS
 
 
 def make_eviction(name: str, keys: Keys, history: ReuseHistory) -> EvictionPolicy:
-    """Return a new policy; ``name``: one of ``EVICTIONS``."""
-    return _POLICIES[name](keys, history)
+    """Return a new policy; ``name``: one of ``EVICTIONS``, or a class of the user's as
+    ``module:Class``. Raises ConfigError."""
+    return (find_eviction(name) if ":" in name else _POLICIES[name])(keys, history)
+
+
+def find_eviction(name: str) -> type[EvictionPolicy]:
+    """Return the class of the user's that ``eviction`` names. Raises ConfigError."""
+    found = find_own("eviction", name, EvictionPolicy)
+    if not issubclass(found, EvictionPolicy):
+        raise ConfigError(f"eviction names {name!r}, which does not derive from {__name__}.EvictionPolicy.")
+    return found

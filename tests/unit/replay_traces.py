@@ -8,7 +8,13 @@ import json
 import random
 from pathlib import Path
 
+from kvdisk.cli.replay.run import Run, run_setting
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capacity
+from kvdisk.cli.replay.trace import Chain, Trace, TracedRequest
+from kvdisk.config import Config
+
 Prompts = list[list[int]]
+POLICIES = {name: getattr(Config(), name) for name in ("eviction", "cpu_admission", "nvme_admission", "store_policy")}
 
 
 class Prefixes:
@@ -65,3 +71,23 @@ def write_mooncake(path: Path, prompts: Prompts, block_tokens: int = 512) -> Pat
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
+
+
+def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Capacity:
+    return parse_capacity("--nvme", text, trace, make_geometry(trace, 1 << 20), on_nvme=on_nvme)
+
+
+def replayed(trace: Trace, nvme: str, cpu: str = "0", gpu: int = 0, **policies: str) -> Run:
+    rooms = {"cpu": room_of(trace, cpu, on_nvme=False), "nvme": room_of(trace, nvme), "gpu_blocks": gpu}
+    return run_setting(trace, 4096, Setting(**rooms | POLICIES | policies))
+
+
+def of_prompts(prompts: list[list[int]]) -> Trace:
+    """Requests that generate for as long as a replay waits."""
+    requests = [
+        TracedRequest(
+            10.0 * at, Chain().hashes([number.to_bytes(4, "little") for number in prompt]), 512 * len(prompt), 0
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    return Trace("t", "made", 512, requests)

@@ -17,39 +17,16 @@ from cli_stores import refused, run_here
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_models import MODELS, run_belady, run_model
-from replay_traces import Prefixes, conversations, write_mooncake
+from replay_traces import POLICIES, Prefixes, conversations, of_prompts, replayed, room_of, write_mooncake
 
 from kvdisk.blocks import Tier
-from kvdisk.cli.replay.run import Run, run_setting
-from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine, make_geometry, parse_capacity
-from kvdisk.cli.replay.trace import Chain, Trace, TracedRequest, read_trace
-from kvdisk.config import Config
+from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine
+from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.errors import ConfigError
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.nvme import spare_slots
 
 ROOT = Path(__file__).resolve().parents[2]
-POLICIES = {name: getattr(Config(), name) for name in ("eviction", "cpu_admission", "nvme_admission", "store_policy")}
-
-
-def room_of(trace: Trace, text: str, *, on_nvme: bool = True) -> Capacity:
-    return parse_capacity("--nvme", text, trace, make_geometry(trace, 1 << 20), on_nvme=on_nvme)
-
-
-def replayed(trace: Trace, nvme: str, cpu: str = "0", gpu: int = 0, **policies: str) -> Run:
-    rooms = {"cpu": room_of(trace, cpu, on_nvme=False), "nvme": room_of(trace, nvme), "gpu_blocks": gpu}
-    return run_setting(trace, 4096, Setting(**rooms | POLICIES | policies))
-
-
-def of_prompts(prompts: list[list[int]]) -> Trace:
-    """Requests that generate for as long as a replay waits."""
-    requests = [
-        TracedRequest(
-            10.0 * at, Chain().hashes([number.to_bytes(4, "little") for number in prompt]), 512 * len(prompt), 0
-        )
-        for at, prompt in enumerate(prompts)
-    ]
-    return Trace("t", "made", 512, requests)
 
 
 @pytest.fixture(scope="module")
