@@ -28,6 +28,8 @@ from kvdisk.messages import JobKind, Move
 MOST_NEW: Final = 1 << 16
 """Blocks that were counted when they were put, and that no request was said to have reached
 since."""
+MOST_CHAINS: Final = 1024
+"""Of those the chains that may go on with the next put."""
 MOST_USED: Final = 4096
 """Blocks that a step refreshes the recency of, and goes on with in the next."""
 
@@ -90,6 +92,9 @@ class BlockJobs(HasParts):
         self._class_of = parts.geometry.size_classes
         self._new: dict[BlockKey, None] = {}
         """See ``MOST_NEW``; the first that came goes first."""
+        self._chains: dict[BlockKey, tuple[Visit, int]] = {}
+        """See ``MOST_CHAINS``; by the last block, the visit that counted it and the kin of what
+        comes behind."""
         self._used: deque[list[BlockKey]] = deque()
         """Blocks of requests, in the order of their prompts, whose recency is not refreshed yet."""
         self._uncounted: deque[_Wanted] = deque()
@@ -130,6 +135,7 @@ class BlockJobs(HasParts):
             uncounted = [key for key in alike if key not in self._new]
             for key in alike if len(uncounted) < len(alike) else ():
                 self._new.pop(key, None)
+                self._chains.pop(key, None)
             if group in self._history.state_groups:
                 last = self._history.last_known(uncounted)
                 if last is not None:
@@ -178,16 +184,28 @@ class BlockJobs(HasParts):
         """Count those blocks as new that no request was said to have reached: who puts one wants
         it. Admission would take it for one that nobody has wanted for long."""
         self._count_some(math.inf)
-        unknown = [offer.key for offer in offers if not self._history.known(offer.key)[0]]
-        for group, keys in enumerate(self._by_group(unknown)):
+        parents = {offer.key: offer.parent for offer in offers if not self._history.known(offer.key)[0]}
+        for group, keys in enumerate(self._by_group(list(parents))):
             if group in self._history.state_groups:
                 for key in keys:
                     self._history.count((key,), 0, 1, STATES)
             elif keys:
-                self._history.count(keys, 0, len(keys), 0)
-        self._new.update(dict.fromkeys(unknown))
-        while len(self._new) > MOST_NEW:
-            del self._new[next(iter(self._new))]
+                self._count_chain(keys, parents[keys[0]])
+        self._new.update(dict.fromkeys(parents))
+        for most, counted in ((MOST_NEW, self._new), (MOST_CHAINS, self._chains)):
+            while len(counted) > most:
+                del counted[next(iter(counted))]
+
+    def _count_chain(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        """Count blocks of one kind that follow each other. A prompt that is put in parts is one
+        visit; the next turn of a conversation is another."""
+        begun = self._chains.pop(parent, None) if parent is not None else None
+        if begun is not None:
+            visit, kin = self._history.go_on(begun[0], len(keys)), begun[1]
+        else:
+            visit = self._history.begin(0, len(keys))
+            kin = self._history.kin_behind(parent) if parent is not None else 0
+        self._chains[keys[-1]] = visit, self._history.count(keys, 0, len(keys), kin, visit)
 
     def _groups_of(self, keys: Sequence[BlockKey]) -> list[int]:
         return [0] * len(keys) if len(self._geometry.groups) == 1 else list(map(group_of, keys))
@@ -311,6 +329,7 @@ class BlockJobs(HasParts):
     def reset(self) -> None:
         """What was counted is forgotten."""
         self._new.clear()
+        self._chains.clear()
         self._used.clear()
         self._uncounted.clear()
         self._waiting.clear()

@@ -157,6 +157,20 @@ class ReuseHistory:
             self._prompt_blocks += (stop - self._prompt_blocks) / 64
         return visit
 
+    def go_on(self, visit: Visit, count: int) -> Visit:
+        """A visit has more blocks than was known when it began: return it with these, which are to
+        be counted as its next part."""
+        self.now += count
+        self._prompt_blocks += count / 64
+        so_far = visit.now - visit.before + count
+        return Visit(visit.before, visit.before + so_far, so_far**-0.5)
+
+    def kin_behind(self, key: BlockKey) -> int:
+        """Return the kin of what comes behind a block for the first time, with another visit than
+        the block's last."""
+        place, is_known = self._find(number_of(key))
+        return _KIN_BEHIND[self._marks[place]] if is_known else 0
+
     def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int, visit: Visit | None = None) -> int:
         """A request came to these blocks of its prompt, from ``start`` on, for the first time. All
         of them are known then, as far as there are places.
