@@ -11,7 +11,7 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import stores
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.eviction import TailFirst
-from kvdisk.manager.requests import BlockKeys
+from kvdisk.manager.requests import BlockKeys, RequestLimits
 from kvdisk.manager.stores import StorePlanner
 
 GROUPS = {
@@ -173,3 +173,23 @@ def test_what_is_computed_behind_a_long_hit_is_stored_though_its_request_ends_at
     bench.engine.pool.forget_all()  # nothing is stored later
     bench.idle()
     assert all(bench.held(text, Tier.CPU))
+
+
+@pytest.mark.parametrize("limit", [LENGTH // 4, None])
+def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limit, monkeypatch):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    text = prompt_of(0)
+    bench.serve(text)
+    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    bench.manager._context.step_blocks = 4
+    bench.engine.pool.forget_all()
+    bench.add(text, finishing=False)
+    (request,) = bench.manager._requests.values()
+    request.limits = RequestLimits(store_limit_tokens=limit)
+    while not bench.manager._stores._rest:
+        bench.step(8)
+    bench.parts.cpu.discard(*bench.rows(text)[:3:-1])  # memory loses what no step has looked at
+    for _ in range(LENGTH):
+        bench.step(8)
+    held = bench.held(text, Tier.CPU)[:-1]  # the last one is computed
+    assert held == [limit is None or at < limit // 2 for at in range(len(held))]
