@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvdisk's tier behind vLLM's real manager of tiers, under random requests and faults: every byte
+that a request uses is compared, every request is answered, and no row of memory is lost."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_tier import ROW_BYTES, Bench, Make
+from test_tier import make as make  # noqa: PLC0414 - a fixture
+from vllm.v1.kv_offload.base import OffloadKey
+
+from kvdisk.connector import tier as tiers
+from kvdisk.store import Result
+
+SEEDS = 120
+MORE_SEEDS = 2000
+STEPS = 120
+STEP_S = 0.01
+WAIT_S = 0.5
+"""``lookup_wait_s``, on the clock of steps."""
+MOST_STEPS = 40 * int(WAIT_S / STEP_S)
+"""Within which all requests are answered once no job is held back: each may wait twice, and as many
+come before it as there are."""
+MOST_REQUESTS = 8
+BAD_LOADS = (Result.ABSENT, Result.CHECKSUM, Result.IO_ERROR, Result.DEADLINE)
+BAD_STORES = (Result.REFUSED, Result.NO_ROOM, Result.NO_SPACE)
+
+
+class Request:
+    """``at``: chunks that it has, from memory or computed. ``is_answered``: how much hit is
+    known."""
+
+    def __init__(self, name: str, keys: list[OffloadKey]) -> None:
+        self.name = name
+        self.keys = keys
+        self.at = 0
+        self.is_answered = False
+
+
+class World:
+    """A bench, its requests, and the weights that the model has now."""
+
+    def __init__(self, make: Make, seed: int, clock: SimpleNamespace) -> None:
+        self.random = random.Random(seed)
+        self.make, self.clock = make, clock
+        self.rows = self.random.choice([3, 8, 24, 64])
+        self.weights = 0
+        self.names = 0
+        self.requests: list[Request] = []
+        self.seen: set[str] = set()
+        self.open()
+        self.store._blocks.clear()
+
+    def open(self) -> None:
+        self.bench: Bench = self.make(rows=self.rows, lookup_wait_s=WAIT_S)
+        self.store._most_blocks = self.random.choice([10, 100, 1 << 20])
+
+    @property
+    def store(self) -> Any:
+        return self.bench.store
+
+    def content_of(self, key: OffloadKey) -> np.ndarray[Any, Any]:
+        """Return what the model computes with its weights."""
+        return np.random.default_rng([*key, self.weights]).integers(0, 256, ROW_BYTES, np.uint8)
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def come(self) -> None:
+        if len(self.requests) < MOST_REQUESTS:
+            self.names += 1
+            document, chunks = self.random.randrange(6), self.random.randint(1, 14)
+            name = f"{self.names}"
+            self.requests.append(Request(name, self.bench.begin(name, document, chunks, document % 2)))
+
+    def step(self) -> None:
+        """One of the scheduler's: some requests get on, some of them end."""
+        new = []
+        self.clock.now += STEP_S
+        for request in self.random.sample(self.requests, len(self.requests)):
+            if not request.is_answered:
+                hits = self.bench.look(request.name, request.keys)
+                if hits is not None:
+                    self.use(request, hits)
+                    new.append(request.name)
+            elif request.at < len(request.keys):
+                self.compute(request, request.keys[request.at : request.at + self.random.randint(1, 5)])
+        self.bench.step(*new)
+        for request in [each for each in self.requests if each.is_answered and each.at == len(each.keys)]:
+            self.end(request)
+
+    def use(self, request: Request, hits: int) -> None:
+        request.is_answered, request.at = True, hits
+        keys = request.keys[:hits]
+        if keys:
+            spec = self.bench.manager.prepare_load(keys, self.bench.requests[request.name])
+            for key, row in zip(keys, spec.chunk_ids.tolist(), strict=True):
+                assert np.array_equal(self.bench.rows[row], self.content_of(key)), (request.name, key, row)
+            self.bench.manager.complete_load(keys, self.bench.requests[request.name])
+            self.seen.add("hit")
+
+    def compute(self, request: Request, keys: list[OffloadKey]) -> None:
+        request.at += len(keys)
+        context = self.bench.requests[request.name]
+        prepared = self.bench.manager.prepare_store(keys, context)
+        if prepared is None or not prepared.keys_to_store:
+            self.seen.add("no row")
+            return
+        for key, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids.tolist(), strict=True):
+            self.bench.rows[row] = self.content_of(key)
+        self.bench.manager.complete_store(prepared.keys_to_store, context)
+
+    def end(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.bench.end(request.name)
+
+    def abort(self) -> None:
+        if self.requests:
+            self.end(self.random.choice(self.requests))
+
+    def spoil(self) -> None:
+        """Loads of some blocks, and stores of others, end badly from now on."""
+        self.store.bad = {key: self.random.choice(BAD_LOADS) for key in self.some_blocks()}
+        coming = [self.bench.tier._names.block(key) for request in self.requests for key in request.keys]
+        self.store.refused = {key: self.random.choice(BAD_STORES) for key in coming if self.random.random() < 0.3}
+
+    def some_blocks(self) -> list[Any]:
+        return [key for key in self.store._blocks if self.random.random() < 0.3]
+
+    def lose(self) -> None:
+        """Blocks leave the store, some of them between their hit and their load."""
+        for key in self.some_blocks():
+            del self.store._blocks[key]
+
+    def hold(self) -> None:
+        self.store.holds = not self.store.holds
+
+    def reset(self) -> None:
+        """The weights change. Some of what runs goes on, and stores chunks of the old ones: vLLM's
+        memory is made to forget these; the drive must not have them."""
+        for request in list(self.requests):
+            if not request.is_answered or self.random.random() < 0.5:
+                self.end(request)
+        self.store.holds = False
+        self.bench.manager.reset_cache()
+        getattr(self.bench.manager, "on_reset_flushed", lambda: None)()
+        for request in list(self.requests):
+            if request.at < len(request.keys):
+                self.compute(request, request.keys[request.at :])
+                self.seen.add("old weights")
+            self.bench.rest()
+            self.end(request)
+        self.bench.rest()
+        self.bench.forget_memory()
+        self.weights += 1
+
+    def restart(self) -> None:
+        """The engine ends, perhaps with jobs out, and starts again, with the files' weights."""
+        for request in list(self.requests):
+            self.end(request)
+        if self.weights:
+            self.store._blocks.clear()  # those of other weights: this store has no epochs
+            self.weights = 0
+        self.bench.close()
+        self.open()
+
+    def finish(self) -> None:
+        """Nothing is held back any more: all are answered, and the engine comes to rest. What is
+        bad stays so."""
+        self.store.holds = False
+        for _ in range(MOST_STEPS):
+            if not self.requests:
+                break
+            self.step()
+        assert not self.requests, "a request waits for ever"
+        self.bench.rest()
+        assert self.bench.tier._held == 0 and not self.bench.tier._requests and not self.bench.tier.is_off
+        keys = self.bench.begin("whole", 99, self.rows)
+        prepared = self.bench.manager.prepare_store(keys, self.bench.requests["whole"])
+        assert prepared is not None and len(prepared.keys_to_store) == self.rows, "a row of memory is lost"
+        self.bench.manager.complete_store(prepared.keys_to_store, self.bench.requests["whole"], success=False)
+        self.bench.end("whole")
+
+
+OFTEN = {"come": 30, "step": 100, "abort": 3, "spoil": 3, "lose": 3, "hold": 4, "reset": 1, "restart": 1}
+
+
+def run(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(tiers, "time", clock)
+    world = World(make, seed, clock)
+    for _ in range(STEPS):
+        (act,) = world.random.choices(list(OFTEN), list(OFTEN.values()))
+        getattr(world, act)()
+        world.seen.add(act)
+    world.finish()
+    world.bench.close()
+    return world.seen
+
+
+def test_random_requests_and_faults(make, monkeypatch):
+    seen = set[str]()
+    for seed in range(SEEDS):
+        seen |= run(make, seed, monkeypatch)
+    assert seen == {*OFTEN, "hit", "no row", "old weights"}
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("first", range(1000, 1000 + MORE_SEEDS, 500))
+def test_many_more_of_them(make, monkeypatch, first):
+    for seed in range(first, first + 500):
+        run(make, seed, monkeypatch)
