@@ -72,8 +72,8 @@ class ManagerWatch(Watch):
     _changes: int = 0
     """Rises whenever room may have come free."""
     _not_admitted: set[tuple[str, BlockKey]] = field(default_factory=set)
-    """Blocks that too few requests had wanted when their request offered them: others store
-    them."""
+    """Blocks that too few requests had wanted when their request offered them, or that were behind
+    one that no tier had then: others store them."""
     _progress: tuple[int, bool] = (0, True)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
@@ -204,6 +204,7 @@ class ManagerWatch(Watch):
             assert self._changes > changes, "an offer is repeated though no room can have come free"
         # One of these may leave for one behind it, where what lies between has left the tier.
         held = {offer.key for offer in offers if self._is_held(offer.key)}
+        self._not_admitted |= {(owner, key) for key in self._behind_gaps(offers)}
         job_id, refused = self._store(offers, request, now, **how)
         is_final = not how and not self.parts.manager._tiers.first.is_searching
         for offer in refused if is_final else ():
@@ -212,6 +213,21 @@ class ManagerWatch(Watch):
         held |= {offer.key for offer in offers if self._is_held(offer.key)}
         self._stored |= {(owner, each.key) for each in offers if each.key not in lacking and each.key in held}
         return job_id, refused
+
+    def _behind_gaps(self, offers: Any) -> set[BlockKey]:
+        """Return the keys of offers behind a block that no tier has, nor is offered: these are not
+        stored, though another request may store that block a moment later."""
+        offered, found = {offer.key for offer in offers}, set[BlockKey]()
+        for offer in offers:
+            is_there = offer.parent in offered or offer.parent in self.parts.manager._hints.known
+            if offer.parent in found or (
+                offer.parent is not None
+                and self.sizes.geometry.groups[offer.group].reads_all
+                and not is_there
+                and self.parts.catalog.find(offer.parent) == NONE
+            ):
+                found.add(offer.key)
+        return found
 
     def _held_keys(self, request: FakeRequest, tokens: int) -> list[BlockKey]:
         return [
