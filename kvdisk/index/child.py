@@ -26,7 +26,7 @@ from kvdisk.errors import DeviceError, KvdiskError
 
 MAIN = "kvdisk.index.child_main"
 """The module whose ``main`` the process runs. It alone imports LMDB."""
-START_S = 60.0
+START_S = 120.0
 """What the process may take to start, on a machine that may be busy."""
 REAP_S = 5.0
 """How long the end of a killed process is awaited: one that waits for a drive may not end."""
