@@ -381,9 +381,9 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     @guarded(lambda: None)
     def _get(self, job: TransferJob) -> None:
-        arrival = self._request_of(job.req_context).arrival
+        request = self._requests.get(job.req_context.req_id)  # None: it has ended since its lookup
         blocks = map(Get, self._names.blocks(job.keys), job.chunk_ids.tolist())
-        self.store.get(job.job_id, list(blocks), arrival)
+        self.store.get(job.job_id, list(blocks), self._arrivals if request is None else request.arrival)
 
     def _finish(self, job: TransferJob, result: JobResult) -> None:
         del self._jobs[job.job_id]

@@ -89,6 +89,8 @@ class World:
                     new.append(request.name)
             elif request.at < len(request.keys):
                 self.compute(request, request.keys[request.at : request.at + self.random.randint(1, 5)])
+        if self.random.random() < 0.05:
+            self.abort()
         self.bench.step(*new)
         for request in [each for each in self.requests if each.is_answered and each.at == len(each.keys)]:
             self.end(request)
