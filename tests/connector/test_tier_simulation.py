@@ -4,21 +4,30 @@ that a request uses is compared, every request is answered, and no row of memory
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.drive_blocks import bytes_for
+from support.tiering import TOKENS
 from test_tier import ROW_BYTES, Bench, Make
 from test_tier import make as make  # noqa: PLC0414 - a fixture
+from test_tier_drive import make as make_on_drive  # noqa: F401 - a fixture
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvdisk.connector import tier as tiers
-from kvdisk.store import Result
+from kvdisk.device.listing import list_homes
+from kvdisk.store import BlockKind, Result
 
 SEEDS = 120
 MORE_SEEDS = 2000
+DRIVE_SEEDS = 16
 STEPS = 120
 STEP_S = 0.01
 WAIT_S = 0.5
@@ -26,6 +35,7 @@ WAIT_S = 0.5
 MOST_STEPS = 40 * int(WAIT_S / STEP_S)
 """Within which all requests are answered once no job is held back: each may wait twice, and as many
 come before it as there are."""
+SAFETY_S = 60.0
 MOST_REQUESTS = 8
 BAD_LOADS = (Result.ABSENT, Result.CHECKSUM, Result.IO_ERROR, Result.DEADLINE)
 BAD_STORES = (Result.REFUSED, Result.NO_ROOM, Result.NO_SPACE)
@@ -45,16 +55,16 @@ class Request:
 class World:
     """A bench, its requests, and the weights that the model has now."""
 
-    def __init__(self, make: Make, seed: int, clock: SimpleNamespace) -> None:
+    def __init__(self, make: Make, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
-        self.make, self.clock = make, clock
+        self.make, self.folder = make, folder
+        self.now = 1000.0
         self.rows = self.random.choice([3, 8, 24, 64])
         self.weights = 0
         self.names = 0
         self.requests: list[Request] = []
         self.seen: set[str] = set()
         self.open()
-        self.store._blocks.clear()
 
     def open(self) -> None:
         self.bench: Bench = self.make(rows=self.rows, lookup_wait_s=WAIT_S)
@@ -80,7 +90,7 @@ class World:
     def step(self) -> None:
         """One of the scheduler's: some requests get on, some of them end."""
         new = []
-        self.clock.now += STEP_S
+        self.now += STEP_S
         for request in self.random.sample(self.requests, len(self.requests)):
             if not request.is_answered:
                 hits = self.bench.look(request.name, request.keys)
@@ -147,7 +157,7 @@ class World:
         for request in list(self.requests):
             if not request.is_answered or self.random.random() < 0.5:
                 self.end(request)
-        self.store.holds = False
+        self.go_on()
         self.bench.manager.reset_cache()
         getattr(self.bench.manager, "on_reset_flushed", lambda: None)()
         for request in list(self.requests):
@@ -164,23 +174,31 @@ class World:
         """The engine ends, perhaps with jobs out, and starts again, with the files' weights."""
         for request in list(self.requests):
             self.end(request)
-        if self.weights:
-            self.store._blocks.clear()  # those of other weights: this store has no epochs
-            self.weights = 0
+        self.forget_weights()
         self.bench.close()
         self.open()
 
-    def finish(self) -> None:
-        """Nothing is held back any more: all are answered, and the engine comes to rest. What is
-        bad stays so."""
+    def forget_weights(self) -> None:
+        """The model is that of the files again. This store has no epochs."""
+        if self.weights:
+            self.store._blocks.clear()
+            self.weights = 0
+
+    def go_on(self) -> None:
+        """Nothing is held back any more."""
         self.store.holds = False
-        for _ in range(MOST_STEPS):
+
+    def finish(self) -> None:
+        """All are answered, and the engine comes to rest. What is bad stays so."""
+        self.go_on()
+        end_s = time.monotonic() + SAFETY_S
+        for _ in range(MOST_STEPS) if type(self) is World else iter(lambda: time.monotonic() < end_s, False):
             if not self.requests:
                 break
             self.step()
         assert not self.requests, "a request waits for ever"
         self.bench.rest()
-        assert self.bench.tier._held == 0 and not self.bench.tier._requests and not self.bench.tier.is_off
+        assert self.bench.tier._held == 0 and not self.bench.tier._requests
         keys = self.bench.begin("whole", 99, self.rows)
         prepared = self.bench.manager.prepare_store(keys, self.bench.requests["whole"])
         assert prepared is not None and len(prepared.keys_to_store) == self.rows, "a row of memory is lost"
@@ -191,29 +209,93 @@ class World:
 OFTEN = {"come": 30, "step": 100, "abort": 3, "spoil": 3, "lose": 3, "hold": 4, "reset": 1, "restart": 1}
 
 
-def run(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    clock = SimpleNamespace(now=1000.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(tiers, "time", clock)
-    world = World(make, seed, clock)
+def run(make: Make, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    world = World(make, seed, folder)
+    world.store._blocks.clear()
+    monkeypatch.setattr(tiers, "time", SimpleNamespace(monotonic=lambda: world.now))
     for _ in range(STEPS):
         (act,) = world.random.choices(list(OFTEN), list(OFTEN.values()))
         getattr(world, act)()
         world.seen.add(act)
     world.finish()
+    assert not world.bench.tier.is_off
     world.bench.close()
     return world.seen
 
 
-def test_random_requests_and_faults(make, monkeypatch):
+def test_random_requests_and_faults(make, tmp_path, monkeypatch):
     seen = set[str]()
     for seed in range(SEEDS):
-        seen |= run(make, seed, monkeypatch)
+        seen |= run(make, seed, tmp_path, monkeypatch)
     assert seen == {*OFTEN, "hit", "no row", "old weights"}
+
+
+class DriveWorld(World):
+    """The same with a real store on a drive, and a mover that is stopped, or killed."""
+
+    stopped = False
+
+    def open(self) -> None:
+        nvme_bytes = bytes_for([BlockKind(ROW_BYTES, TOKENS)] * 2, self.random.choice([40, 400]))
+        self.bench = self.make(rows=self.rows, lookup_wait_s=2.0, nvme_bytes=nvme_bytes)
+        self.stopped = False
+
+    def step(self) -> None:
+        super().step()
+        time.sleep(self.random.choice([0, 0, 0.002]))
+
+    def spoil(self) -> None:
+        """A bit of some slot is flipped."""
+        self.go_on()  # or it may hold the store's lock
+        (home,) = list_homes(self.folder / "store")
+        for path in sorted(home.segments_path.glob("*/rank0.kv")):
+            if self.random.random() < 0.5:
+                with path.open("r+b") as opened:
+                    opened.seek(self.random.randrange(path.stat().st_size))
+                    at, byte = opened.tell(), opened.read(1)
+                    opened.seek(at)
+                    opened.write(bytes([byte[0] ^ 1 << self.random.randrange(8)]))
+
+    def lose(self) -> None:
+        """The mover ends: the store is off until the engine starts again."""
+        os.kill(self.bench.tier._mover.pid, signal.SIGKILL)
+        self.finish()
+        self.restart()
+
+    def hold(self) -> None:
+        self.stopped = not self.stopped
+        os.kill(self.bench.tier._mover.pid, signal.SIGSTOP if self.stopped else signal.SIGCONT)
+
+    def go_on(self) -> None:
+        if self.stopped:
+            self.hold()
+
+    def reset(self) -> None:
+        self.go_on()
+        super().reset()
+
+    def forget_weights(self) -> None:
+        """The store has an epoch for each."""
+        self.weights = 0
+
+    def restart(self) -> None:
+        self.go_on()
+        super().restart()
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(DRIVE_SEEDS))
+def test_on_a_real_drive(make_on_drive, tmp_path, seed):  # noqa: F811
+    world = DriveWorld(make_on_drive, seed, tmp_path)
+    for _ in range(STEPS):
+        (act,) = world.random.choices(list(OFTEN), list(OFTEN.values()))
+        getattr(world, act)()
+    world.finish()
+    world.bench.close()
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("first", range(1000, 1000 + MORE_SEEDS, 500))
-def test_many_more_of_them(make, monkeypatch, first):
+def test_many_more_of_them(make, tmp_path, monkeypatch, first):
     for seed in range(first, first + 500):
-        run(make, seed, monkeypatch)
+        run(make, seed, tmp_path, monkeypatch)
