@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager.catalog import NONE
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.tiers import Tiers, TierSpace
 
 LOOK_S = 10
@@ -19,12 +19,15 @@ MOST_ENDED = 256
 """Copies that a step ends."""
 
 
-class Ages(HasParts):
+class Ages:
     """Hides blocks that are too old, and ends their copies. Without ``max_age_s`` it does
     nothing."""
 
     def __init__(self, parts: Parts, tiers: Tiers) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._catalog = parts.catalog
+        self._stats = parts.stats
+        self._state = parts.state
         self._tiers = tiers
         self._oldest_s = 0
         self._look_at_s = 0

@@ -19,7 +19,7 @@ from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import MOST_COUNTED
 from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.reuse import STATES, Visit
 from kvdisk.manager.tiers import Tiers
@@ -78,12 +78,17 @@ class _Wanted:
     kin: int = 0
 
 
-class BlockJobs(HasParts):
+class BlockJobs:
     """Stores and loads blocks by key, in the first tier. ``wanted``: slots by size class that
     offers wait for; at least one of each, so that there is some room for what comes first."""
 
     def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: Hints, ages: Ages) -> None:
-        super().__init__(parts)
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._history = parts.history
+        self._stats = parts.stats
+        self._state = parts.state
         self._target = tiers.first
         self._tiers = tiers
         self._copies = copies

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.tiers import Tiers, TierSpace
 from kvdisk.messages import JobKind, Move, Reason
@@ -56,11 +56,14 @@ class Read:
         return MoveDetail(self.row, self.group, self.position, self.source, self.target)
 
 
-class Copies(HasParts):
+class Copies:
     """Begins and ends the copies that jobs read and write."""
 
     def __init__(self, parts: Parts, tiers: Tiers, hints: Hints) -> None:
-        super().__init__(parts)
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._stats = parts.stats
+        self._state = parts.state
         self._tiers = tiers
         self._landing = tiers.landing_tier
         self._hints = hints

@@ -15,7 +15,7 @@ from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, Tier
 from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
 from kvdisk.manager.load_price import LoadThreshold
 from kvdisk.manager.lookup import first_needed
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.requests import Asked, Outcome, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.stats import Miss
@@ -33,7 +33,7 @@ class LoadedBlocks(NamedTuple):
 _NOTHING = LoadedBlocks(np.empty(0, np.uint8), np.empty(0, np.intp), np.empty(0, np.uint8))
 
 
-class HitCounts(HasParts):
+class HitCounts:
     """Counts what requests found in the tiers, and how long they waited for it, each time one is
     scheduled.
 
@@ -48,7 +48,11 @@ class HitCounts(HasParts):
     def __init__(
         self, parts: Parts, tiers: Tiers, threshold: LoadThreshold, tell: Callable[[Outcome], None] | None = None
     ) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._history = parts.history
+        self._stats = parts.stats
         self._tiers = tiers
         self._sources = HIT_TIERS if parts.config.remote else KEPT_TIERS
         self._threshold = threshold

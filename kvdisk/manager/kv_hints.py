@@ -11,7 +11,7 @@ from typing import Final
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import QuietLog
 from kvdisk.manager.catalog import NONE
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, MOST_STANDINGS, PINNED, RETAINED
@@ -22,11 +22,13 @@ DEMOTED_S: Final = 3600.0
 """How long a block that is on its way to a tier will leave that first."""
 
 
-class KVHints(HasParts):
+class KVHints:
     """Does what KV hints say."""
 
     def __init__(self, parts: Parts, tiers: Tiers, promotions: Promotions) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
         self._tiers = tiers
         self._promotions = promotions
         self._standings = parts.standings

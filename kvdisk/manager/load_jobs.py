@@ -25,7 +25,7 @@ from kvdisk.manager.demand import Demand
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.load_price import LoadThreshold
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
@@ -157,7 +157,7 @@ def _given(block_ids: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.intp
     return given[places], places + start
 
 
-class LoadJobs(HasParts):
+class LoadJobs:
     """Plans loads, and ends them. ``gpu_loads``: what they are just bringing."""
 
     def __init__(
@@ -170,7 +170,10 @@ class LoadJobs(HasParts):
         threshold: LoadThreshold,
         copies: Copies,
     ) -> None:
-        super().__init__(parts)
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._state = parts.state
         self._tiers = tiers
         self._hits = hits
         self._demand = demand

@@ -8,14 +8,14 @@ from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.load_price import LoadThreshold
 from kvdisk.manager.lookup import Lookups, first_needed
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import Asked, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
 
-class LoadLookups(HasParts):
+class LoadLookups:
     """Answers lookups."""
 
     def __init__(
@@ -27,7 +27,12 @@ class LoadLookups(HasParts):
         gpu_loads: GpuLoads,
         threshold: LoadThreshold,
     ) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state
         self._tiers = tiers
         self._hits = hits
         self._hints = hints

@@ -33,7 +33,7 @@ from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.load_price import LoadThreshold
 from kvdisk.manager.loads import LoadLookups
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import Hints, RemoteCopies
 from kvdisk.manager.requests import NO_LIMITS, KVHint, Outcome, RequestLimits, RequestState
@@ -50,7 +50,7 @@ LONGEST_SILENCE = 4
 a drive hangs."""
 
 
-class TierManager(HasParts):
+class TierManager:
     """See the module.
 
     ``first_generation``: larger than any that this engine's store has seen. ``neighbours``: the
@@ -69,7 +69,11 @@ class TierManager(HasParts):
         tell: Callable[[Outcome], None] | None = None,
         remote: RemoteIndex | None = None,
     ) -> None:
-        super().__init__(parts)
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._history = parts.history
+        self._state = parts.state
         self.stats = parts.stats
         self._requests: dict[str, RequestState] = {}
         self._urgent: list[JobId] = []

@@ -16,7 +16,7 @@ from typing import Final
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Answer, ForeignCopy, Neighbours
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.questions import MOST_HINTS, Asking, Questions
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
@@ -32,14 +32,18 @@ MOST_FORGOTTEN = 256
 """Copies that are forgotten at a time: bounds a step."""
 
 
-class NeighbourCopies(HasParts):
+class NeighbourCopies:
     """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) none is asked.
     ``tier``: what their copies are read as."""
 
     tier: Final = Tier.NVME
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state
         self._neighbours = neighbours
         self._questions = Questions(parts, self._send, lambda: MOST_KEYS, "foreign_questions")
         self.hints: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()

@@ -62,17 +62,3 @@ class Parts:
         """Return the parts of a new manager."""
         states = frozenset(group.group for group in geometry.groups if group.state_tokens is not None)
         return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count), ReuseHistory(states))
-
-
-class HasParts:
-    """Has the parts at hand, by their names."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._config = parts.config
-        self._geometry = parts.geometry
-        self._context = parts.context
-        self._catalog = parts.catalog
-        self._transfers = parts.transfers
-        self._history = parts.history
-        self._stats = parts.stats
-        self._state = parts.state

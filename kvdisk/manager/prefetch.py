@@ -18,7 +18,7 @@ from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.lookup import Lookups, first_needed, reachable
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
@@ -45,7 +45,7 @@ _Wanted = deque[Read]
 """A waiting request's blocks to be read ahead, in the order of its prompt."""
 
 
-class Promotions(HasParts):
+class Promotions:
     """Reads ahead for the requests that wait, in order of arrival, unless ``prefetch`` is off; and
     what KV hints ask for. Does nothing without a slower tier.
 
@@ -55,7 +55,12 @@ class Promotions(HasParts):
     def __init__(
         self, parts: Parts, tiers: Tiers, demand: Demand, hints: Hints, gpu_loads: GpuLoads, copies: Copies
     ) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._context = parts.context
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._state = parts.state
         self._tiers = tiers
         self._landing = tiers.landing_tier if len(tiers) > 1 or parts.config.remote else None
         self._demand = demand

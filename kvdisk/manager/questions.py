@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager.catalog import READY
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 
 MOST_WAITING: Final = 8192
 """Requests whose question waits for its turn. Of those that come then nothing is asked."""
@@ -56,7 +56,7 @@ class Question:
     missing: list[list[BlockKey]] = field(default_factory=list)
 
 
-class Questions(HasParts):
+class Questions:
     """The questions to one index, and its answers.
 
     ``send``: asks it for the missing blocks of one stretch, by group, with a ticket, and returns
@@ -71,7 +71,10 @@ class Questions(HasParts):
         most_keys: Callable[[], int],
         counter: str,
     ) -> None:
-        super().__init__(parts)
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._stats = parts.stats
+        self._state = parts.state
         self._send = send
         self._counter = counter
         self._most_keys = most_keys

@@ -20,7 +20,7 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import STEP_KEYS, HasParts, Parts, StepState
+from kvdisk.manager.parts import STEP_KEYS, Parts, StepState
 from kvdisk.manager.questions import MOST_HINTS, Asking, Question, Questions
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.write_budget import WriteBudget
@@ -104,7 +104,7 @@ class BadObjects:
         return None if known is None else not known.is_replaced
 
 
-class RemoteCopies(HasParts):
+class RemoteCopies:
     """The remote store. Without ``index`` there is none.
 
     ``admission``: which blocks it is sent; None: none. ``budget``: how many bytes; None: any.
@@ -121,7 +121,11 @@ class RemoteCopies(HasParts):
         admission: AdmissionPolicy | None,
         budget: WriteBudget | None = None,
     ) -> None:
-        super().__init__(parts)
+        self._geometry = parts.geometry
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state
         self._budget = budget
         self._index = index
         self.admission = admission

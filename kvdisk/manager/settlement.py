@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvdisk.manager.copies import SOURCE_IS_BAD, Copies
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.load_jobs import LoadJobs
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import RemoteCopies
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.stores import StorePlanner
@@ -17,7 +17,7 @@ _WRITES = frozenset({JobKind.STORE, JobKind.DEMOTE})
 _READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
 
 
-class Settlement(HasParts):
+class Settlement:
     """Ends jobs: gives back pins and slots, and passes their results to tiers and requests."""
 
     def __init__(
@@ -30,7 +30,8 @@ class Settlement(HasParts):
         loads: LoadJobs,
         copies: Copies,
     ) -> None:
-        super().__init__(parts)
+        self._stats = parts.stats
+        self._state = parts.state
         self._tiers = tiers
         self._stores = stores
         self._requests = requests

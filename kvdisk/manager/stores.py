@@ -23,7 +23,7 @@ from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
-from kvdisk.manager.parts import HasParts, Parts
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import BackOff, BlockKeys, RequestState
 from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
@@ -65,7 +65,7 @@ class _Rest:
 _POSITION_AND_GROUP = itemgetter(1, 0)
 
 
-class StorePlanner(HasParts):
+class StorePlanner:
     """Takes offers into slots of the first tier, and has their GPU blocks watched: ``sources``."""
 
     def __init__(
@@ -78,7 +78,13 @@ class StorePlanner(HasParts):
         ages: Ages,
         copies: Copies,
     ) -> None:
-        super().__init__(parts)
+        self._config = parts.config
+        self._geometry = parts.geometry
+        self._context = parts.context
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._stats = parts.stats
+        self._state = parts.state
         self._tiers = tiers
         self._target = tiers.first
         self._store_policy = store_policy

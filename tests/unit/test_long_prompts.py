@@ -75,7 +75,7 @@ def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monk
     the head first."""
     monkeypatch.setattr(stores, "MOST_REACHED", 14)
     bench = TierBench((40 + 20 * len(geometry.groups),), geometry=geometry, gpu_blocks=2000, min_load_tokens=0)
-    bench.manager._context.step_blocks = 14  # what the fake engine computes in a step of 4 tokens, at most
+    bench.manager._stores._context.step_blocks = 14  # what the fake engine computes in a step of 4 tokens, at most
     offered, store = [], bench.manager._stores._store
     bench.manager._stores._store = lambda offers, *rest, **also: (
         offered.append(len(offers)) or store(offers, *rest, **also)
@@ -133,7 +133,7 @@ def test_the_rest_of_a_long_prompt_is_used_in_steps_after_its_end(monkeypatch):
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     bench.serve(prompt_of(0))
     monkeypatch.setattr(stores, "MOST_REACHED", 4)
-    bench.manager._context.step_blocks = 4
+    bench.manager._stores._context.step_blocks = 4
     used, use = [], StorePlanner._use
 
     def noted(planner, keys, **how):
@@ -163,7 +163,7 @@ def test_what_is_computed_behind_a_long_hit_is_stored_though_its_request_ends_at
     text = prompt_of(0)
     bench.serve(text[: LENGTH // 2])
     monkeypatch.setattr(stores, "MOST_REACHED", 4)
-    bench.manager._context.step_blocks = 4
+    bench.manager._stores._context.step_blocks = 4
     bench.engine.pool.forget_all()
     bench.add(text)
     for _ in range(20 * LENGTH):
@@ -181,7 +181,7 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
     text = prompt_of(0)
     bench.serve(text)
     monkeypatch.setattr(stores, "MOST_REACHED", 4)
-    bench.manager._context.step_blocks = 4
+    bench.manager._stores._context.step_blocks = 4
     bench.engine.pool.forget_all()
     bench.add(text, finishing=False)
     (request,) = bench.manager._requests.values()
