@@ -39,7 +39,7 @@ def run(tmp_path: Path, *options: str, outcome: bool = True, **environment: str)
     (tmp_path / "test_it.py").write_text(TESTS.format(outcome=outcome))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.needs", f"--rootdir={tmp_path}", "-c", os.devnull]
     added = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
-    kept = {name: value for name, value in os.environ.items() if name != needs.NEED_ALL}
+    kept = {name: value for name, value in os.environ.items() if name not in {needs.NEED_ALL, "PYTEST_ADDOPTS"}}
     done = subprocess.run(
         [*command, *options, "test_it.py"], cwd=tmp_path, env=kept | added, capture_output=True, text=True, check=False
     )
