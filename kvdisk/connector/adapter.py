@@ -301,8 +301,6 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
                     f"recurrent state in the cache mode {mode!r}; set mamba_cache_mode to {STATE_MODE!r}, with vLLM's "
                     "prefix caching on"
                 )
-            if isinstance(spec, MambaSpec) and vllm_config.speculative_config is not None:
-                yield "speculative decoding with recurrent state, which has not been tried"
             if _has_drafter(vllm_config, kv_cache_config, group) and _REACHES[type(spec)](spec) != (None, None):
                 yield "drafters with sliding windows"
 
@@ -320,7 +318,10 @@ def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
 
 
 def _has_drafter(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
-    """Whether a drafter's layers may be in a group. vLLM: in any, where it marks none."""
+    """Whether a drafter's layers may be in a group. vLLM: in any, where it marks none, but not
+    beside recurrent state."""
+    if all(isinstance(spec, MambaSpec) for spec in _specs_of(group)):
+        return False
     speculative = vllm_config.speculative_config
     marked = any(each.is_eagle_group for each in kv_cache_config.kv_cache_groups)
     return group.is_eagle_group or (not marked and speculative is not None and speculative.use_eagle_block_drop())

@@ -273,8 +273,10 @@ class SchedulerSide:
                 block_ids = block_tables(state, request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, self._groups.tables(block_ids), now)
+        # vLLM: behind drafts a state comes to its block only after the hook that begins copies.
+        drafted = output.scheduled_spec_decode_tokens
         for request_id, states in self._groups.handed_states(output).items():
-            if request_id in self._requests:
+            if request_id in self._requests and not drafted.get(request_id):
                 self._describe(self._requests[request_id])
                 manager.plan_states(request_id, states, now)
         scheduled_tokens = int(sum(output.num_scheduled_tokens.values()))

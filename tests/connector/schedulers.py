@@ -192,6 +192,7 @@ def kv_groups(
     state_tokens: int | None = None,
     state_only: bool = False,
     checkpoints: bool = False,
+    state_drafts: int = 0,
     latent: bool = False,
     other: KVCacheSpec | None = None,
     left_out: KVCacheSpec | None = None,
@@ -202,7 +203,8 @@ def kv_groups(
     ``two_sizes``: the group has a second layer, twice as large, of which only the workers know.
     ``by_stage``: it has two more layers, on a second stage, where all layers of a window are, too.
     ``state_tokens``: of a block of recurrent state, and of full attention beside it; with
-    ``state_only`` the state is the only group; ``checkpoints``: kept within steps. ``latent``:
+    ``state_only`` the state is the only group; ``checkpoints``: kept within steps;
+    ``state_drafts``: for so many drafts there are states, too. ``latent``:
     MLA in place of full attention. ``other``: the kind of a further group. ``left_out``: that of
     the first, which vLLM's prefix cache leaves out.
     """
@@ -213,6 +215,8 @@ def kv_groups(
         page = groups[0].kv_cache_spec.page_size_bytes
         shapes, dtypes = ((page // 16,), (page // 8 + page // 32,)), (torch.float32, torch.float32)
         state = MambaSpec(state_tokens, shapes=shapes, dtypes=dtypes, page_size_padded=page, mamba_cache_mode="align")
+        if state_drafts:
+            state = replace(state, num_speculative_blocks=state_drafts)
         if checkpoints:
             state = replace(state, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
         groups.append(KVCacheGroupSpec(["state.0"], state))

@@ -7,6 +7,7 @@ vLLM says. Every byte that is read, and every token, is compared.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -73,3 +74,49 @@ def test_a_block_is_stored_when_its_drafter_has_seen_all_that_it_looks_at(engine
     bench.forget()
     bench.serve("b", whole + prompt_of(2, BLOCK_TOKENS), max_tokens=20)
     bench.serve("c", whole[: 4 * BLOCK_TOKENS] + prompt_of(3, BLOCK_TOKENS), max_tokens=20)
+
+
+HYBRIDS = [("ngram", False), ("eagle", False), ("mtp", False), ("ngram_gpu", True), ("mtp", True)]
+
+
+def make_hybrid(engines: Engines, method: str, pipelined: bool, drafts: int, **more: Any) -> Bench:
+    states = {"state_tokens": BLOCK_TOKENS, "state_drafts": drafts}
+    return make(engines, method, pipelined, drafts, **states | more)
+
+
+@pytest.mark.parametrize(("store_decode", "retention"), [(True, None), (True, 0), (False, 0)])
+@pytest.mark.parametrize("drafts", [1, 5])
+@pytest.mark.parametrize(("method", "pipelined"), HYBRIDS)
+def test_recurrent_states_and_drafts(engines, method, pipelined, drafts, store_decode, retention):
+    """There is a state after each draft, and the right one comes to its block when it is known
+    which that is. Of prompts all is stored, and hits."""
+    how = {"retention_tokens": retention, "extra": {"store_decode": store_decode}}
+    bench = make_hybrid(engines, method, pipelined, drafts, **how)
+    for number in (1, 2):
+        bench.add(f"first {number}", prompt_of(number), max_tokens=DECODED)
+    bench.run()
+    assert [len(bench.sampled(f"first {number}")) for number in (1, 2)] == [DECODED] * 2
+    kinds = Counter(map(group_of, bench.stored()))
+    if not store_decode:
+        assert kinds[0] == 2 * (len(PROMPT) // BLOCK_TOKENS)
+    bench.forget()
+    for number in (1, 2):
+        again = bench.known[f"first {number}"].all_token_ids
+        bench.serve(f"again {number}", again[: len(PROMPT)] + prompt_of(3, 40), max_tokens=DECODED)
+        bench.serve(f"longer {number}", again, max_tokens=DECODED)
+    hits = {job.request_id for job in bench.jobs_of(JobKind.LOAD)}
+    assert hits >= {"again 1", "again 2"}
+
+
+@pytest.mark.parametrize("policy", ["on_compute", "spillover"])
+@pytest.mark.parametrize(("method", "pipelined"), HYBRIDS)
+def test_recurrent_states_drafts_and_preemption(engines, method, pipelined, policy):
+    extra = {"store_policy": policy, "store_decode": True}
+    bench = make_hybrid(engines, method, pipelined, 2, num_blocks=40, extra=extra)
+    for number in range(4):
+        bench.add(f"one {number}", prompt_of(number), max_tokens=DECODED)
+    bench.run(steps=2000)
+    assert any(bench.known[f"one {number}"].num_preemptions for number in range(4))
+    for number in range(4):
+        assert len(bench.sampled(f"one {number}")) == DECODED
+        bench.serve(f"again {number}", bench.known[f"one {number}"].all_token_ids, max_tokens=20)

@@ -124,7 +124,9 @@ def test_vllm_finds_the_connector(more):
         ({}, _cache(FULL, MAMBA), "cache mode 'none'; set mamba_cache_mode to 'align'"),
         ({}, _cache(FULL, replace(MAMBA, mamba_cache_mode="all")), "cache mode 'all'"),
         ({}, _cache(FULL, STATE, CHUNKED), None),
-        ({"drafter": "ngram"}, _cache(FULL, STATE), "speculative decoding with recurrent state"),
+        ({"drafter": "ngram"}, _cache(FULL, STATE), None),
+        ({"drafter": "mtp"}, _cache(FULL, STATE), None),  # no drafter has states
+        ({"drafter": "mtp"}, _cache(FULL, STATE, WINDOW), "drafters with sliding windows"),
         ({}, _cache(EncoderOnlyAttentionSpec(**SIZES)), "EncoderOnlyAttentionSpec"),
         ({}, _cache(REPLAYED), "prefix cache keeps nothing"),
         ({}, _cache(REPLAYED, FULL), None),

@@ -120,6 +120,10 @@ class Rank:
         self._number = number
         self._part = bench.connector.scheduler._geometry.part_of(number)
         self._threaded = threaded
+        self._tables: dict[str, list[list[int]]] = {}
+        self._states: dict[tuple[str, int], tuple[int, int, int]] = {}
+        """Of a request and a layer: tokens that it has, the place of its running state in its
+        table, and how many tokens the last step was right about."""
         config = copy.copy(bench.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = number
@@ -159,8 +163,9 @@ class Rank:
             view[list(output.new_block_ids_to_zero or ())] = 0
             for copied in output.kv_cache_block_copies or ():
                 view[copied.dst_block_id] = view[copied.src_block_id]
-        for request_id, count in output.num_scheduled_tokens.items():  # and moves states
-            self._move_states(request_id, self._bench.scheduler.requests[request_id].num_computed_tokens - count)
+        self._note_tables(output)
+        for request_id in output.num_scheduled_tokens:  # and moves states
+            self._move_states(request_id, *self._bench.span(request_id)[:2])
         self.connector.handle_preemptions(output.kv_connector_metadata)
         with (
             mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector),
@@ -168,11 +173,16 @@ class Rank:
             KVConnectorModelRunnerMixin._get_kv_connector_output(output) as transfer,
         ):
             for request_id in output.num_scheduled_tokens:
-                self._forward(request_id, *self._bench.span(request_id))
+                self._forward(request_id, *self._bench.span(request_id), self._drafts(output, request_id))
+        for request_id in output.num_scheduled_tokens:
+            self._accept(request_id, *self._bench.span(request_id), self._drafts(output, request_id))
         self.mover.skew_s = 0.0
         return transfer
 
-    def _forward(self, request_id: str, start: int, end: int, right: int) -> None:
+    def _drafts(self, output: SchedulerOutput, request_id: str) -> int:
+        return len(output.scheduled_spec_decode_tokens.get(request_id, []))
+
+    def _forward(self, request_id: str, start: int, end: int, right: int, drafts: int) -> None:
         """Compute some tokens: compare what is read, and write. From ``right`` on they are drafts
         that were wrong. A drafter's layers compute those again that lacked a token."""
         read_blocks: set[int] = set()
@@ -186,7 +196,7 @@ class Rank:
             if not spec.prefix_cacheable:  # what it needs of a prefix vLLM computes again, its own way
                 continue
             if isinstance(spec, MambaSpec):
-                self._advance(layer, request_id, start, end)
+                self._advance(layer, request_id, start, end, right, drafts)
                 continue
             window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
             first = max(0, start - window + 1) if window else start // chunk * chunk if chunk else 0
@@ -214,24 +224,67 @@ class Rank:
         drafts = self._bench.cache.kv_cache_groups[group].is_eagle_group
         return int(drafts) * self._bench.config.num_prefill_lookahead_tokens  # type: ignore[no-any-return]
 
-    def _move_states(self, request_id: str, start: int) -> None:
-        """Bring a request's recurrent states to where the step ends, as both runners do."""
-        end = self._bench.scheduler.requests[request_id].num_computed_tokens
-        for layer, group in [(at, group) for at, (group, view) in enumerate(self.views) if view.shape[1] == 1]:
-            blocks, _ = self._places(request_id, group, max(0, start - 1), end)
-            source, target = blocks[0], blocks[-1]
-            self.views[layer][1][target] = self.views[layer][1][source]
+    # -- recurrent states ----------------------------------------------------------------------
 
-    def _advance(self, layer: int, request_id: str, start: int, end: int) -> None:
-        """Go on from the state after ``start`` tokens to the one after ``end``."""
+    def _note_tables(self, output: SchedulerOutput) -> None:
+        """Keep block tables as a runner does, who appends to them: vLLM moves blocks of states
+        within its own."""
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = [list(ids) for ids in block_ids]
+            elif block_ids is not None:
+                for table, ids in zip(self._tables[request_id], block_ids, strict=True):
+                    table.extend(ids)
+
+    def _state_layers(self) -> list[tuple[int, int, int]]:
+        """Return the layers with states: their number, group, and tokens of a block."""
+        specs = [self._bench.cache.kv_cache_groups[group].kv_cache_spec for group, _ in self.views]
+        return [
+            (at, self.views[at][0], spec.block_size) for at, spec in enumerate(specs) if isinstance(spec, MambaSpec)
+        ]
+
+    def _move_states(self, request_id: str, start: int, end: int) -> None:
+        """Bring a request's recurrent states to where the step goes on, as both runners do."""
+        for layer, group, size in self._state_layers():
+            expected, column, accepted = self._states.get((request_id, layer), (-1, 0, 1))
+            if expected != start:
+                column, accepted = (start - 1) // size, 1
+            now = (end - 1) // size
+            if start and column != now:
+                view, table = self.views[layer][1], self._tables[request_id][group]
+                view[table[now]] = view[table[column + accepted - 1]]
+                accepted = 1
+            self._states[request_id, layer] = start, now, accepted
+
+    def _advance(self, layer: int, request_id: str, start: int, end: int, right: int, drafts: int) -> None:
+        """Go on from the state after ``start`` tokens to the one after ``end``. Behind drafts there
+        is one after each token, in a block of its own; from ``right`` on they are wrong."""
         group, view = self.views[layer]
-        block = self._places(request_id, group, end - 1, end)[0][0]
-        text = self._bench.texts[request_id]
-        assert block, f"{request_id} writes the null block of group {group}"
+        _, column, accepted = self._states[request_id, layer]
+        text, table = self._bench.texts[request_id], self._tables[request_id][group]
         if start:
-            right = self._content(layer, text, start - 1, start)
-            assert (view[block] == right).all(), f"{request_id} goes on from a wrong state"
-        view[block] = self._content(layer, text, end - 1, end)
+            before = self._content(layer, text, start - 1, start)
+            assert (view[table[column + accepted - 1]] == before).all(), f"{request_id} goes on from a wrong state"
+        ends = range(start + 1, end + 1) if drafts else [end]
+        for at, last in enumerate(ends):
+            assert table[column + at], f"{request_id} writes the null block of group {group}"
+            view[table[column + at]] = self._content(layer, text, last - 1, last) ^ np.uint64(_MASK * (last > right))
+
+    def _accept(self, request_id: str, start: int, end: int, right: int, drafts: int) -> None:
+        """Note how many tokens were accepted, and move a state at a block's end there, as runners
+        do once they have sampled."""
+        for layer, group, size in self._state_layers():
+            view, table = self.views[layer][1], self._tables[request_id][group]
+            _, column, _ = self._states[request_id, layer]
+            computed, first = (right, end - drafts) if drafts else (end, end)
+            accepted, whole = computed - first + 1, computed // size * size
+            if whole >= first:
+                view[table[whole // size - 1]] = view[table[column + whole - first]]
+                accepted = 1 if column == whole // size - 1 else accepted
+            self._states[request_id, layer] = computed, column, accepted
 
     def _fill(self, load: Load) -> None:
         """Load for another connector."""
