@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from engine_child import EngineChild
 from support.waits import lives, until
+from test_model_kinds import KINDS
 from torture_rounds import (
     BLOCK_TOKENS,
     GPU,
@@ -45,10 +47,17 @@ CAP = 256 << 20
 
 
 def start(
-    model: Path, folder: Path, *, memory: int, layout: str = "inproc", ends_in_s: int = 0, **tier: Any
+    model: Path,
+    folder: Path,
+    *,
+    memory: int,
+    layout: str = "inproc",
+    ends_in_s: int = 0,
+    limits: Mapping[str, Any] = GPU,
+    **tier: Any,
 ) -> EngineChild:
     """Start an engine whose host memory has so many bytes. ``ends_in_s``: vLLM's
-    ``--shutdown-timeout``."""
+    ``--shutdown-timeout``. ``limits``: its other arguments."""
     ours = {"type": "kvdisk", "store_dirs": str(folder / "store"), "nvme_bytes": CAP, "device": "posix"}
     ours |= {"lookup_wait_s": 600, "io_deadline_s": 600} | tier
     extra = {
@@ -59,7 +68,13 @@ def start(
     }
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return EngineChild(
-        model, folder / "log", env=HERE, layout=layout, kv_transfer_config=transfer, shutdown_timeout=ends_in_s, **GPU
+        model,
+        folder / "log",
+        env=HERE,
+        layout=layout,
+        kv_transfer_config=transfer,
+        shutdown_timeout=ends_in_s,
+        **limits,
     )
 
 
@@ -168,6 +183,25 @@ def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
     assert "Traceback" not in (tmp_path / "log").read_text()
     with start(tiny_llama, tmp_path, memory=3 << 20) as engine:
         assert answers(engine)[0] == expected
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("name", ["granite4", "lfm2"])
+def test_recurrent_states(name, models, tmp_path):
+    """What hits answers as vLLM alone does with a hit in its own cache: of LFM2 on the CPU some
+    other tokens than without one."""
+    limits = {"max_model_len": 1024, "num_gpu_blocks_override": 400, **KINDS[name].limits}
+    with EngineChild(models(name), tmp_path / "alone", env=HERE, **limits) as engine:
+        computed, cached = (engine.generate(PROMPTS, MOST_TOKENS, together=False) for _ in range(2))
+    assert tokens_of(computed) == tokens_of(cached) or name == "lfm2"
+    for run, right in enumerate((computed, cached)):
+        with start(models(name), tmp_path, memory=(64 << 20, 3 << 20)[run], limits=limits) as engine:
+            found = engine.generate(PROMPTS, MOST_TOKENS, together=False)
+            assert tokens_of(found) == tokens_of(right), ("cold", "from NVMe after a restart")[run]
+            engine.drain()
+            assert engine.call(f"{ACTS}:state_of") == IDLE
+            assert engine.metrics().get("kvdisk_loaded_blocks", 0) >= 50 * run
+    assert sum(answer.cached for answer in found) >= sum(answer.cached for answer in cached) / 2
 
 
 @pytest.mark.torture
