@@ -15,14 +15,14 @@ import argparse
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.tiering import GROUP_IDS, TOKENS, make_manager
+from support.tiering import Door, make_manager
 
 MIB = 1 << 20
 ROWS_BYTES = (2 * MIB, 256 << 10, 64 << 10)
@@ -35,25 +35,17 @@ OFFERED = 128
 """Chunks of a step whose own work is measured."""
 
 
-class Door:
-    """vLLM's manager with a tier. ``busy_s``: of Python, in each step."""
+class BusyDoor(Door):
+    """A door, stepped as by an engine. ``busy_s``: of Python, in each step."""
 
     def __init__(self, tier: dict[str, Any], rows: int, row_bytes: int, busy_s: float = 0.0) -> None:
-        self.manager = make_manager(tier, rows, row_bytes)
-        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        super().__init__(make_manager(tier, rows, row_bytes))
         self.busy_s = busy_s
-        self.requests: dict[str, Any] = {}
 
-    def end_step(self, *new: str) -> None:
-        """End a step of the scheduler."""
-        from vllm.v1.kv_offload.base import ScheduleEndContext
-
-        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
-
-    def step(self, *new: str) -> None:
+    def take_step(self, *new: str) -> None:
         """Take a step, and a while."""
         end_s = time.perf_counter() + self.busy_s
-        self.end_step(*new)
+        self.step(*new)
         if not self.busy_s:
             time.sleep(0.0005)
         while time.perf_counter() < end_s:
@@ -62,56 +54,13 @@ class Door:
     def rest(self) -> None:
         """Step until nothing is on its way."""
         while self.manager.has_pending_work():
-            self.step()
-
-    def begin(self, name: str, document: int, chunks: int) -> list[Any]:
-        """Let a request come; return its keys."""
-        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
-
-        context = self.requests[name] = ReqContext(name)
-        self.manager.on_new_request(context)
-        keys = [make_offload_key(f"{document}:{at}".encode().ljust(32), GROUP_IDS[0]) for at in range(chunks)]
-        for at, key in enumerate(keys):
-            context.set_offload_key_position(key, (at + 1) * TOKENS)
-        return keys
-
-    def offer(self, name: str, keys: Sequence[Any], content: np.ndarray[Any, Any] | None = None) -> int:
-        """Have chunks come to memory, and be offered to the tier; return how many."""
-        prepared = self.manager.prepare_store(keys, self.requests[name])
-        if prepared is None or not prepared.keys_to_store:
-            return 0
-        for row in prepared.store_spec.chunk_ids.tolist() if content is not None else ():
-            self.rows[row] = content
-        self.manager.complete_store(prepared.keys_to_store, self.requests[name])
-        return len(prepared.keys_to_store)
-
-    def look(self, name: str, keys: Sequence[Any]) -> int | None:
-        """Return how many chunks hit; None: to be asked again."""
-        from vllm.v1.kv_offload.base import LookupResult
-
-        results = []
-        for key in keys:
-            results.append(self.manager.lookup(key, self.requests[name]))
-            if results[-1] is LookupResult.MISS:
-                break
-        if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(results):
-            return None
-        return sum(result is not LookupResult.MISS for result in results)
-
-    def end(self, name: str) -> None:
-        """A request ends."""
-        self.manager.on_request_finished(self.requests.pop(name))
-
-    def close(self) -> None:
-        """End it."""
-        del self.rows
-        self.manager.shutdown()
+            self.take_step()
 
 
 @contextmanager
-def opened(tier: dict[str, Any], rows: int, row_bytes: int, busy_s: float = 0.0) -> Iterator[Door]:
+def opened(tier: dict[str, Any], rows: int, row_bytes: int, busy_s: float = 0.0) -> Iterator[BusyDoor]:
     """Have a door for a while."""
-    door = Door(tier, rows, row_bytes, busy_s)
+    door = BusyDoor(tier, rows, row_bytes, busy_s)
     try:
         yield door
     finally:
@@ -147,15 +96,15 @@ def rates(tier: dict[str, Any], row_bytes: int, busy_s: float) -> tuple[float, f
     content = np.random.default_rng(1).integers(0, 256, row_bytes, np.uint8)
     with opened(tier, rows, row_bytes, busy_s) as door:
         warm = door.begin("warm", 10**6, 1)
-        door.offer("warm", warm, content)  # the first segment comes
+        door.compute("warm", warm, lambda _: content)  # the first segment comes
         door.end("warm")
         door.rest()
         names = [(f"{at}", at) for at in range((rows - 1) // CHUNKS)]
         door.rows[:] = content
         start_s, stored = time.perf_counter(), 0
         for name, document in names:
-            stored += door.offer(name, door.begin(name, document, CHUNKS))
-            door.step()
+            stored += door.compute(name, door.begin(name, document, CHUNKS))
+            door.take_step()
             door.end(name)
         door.rest()
         store_s = time.perf_counter() - start_s
@@ -164,9 +113,9 @@ def rates(tier: dict[str, Any], row_bytes: int, busy_s: float) -> tuple[float, f
         for name, document in names:
             keys = door.begin(name, document, CHUNKS)
             while (found := door.look(name, keys)) is None:
-                door.step()
+                door.take_step()
             loaded += found
-            door.step(name)
+            door.take_step(name)
             door.end(name)
         load_s = time.perf_counter() - start_s
         door.rest()
@@ -183,7 +132,7 @@ def step_s(tier: dict[str, Any]) -> float:
             prepared = door.manager.prepare_store(keys, door.requests[f"{at}"])
             start_s = time.perf_counter()
             door.manager.complete_store(prepared.keys_to_store, door.requests[f"{at}"])
-            door.end_step()
+            door.step()
             found.append(time.perf_counter() - start_s)
             door.end(f"{at}")
             door.rest()
@@ -196,7 +145,7 @@ def hits_of(tier: dict[str, Any], requests: int = 32, chunks: int = 5, rows: int
     row_bytes = 64 << 10
     with opened(tier, 4 * rows, row_bytes) as door:
         for at in range(requests):
-            door.offer(f"{at}", door.begin(f"{at}", at, chunks))
+            door.compute(f"{at}", door.begin(f"{at}", at, chunks))
             door.end(f"{at}")
             door.rest()
     hits = 0
@@ -213,7 +162,7 @@ def hits_of(tier: dict[str, Any], requests: int = 32, chunks: int = 5, rows: int
                     hits += found
                     running.append(name)
                     del waiting[name]
-            door.step(*running)
+            door.take_step(*running)
             for name in running:
                 door.end(name)
             running = []

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tiering import GROUP_IDS, TOKENS, make_manager
+from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadKey,
-    ReqContext,
     ScheduleEndContext,
     make_offload_key,
 )
@@ -88,33 +87,18 @@ class Blocks(MemoryBlocks):
         return super()._move(block) if wrong is None else wrong
 
 
-class Bench:
-    """vLLM's manager with a tier, and a model that computes the bytes that a key names."""
+class Bench(Door):
+    """A door of kvdisk's, and a model that computes the bytes that a key names."""
 
     def __init__(self, folder: Path, rows: int = 64, blocks_per_chunk: int = 1, **settings: Any) -> None:
         values = {"store_dirs": str(folder / "store"), "nvme_bytes": "1GiB", "namespace": "test", **settings}
-        self.manager = make_manager({"type": "kvdisk", **values}, rows, ROW_BYTES, blocks_per_chunk)
+        super().__init__(make_manager({"type": "kvdisk", **values}, rows, ROW_BYTES, blocks_per_chunk))
         (self.tier,) = self.manager.secondary_tiers
         assert isinstance(self.tier, KVDiskTier)
-        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
-        self.requests: dict[str, ReqContext] = {}
-        self.results: list[LookupResult] = []
 
     @property
     def store(self) -> Any:
         return self.tier.store
-
-    def begin(self, name: str, document: int, chunks: int, group: int = 0) -> list[OffloadKey]:
-        """Let a request come; return the keys of its prompt."""
-        context = self.requests[name] = ReqContext(name)
-        self.manager.on_new_request(context)
-        keys = [make_offload_key(f"{document}:{at}".encode().ljust(32), GROUP_IDS[group]) for at in range(chunks)]
-        for at, key in enumerate(keys):
-            context.set_offload_key_position(key, (at + 1) * TOKENS)
-        return keys
-
-    def step(self, *new: str) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
 
     def rest(self) -> None:
         """Step until nothing is left to do, which an idle engine must come to."""
@@ -124,37 +108,14 @@ class Bench:
             self.step()
         raise AssertionError("the engine never rests")
 
-    def end(self, *names: str) -> None:
-        for name in names:
-            self.manager.on_request_finished(self.requests[name])
-
-    def compute(self, name: str, keys: Sequence[OffloadKey]) -> None:
-        """The model computes chunks, and its worker copies them to memory, if there is room."""
-        prepared = self.manager.prepare_store(keys, self.requests[name])
-        if prepared is None:
-            return
-        for key, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids.tolist(), strict=True):
-            self.rows[row] = content_of(key)
-        if prepared.keys_to_store:
-            self.manager.complete_store(prepared.keys_to_store, self.requests[name])
-
-    def look(self, name: str, keys: Sequence[OffloadKey]) -> int | None:
-        """Look a prompt up as vLLM's scheduler does: chunks of its prefix that hit; None: it is to
-        ask again."""
-        self.results = []
-        for key in keys:
-            self.results.append(self.manager.lookup(key, self.requests[name]))
-            if self.results[-1] is LookupResult.MISS:
-                break
-        hits = [result is not LookupResult.MISS for result in self.results]
-        waits = {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(self.results)
-        return None if waits else sum(hits)
+    def compute(self, name: str, keys: Sequence[OffloadKey], content_of: Any = None) -> int:
+        return super().compute(name, keys, content_of or content_named)
 
     def use(self, name: str, keys: Sequence[OffloadKey]) -> None:
         """The worker copies chunks from memory to the GPU: every byte must be right."""
         spec = self.manager.prepare_load(keys, self.requests[name])
         for key, row in zip(keys, spec.chunk_ids.tolist(), strict=True):
-            assert np.array_equal(self.rows[row], content_of(key)), key
+            assert np.array_equal(self.rows[row], content_named(key)), key
         self.manager.complete_load(keys, self.requests[name])
 
     def load(self, name: str, keys: Sequence[OffloadKey]) -> int:
@@ -182,12 +143,8 @@ class Bench:
         """Have vLLM's memory hold nothing, without its reset."""
         self.manager.primary_tier.reset_cache()
 
-    def close(self) -> None:
-        del self.rows
-        self.manager.shutdown()  # which fails where a view of its memory is left
 
-
-def content_of(key: OffloadKey) -> np.ndarray:
+def content_named(key: OffloadKey) -> np.ndarray:
     return np.random.default_rng(list(key)).integers(0, 256, ROW_BYTES, np.uint8)
 
 
@@ -567,7 +524,7 @@ def test_jobs_of_no_keys_and_of_a_key_twice(bench):
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     keys = bench.begin("a", 1, 1)
-    bench.rows[3] = bench.rows[4] = content_of(keys[0])
+    bench.rows[3] = bench.rows[4] = content_named(keys[0])
     jobs = [
         TransferJob(1, [], np.array([], np.int32), False, bench.requests["a"]),
         TransferJob(2, keys * 2, np.array([3, 4]), False, bench.requests["a"]),

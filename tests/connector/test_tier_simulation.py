@@ -117,14 +117,8 @@ class World:
 
     def compute(self, request: Request, keys: list[OffloadKey]) -> None:
         request.at += len(keys)
-        context = self.bench.requests[request.name]
-        prepared = self.bench.manager.prepare_store(keys, context)
-        if prepared is None or not prepared.keys_to_store:
+        if not self.bench.compute(request.name, keys, self.content_of):
             self.seen.add("no row")
-            return
-        for key, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids.tolist(), strict=True):
-            self.bench.rows[row] = self.content_of(key)
-        self.bench.manager.complete_store(prepared.keys_to_store, context)
 
     def end(self, request: Request) -> None:
         self.requests.remove(request)
