@@ -86,11 +86,13 @@ _Floats = NDArray[np.float64]
 
 class Visit(NamedTuple):
     """That a request came to its prompt. ``before``, ``now``: the time that it began and ended, for
-    all of its blocks. ``share``: what each of them counts."""
+    all of its blocks. ``share``: what each of them counts. ``most``: uses that they have then at
+    most."""
 
     before: int
     now: int
     share: float
+    most: int = MOST_USES
 
 
 class ReuseHistory:
@@ -224,7 +226,7 @@ class ReuseHistory:
                 if mark < 2 * _KINS:
                     again[mark % _KINS] += 1
                 uses, own_kin = divmod(mark, _KINS)  # noqa: PLW2901
-                uses += uses < MOST_USES
+                uses += uses < visit.most
             least = max(least, uses)
             mark = least * _KINS + own_kin
             entered[_CLASS_OF[mark]] += share
@@ -245,7 +247,7 @@ class ReuseHistory:
         new = np.bincount(kins[~is_known], minlength=_KINS).tolist()
         again = np.bincount(of_key[is_known & (of_key < 2 * _KINS)] % _KINS, minlength=_KINS).tolist()
         uses, own_kins = np.divmod(of_key, _KINS)
-        uses = np.where(is_known, np.minimum(uses + 1, MOST_USES), 1)
+        uses = np.where(is_known, np.maximum(uses, np.minimum(uses + 1, visit.most)), 1)
         least = np.maximum.accumulate(uses[::-1])[::-1]
         after = least * _KINS + own_kins
         _add_share(self._entered, _CLASSES_OF[after][::-1], share)

@@ -182,7 +182,7 @@ class StorePlanner:
             return
         for group, start, end in ends:
             if start < end:
-                self._demand.reach(request, group.group, end)
+                self._demand.put_off(request, group.group, end)
                 first = min(max(start, first_tokens // group.block_tokens), end)
                 self._look_later(request, group.group, start, first)
                 self._look_later(request, group.group, first, end, are_new=False)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from tier_bench import GEOMETRY, TierBench
+from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import stores
+from kvdisk.manager import demand, stores
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
@@ -193,3 +193,31 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
         bench.step(8)
     held = bench.held(text, Tier.CPU)[:-1]  # the last one is computed
     assert held == [limit is None or at < limit // 2 for at in range(len(held))]
+
+
+def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    text = prompt_of(0)
+    bench.serve(text)
+    for module, name in ((stores, "MOST_REACHED"), (demand, "MOST_COUNTED")):
+        monkeypatch.setattr(module, name, 4)
+    bench.manager._stores._context.step_blocks = 4
+    bench.engine.pool.forget_all()
+    history, counted = bench.manager._history, []
+    count = history.count
+
+    def noted(keys, start, stop, *more):
+        counted.append(stop - start)
+        return count(keys, start, stop, *more)
+
+    monkeypatch.setattr(history, "count", noted)
+    before = history.now
+    bench.add(text, finishing=False)
+    most = 0
+    for _ in range(LENGTH):
+        bench.step(8)
+        most, counted = max(most, sum(counted)), []
+    assert most <= 3 * 4, "what is computed, and a part of what was loaded"
+    *loaded, computed = (history.known(key)[0] for key in keys_of(text))
+    assert set(loaded) == {2} and computed == 1, "never more than what it followed then"
+    assert history.now == before + LENGTH // 2
