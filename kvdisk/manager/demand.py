@@ -15,6 +15,9 @@ from kvdisk.manager.reuse import STATES, ReuseHistory, Visit
 
 MOST_COUNTED = 512
 """Blocks of long prompts that a step counts ahead of what it needs."""
+MOST_LATE = 4096
+"""Blocks of long loads that a step counts. The step looks at as many afterwards: these have their
+class by then."""
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class Demand:
 
     def step(self) -> None:
         """Count a part of what is not counted yet."""
-        left = MOST_COUNTED
+        left = MOST_LATE
         while left > 0 and self._put_off:
             late = self._put_off[0]
             start, late.start = late.start, min(late.stop, late.start + left)
@@ -115,6 +118,7 @@ class Demand:
             left -= late.start - start
             if late.start == late.stop:
                 self._put_off.popleft()
+        left = MOST_COUNTED
         while left > 0 and self._uncounted:
             request, group = next(iter(self._uncounted))
             before = request.counted[group]

@@ -12,6 +12,7 @@ BOUNDS = (
     (TailFirst, "MAX_STEPS", 1),
     (TailFirst, "MAX_SKIPPED", 2),
     (demand, "MOST_COUNTED", 2),
+    (demand, "MOST_LATE", 2),
     (load_jobs, "MOST_PLANNED", 2),
     (stores, "MOST_REACHED", 2),
     (stores, "MOST_LEFT", 3),

@@ -199,7 +199,7 @@ def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     text = prompt_of(0)
     bench.serve(text)
-    for module, name in ((stores, "MOST_REACHED"), (demand, "MOST_COUNTED")):
+    for module, name in ((stores, "MOST_REACHED"), (demand, "MOST_COUNTED"), (demand, "MOST_LATE")):
         monkeypatch.setattr(module, name, 4)
     bench.manager._stores._context.step_blocks = 4
     bench.engine.pool.forget_all()
@@ -211,7 +211,14 @@ def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
         return count(keys, start, stop, *more)
 
     monkeypatch.setattr(history, "count", noted)
-    before = history.now
+    use = StorePlanner._use
+
+    def used(planner, keys, **how):
+        assert {history.known(key)[0] for key in keys if key in loaded_keys} <= {2}, "used before it is counted"
+        use(planner, keys, **how)
+
+    monkeypatch.setattr(StorePlanner, "_use", used)
+    before, loaded_keys = history.now, set(keys_of(text)[:-1])
     bench.add(text, finishing=False)
     most = 0
     for _ in range(LENGTH):
