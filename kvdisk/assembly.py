@@ -37,7 +37,7 @@ from kvdisk.index.neighbour_reader import NeighbourReader
 from kvdisk.index.record_index import Index
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
-from kvdisk.manager.eviction import find_eviction
+from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
@@ -148,12 +148,11 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     ConfigError; CorruptRecord or DeviceError for what is wrong in a directory.
     """
     config = Config.from_mapping(values)
-    protocols = {"store_policy": StorePolicy, "cpu_admission": AdmissionPolicy, "nvme_admission": AdmissionPolicy}
+    admissions = {"cpu_admission": AdmissionPolicy, "nvme_admission": AdmissionPolicy}
+    protocols: dict[str, type] = {"store_policy": StorePolicy, "eviction": EvictionPolicy, **admissions}
     for key, protocol in protocols.items():
         if ":" in getattr(config, key):
             find_own(key, getattr(config, key), protocol)
-    if ":" in config.eviction:
-        find_eviction(config.eviction)
     if config.store_dirs:
         check_directories(config.store_dirs)
     if config.remote is not None:

@@ -430,12 +430,12 @@ def find_own(key: str, text: str, protocol: type) -> type:
     return found
 
 
-def make_own(key: str, text: str, protocol: type) -> Any:
-    """Return a new object, built without arguments, of the class that ``find_own`` finds. Raises
+def make_own(key: str, text: str, protocol: type, *arguments: Any) -> Any:
+    """Return a new object, built with these arguments, of the class that ``find_own`` finds. Raises
     ConfigError."""
     found = find_own(key, text, protocol)
     try:
-        return found()
+        return found(*arguments)
     except Exception as error:  # whatever the user's class raises
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{key} names {text!r}, which cannot be built without arguments: {said}.") from error
+        raise ConfigError(f"{key} names {text!r}, which cannot be built: {said}.") from error

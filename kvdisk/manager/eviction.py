@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier, group_of
-from kvdisk.config import EVICTIONS, find_own
-from kvdisk.errors import ConfigError
+from kvdisk.config import EVICTIONS, make_own
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
@@ -25,6 +24,7 @@ from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
+MOST_CLASSES: Final = 100
 _NOBODY: Final = (math.inf, NONE)
 _USELESS: Final = -1.0
 """Worth less than anything else."""
@@ -53,9 +53,10 @@ class EvictionPolicy:
     """
 
     classes = 1
-    """How many. A block's class only rises while its copy is here."""
+    """How many, up to ``MOST_CLASSES``. A block's class only rises while its copy is here."""
 
     def __init__(self, keys: Keys, history: ReuseHistory) -> None:
+        assert 0 < self.classes <= MOST_CLASSES, f"a policy has up to {MOST_CLASSES} classes, and not {self.classes}"
         self._keys = keys
         self._history = history
         self._kinds = self.classes + 3
@@ -448,12 +449,7 @@ assert tuple(_POLICIES) == EVICTIONS
 def make_eviction(name: str, keys: Keys, history: ReuseHistory) -> EvictionPolicy:
     """Return a new policy; ``name``: one of ``EVICTIONS``, or a class of the user's as
     ``module:Class``. Raises ConfigError."""
-    return (find_eviction(name) if ":" in name else _POLICIES[name])(keys, history)
-
-
-def find_eviction(name: str) -> type[EvictionPolicy]:
-    """Return the class of the user's that ``eviction`` names. Raises ConfigError."""
-    found = find_own("eviction", name, EvictionPolicy)
-    if not issubclass(found, EvictionPolicy):
-        raise ConfigError(f"eviction names {name!r}, which does not derive from {__name__}.EvictionPolicy.")
-    return found
+    if ":" not in name:
+        return _POLICIES[name](keys, history)
+    own: EvictionPolicy = make_own("eviction", name, EvictionPolicy, keys, history)
+    return own

@@ -218,7 +218,7 @@ def test_names():
         ("no_such_module:Own", "cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:Nobody", "no class of that name"),
         (f"{__name__}:PROMPT", "no class of that name"),
-        (f"{__name__}:Failing", "cannot be built without arguments: ValueError: no luck"),
+        (f"{__name__}:Failing", "cannot be built: ValueError: no luck"),
         (f"{__name__}:Half", "'admits_all', 'admits', 'watch', 'note_room', 'reset'"),
     ],
 )

@@ -133,3 +133,12 @@ def test_a_limit_of_demotions_is_one_method(monkeypatch):
         if limited.stalls and not bench.engine.requests:
             bench.idle(seconds=0.0)
     assert any(bench.held(PROMPTS[-1]))
+
+
+class TooMany(EvictionPolicy):
+    classes = 101
+
+
+def test_a_policy_that_cannot_be_built_is_one_sentence():
+    with pytest.raises(ConfigError, match="cannot be built: AssertionError: a policy has up to 100 classes"):
+        make_eviction(f"{__name__}:TooMany", [], ReuseHistory())
