@@ -6,9 +6,13 @@ TORCH_INDEX ?=
 MODEL ?=
 STORE ?= .demo/store
 PROMPT_TOKENS ?= 4000
+# What the demo, the server and the comparison run on: cpu, cuda, or a GPU where there is one and vLLM for it.
+DEVICE ?= auto
 # What make mutate changes, and for how long.
 FILES ?=
 MINUTES ?= 30
+# Where the comparison writes: a directory on the drive.
+DIR ?=
 # Where the server listens.
 PORT ?= 8000
 
@@ -16,10 +20,12 @@ BIN := .venv/bin
 # Two files of tests at a time: most of what they do is waiting.
 ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
+# The Python of a demo, on DEVICE: what is printed there before is an error's.
+ON_DEVICE = "$$($(INSTALL) --device "$(DEVICE)" --where 2>/dev/null)/bin/python"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-dev check test torture test-next mutate demo demo-remote demo-offloading serve wheel docs clean
+.PHONY: help install install-device install-dev check test torture test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +33,10 @@ help: ## list these commands
 install: ## install what the demo needs, pinned, into .venv
 	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(INSTALL)
+
+install-device:
+	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(INSTALL) --device "$(DEVICE)"
 
 install-dev: ## install also what the checks and tests need
 	@test -n "$(PYTHON)" || { echo "kvdisk: no python3.11 here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -55,8 +65,8 @@ mutate: install-dev ## change modules a little and list what no test notices: FI
 	@$(INSTALL) --mutate
 	@$(BIN)/python tools/mutate.py --minutes "$(MINUTES)" $(FILES)
 
-demo: install ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
-	@$(BIN)/python tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
+demo: install-device ## run the main job on real vLLM: cold, warm from memory, warm from NVMe after a restart
+	@$(ON_DEVICE) tools/demo.py --store "$(STORE)" --prompt-tokens "$(PROMPT_TOKENS)" $(if $(MODEL),--model "$(MODEL)")
 
 demo-remote: install-dev ## what one engine computes, another loads from S3, and from a Mooncake Store
 	@PYTHONPATH=tests $(BIN)/python tools/demo_remote.py --prompt-tokens "$(PROMPT_TOKENS)"
@@ -64,8 +74,11 @@ demo-remote: install-dev ## what one engine computes, another loads from S3, and
 demo-offloading: install-dev ## behind vLLM's own connector: kvdisk's store beside vLLM's fs tier, with bits flipped
 	@$(BIN)/python tools/demo_offloading.py --prompt-tokens "$(PROMPT_TOKENS)"
 
-serve: install ## start vLLM's real server with kvdisk, and print what to type to see a hit
-	@$(BIN)/python tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")
+compare: install-device ## kvdisk beside vLLM's own offloading, and LMCache where it is installed; DIR=/nvme/somewhere
+	@$(ON_DEVICE) tools/compare_offloading.py $(if $(DIR),--dir "$(DIR)") $(if $(MODEL),--model "$(MODEL)")
+
+serve: install-device ## start vLLM's real server with kvdisk, and print what to type to see a hit
+	@$(ON_DEVICE) tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")
 
 wheel: install ## build the wheel into dist/, and try it in an empty environment of each Python that is here
 	@$(BIN)/python tools/make_wheel.py
@@ -77,5 +90,5 @@ docs: ## build the documentation into site/, which opens without a network
 	@echo "kvdisk: the documentation is in site/index.html"
 
 clean: ## remove .venv, the site, the demo's files and all caches
-	rm -rf .venv .demo site build dist kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-gpu .demo site build dist kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find kvdisk tests tools -name __pycache__ -prune -exec rm -rf {} +

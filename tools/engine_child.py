@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines on the CPU, each in a child process that is driven act by act.
+"""Real vLLM engines, each in a child process that is driven act by act.
 
 ``EngineChild`` starts one and talks to it in JSON lines; the demo, the throughput measurement and
 the engine tests all run on it. Started as a script, this file is that child. It must stay cheap to
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,16 +34,22 @@ START_S = 900.0
 ACT_S = 900.0
 """What takes so long hangs, on however busy a machine."""
 CONNECTOR = "KVDiskConnector"
+CPU, CUDA = "cpu", "cuda"
 DEFAULTS: dict[str, Any] = {
-    "dtype": "float32",
-    "block_size": 32,
     "enforce_eager": True,
     "enable_prefix_caching": True,
     "disable_log_stats": False,
     "seed": 0,
 }
-"""Arguments of ``vllm.LLM`` unless a caller says otherwise. The CPU attention takes multiples of 32
-tokens a block."""
+"""Arguments of ``vllm.LLM`` unless a caller says otherwise."""
+DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    CPU: {"dtype": "float32", "block_size": 32},
+    CUDA: {"dtype": "bfloat16", "gpu_memory_utilization": 0.5},
+}
+"""Likewise, by the device. vLLM's attention on CPUs takes multiples of 32 tokens a block."""
+NEAR_TIE = {CPU: 0.0, CUDA: 0.05}
+"""Where the reference's two best tokens are nearer than this (logarithms of probabilities), kernels
+that add up in another order may choose the other one. In float32 on a CPU none do."""
 STEADY: dict[str, Any] = {"min_load_tokens": 0, "lookup_wait_s": 600.0, "io_deadline_s": 600.0}
 """kvdisk's settings, likewise: every hit is loaded, and nothing is given up, however slow or busy
 the machine."""
@@ -56,11 +64,26 @@ class Answer(NamedTuple):
 
     ``cached``: prompt tokens that were not computed, those in the GPU prefix cache and those that
     the connector loaded together. ``ttft_s``: from the request's arrival to its first token.
+    ``gaps``: of each token, where they were asked for, how much nearer it was than the next best.
     """
 
     tokens: list[int]
     cached: int
     ttft_s: float
+    gaps: Sequence[float] = ()
+
+
+def vllm_device() -> str:
+    """Return what the installed vLLM and PyTorch are built for."""
+    return CPU if importlib.metadata.version("torch").endswith("+cpu") else CUDA
+
+
+def agrees(wanted: Answer, answer: Answer, near: float) -> bool:
+    """Return whether an answer has the tokens that it must have, up to where two that were as near
+    as ``near`` changed places."""
+    both = enumerate(zip_longest(wanted.tokens, answer.tokens))
+    first = next((at for at, (one, other) in both if one != other), None)
+    return first is None or (first < len(wanted.gaps) and wanted.gaps[first] < near)
 
 
 def _tensor_parallel(layout: str) -> int:
@@ -80,7 +103,6 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
         if not name.startswith(("VLLM_", "OMP_", "KMP_")) and name != "PYTHONHASHSEED"
     }
     kept |= {
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if layout == "inproc" else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -89,6 +111,10 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
         # request, 3-17 s.
         "TORCHDYNAMO_DISABLE": "1",
     }
+    if vllm_device() == CUDA:
+        del kept["TORCHDYNAMO_DISABLE"]
+        return kept
+    kept["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
     workers = _tensor_parallel(layout) * _pipeline_parallel(layout)
     if workers > 1:
         # One core for each rank; where there are fewer, they share them.
@@ -128,8 +154,11 @@ class EngineChild:
         self.log = log
         self.layout = layout
         self.connected = extra_config is not None
+        self._killed = False
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        arguments = DEFAULTS | {"model": str(model)} | llm
+        arguments = DEFAULTS | DEFAULTS_OF[vllm_device()] | {"model": str(model)} | llm
+        if vllm_device() == CUDA:
+            arguments.setdefault("kv_cache_memory_bytes", kv_gib << 30)
         arguments["tensor_parallel_size"] = _tensor_parallel(layout)
         arguments["pipeline_parallel_size"] = _pipeline_parallel(layout)
         if extra_config is not None:
@@ -165,21 +194,30 @@ class EngineChild:
         *,
         together: bool = True,
         salt: str | None = None,
+        gaps: bool = False,
     ) -> list[Answer]:
         """Decode greedily, past any end token, and return one answer per prompt (token ids), in
         order.
 
         ``together``: all requests at once, else one after the other. ``salt``: vLLM's cache salt.
+        ``gaps``: see ``Answer``.
         """
         listed = [list(map(int, prompt)) for prompt in prompts]
-        found = self._ask("generate", prompts=listed, max_tokens=max_tokens, together=together, salt=salt)
+        found = self._ask("generate", prompts=listed, max_tokens=max_tokens, together=together, salt=salt, gaps=gaps)
         return [Answer(*answer) for answer in found]
 
-    def reset(self) -> None:
+    def reset(self, turns: int = 1) -> None:
         """Forget the GPU prefix cache, and nothing else. Drains first: blocks that a store reads
-        would refuse it."""
-        self.drain()
-        assert self._ask("reset"), "blocks are still held after a drain"
+        would refuse it. ``turns``: how often it is tried, with a request of a few tokens between
+        two: some connectors let go of blocks in steps that have others."""
+        for turn in range(turns):
+            if turn:
+                self.generate([[2]], 2)
+                self._ask("rest")
+            self.drain()
+            if self._ask("reset"):
+                return
+        raise self._failed("blocks are still held after a drain")
 
     def drain(self) -> None:
         """Step until no request and no store is in flight; what was stored is committed then."""
@@ -213,8 +251,10 @@ class EngineChild:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End the engine the orderly way and wait for it. Raises EngineError unless it ends with
-        exit code 0."""
+        """End the engine the orderly way and wait for it, unless it was killed. Raises EngineError
+        unless it ends with exit code 0."""
+        if self._killed:
+            return
         if self._process.poll() is None:
             self._send({"act": "close"})
             self._receive(ACT_S)
@@ -228,6 +268,7 @@ class EngineChild:
     def kill(self) -> None:
         """Kill the child and all its processes (signal 9) and wait for it. Does nothing after its
         end."""
+        self._killed = True
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -299,21 +340,34 @@ class _Child:
         self.llm = llm
         self.layout = layout
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, together: bool, salt: str | None) -> list[Answer]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, together: bool, salt: str | None, gaps: bool
+    ) -> list[Answer]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2 if gaps else None
+        )
         salted = {} if salt is None else {"cache_salt": salt}
         requests = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
         answers: list[Answer] = []
         for batch in [requests] if together else [[request] for request in requests]:
             for output in self.llm.generate(batch, sampling, use_tqdm=False):
                 ttft_s = output.metrics.first_token_latency
-                answers.append(Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, ttft_s))
+                first = output.outputs[0]
+                best = [sorted((one.logprob for one in each.values()), reverse=True) for each in first.logprobs or ()]
+                apart = [one[0] - one[1] for one in best]
+                answers.append(Answer(list(first.token_ids), output.num_cached_tokens, ttft_s, apart))
         return answers
 
     def reset(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
+
+    def rest(self) -> None:
+        """Take steps without a request, and a while."""
+        for _ in range(3):
+            time.sleep(0.05)
+            self.llm.llm_engine.step()
 
     def drain(self) -> None:
         if self.layout != "inproc":
@@ -332,7 +386,7 @@ class _Child:
 
     def metrics(self) -> dict[str, float]:
         if self.layout != "inproc":
-            self.generate([[2]], 1, True, None)
+            self.generate([[2]], 1, True, None, False)
         totals: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             parts = {"_count": metric.count, "_sum": metric.sum} if hasattr(metric, "sum") else {}

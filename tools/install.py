@@ -2,6 +2,10 @@
 """Make the virtual environment that the demo and the tests run in: vLLM's CPU build and kvdisk,
 every package pinned. What nothing runs without and pip does not have comes from apt, as root.
 
+With ``--device auto``, where there is a GPU and a Python whose vLLM is built for it, the demo's
+environment is ``.venv-gpu``: it finds that Python's packages, and has of its own only what they
+lack of kvdisk's.
+
 Run by ``make``, with the system's Python and nothing but its standard library. Each step is stamped
 with the content it was made from, so a second run does nothing. What pip says goes to a log file,
 which is named when a step fails.
@@ -28,6 +32,9 @@ LIBRARIES = {"libnuma.so.1": "libnuma1"}
 """What vLLM's CPU build links to, beside what every machine has, and Debian's packages of it."""
 ALSO = "# Also: "
 """In a list of packages: what it needs of those that other lists pin."""
+AUTO, CPU, CUDA = "auto", "cpu", "cuda"
+VERSIONS = "import importlib.metadata as found; print(found.version('vllm'), found.version('torch'))"
+PACKAGES = "import sys; print('\\n'.join(p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))))"
 
 
 class InstallError(Exception):
@@ -35,11 +42,13 @@ class InstallError(Exception):
 
 
 class Installer:
-    """One virtual environment and its stamps."""
+    """One virtual environment and its stamps. ``base``: the Python that it is made with; not one of
+    its own, where this runs in it."""
 
-    def __init__(self, venv: Path, torch_index: str) -> None:
+    def __init__(self, venv: Path, torch_index: str, base: str = "") -> None:
         self.venv = venv
         self.torch_index = torch_index
+        self.base = base or getattr(sys, "_base_executable", sys.executable)
         self.python = venv / "bin" / "python"
         self.log = venv / "install.log"
         self.stamps = venv / "stamps"
@@ -49,14 +58,14 @@ class Installer:
         """Create the environment, or anew where it belongs to another Python or another place."""
         if self.venv.is_symlink():
             raise InstallError(f"{self.venv} is a link; what it leads to would be emptied: remove the link.")
-        version = "{}.{}".format(*WANTED)
+        version = output_of(self.base, "-c", "import platform; print(platform.python_version())")
         made_for = self.stamps / "venv"
-        wanted = f"{sys.version} {sys.executable} {self.venv}"
+        wanted = f"{version} {self.base} {self.venv}"
         if made_for.exists() and made_for.read_text() == wanted and self.python.exists():
             return
-        self._say(f"making {self.venv.name} with Python {sys.version.split()[0]}; all in all this takes a few minutes")
-        package = f"python{version}-venv"
-        command = [sys.executable, "-m", "venv", "--clear", str(self.venv)]
+        self._say(f"making {self.venv.name} with Python {version}; all in all this takes a few minutes")
+        package = f"python{version.rpartition('.')[0]}-venv"
+        command = [self.base, "-m", "venv", "--clear", str(self.venv)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0 and apt_install(package):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -71,7 +80,7 @@ class Installer:
     def install(self, name: str, what: str) -> None:
         """Install ``requirements/<name>.txt``, which is complete: no resolver runs."""
         listed = REQUIREMENTS / f"{name}.txt"
-        self._step(name, what, listed.read_text(), ["-r", str(listed)])
+        self._step(name, what, listed.read_text(), ["--no-deps", "-r", str(listed)])
 
     def install_torch(self) -> None:
         """Install PyTorch's CPU build from where pip looks anyway, else from the index that the
@@ -79,7 +88,7 @@ class Installer:
         listed = REQUIREMENTS / "torch-cpu.txt"
         text = listed.read_text()
         pin = next(line for line in text.splitlines() if line.startswith("torch=="))
-        arguments = ["-r", str(listed)]
+        arguments = ["--no-deps", "-r", str(listed)]
         try:
             self._step("torch-cpu", pin, text, arguments)
         except InstallError:
@@ -103,13 +112,26 @@ class Installer:
         also = [pin for pin in pins if pin.partition("==")[0] in names]
         if len(also) != len(names):
             raise InstallError(f"{listed} names {', '.join(names)}, and not all of these are pinned.")
-        self._step("docs", "what builds the documentation", "\n".join([text, *also]), ["-r", str(listed), *also])
+        arguments = ["--no-deps", "-r", str(listed), *also]
+        self._step("docs", "what builds the documentation", "\n".join([text, *also]), arguments)
 
     def install_kvdisk(self) -> None:
         """Install this checkout, editable, and compile its C where there is a compiler."""
+        how = ["--no-deps", "--no-build-isolation"]
+        self._step("checkout", "this checkout", self._checkout(), [*how, "-e", str(ROOT)])
+
+    def install_beside(self) -> None:
+        """Find the packages of the Python that this was made with, vLLM among them, and install
+        this checkout and what of its needs they lack."""
+        (packages,) = self.venv.glob("lib/python*/site-packages")
+        places = output_of(self.base, "-c", PACKAGES).splitlines()  # and what links in them lead to
+        lines = [f"import site; site.addsitedir({place!r})" for place in places]
+        (packages / "beside.pth").write_text("\n".join([*lines, ""]))
+        self._step("checkout", f"this checkout beside {self.base}", self._checkout(), ["-e", str(ROOT)])
+
+    def _checkout(self) -> str:
         compiled = (path.read_text() for path in sorted((ROOT / "kvdisk").rglob("*.c")))
-        made_from = "\n".join([str(ROOT), (ROOT / "pyproject.toml").read_text(), *compiled])
-        self._step("checkout", "this checkout", made_from, ["--no-build-isolation", "-e", str(ROOT)])
+        return "\n".join([str(ROOT), (ROOT / "pyproject.toml").read_text(), *compiled])
 
     def _step(self, name: str, what: str, made_from: str, arguments: list[str]) -> None:
         stamp = self.stamps / name
@@ -119,7 +141,7 @@ class Installer:
         self._say(f"installing {what}")
         stamp.unlink(missing_ok=True)
         self.worked = True
-        command = [str(self.python), "-m", "pip", "install", "--no-deps", "--no-input", *arguments]
+        command = [str(self.python), "-m", "pip", "install", "--no-input", *arguments]
         with self.log.open("w") as log:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
         if code != 0:
@@ -135,6 +157,44 @@ class Installer:
 
     def _say(self, what: str) -> None:
         print(f"kvdisk: {what}", flush=True)
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints, without the last line's end; nothing where it fails."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def pythons() -> list[str]:
+    """Return Pythons that may have vLLM: that of the command ``vllm``, and what a shell finds."""
+    found = [shutil.which("python3"), shutil.which("python"), sys.executable]
+    command = shutil.which("vllm")
+    if command is not None:
+        first = Path(command).read_text(errors="replace").partition("\n")[0]
+        found.insert(0, first.removeprefix("#!").split(" ")[0] if first.startswith("#!/") else None)
+    return list(dict.fromkeys(python for python in found if python))
+
+
+def python_for(device: str) -> str | None:
+    """Return the Python whose vLLM runs on this machine's GPU; None: the demo runs on the CPU.
+    Raises InstallError where ``device`` asks for a GPU in vain."""
+    if device == CPU:
+        return None
+    has_gpu = output_of("nvidia-smi", "-L").startswith("GPU")
+    if not has_gpu and device == AUTO:
+        return None
+    for python in pythons() if has_gpu else ():
+        versions = output_of(python, "-c", VERSIONS)
+        if versions and "+cpu" not in versions:
+            return python
+    what = "no Python here has vLLM for its GPU" if has_gpu else "nvidia-smi finds no GPU here"
+    if device == CUDA:
+        raise InstallError(f"DEVICE=cuda, but {what}: name one with PYTHON=/path/to/python, or leave DEVICE out.")
+    print(f"kvdisk: {what}, so it runs on the CPU; name one with PYTHON=/path/to/python", file=sys.stderr, flush=True)
+    return None
 
 
 def check_python() -> None:
@@ -193,34 +253,53 @@ def install_all(installer: Installer, *, dev: bool) -> None:
     installer.install_kvdisk()
 
 
+def install_for(device: str, arguments: argparse.Namespace) -> Installer:
+    """Have an environment for the demo on a device, and say where it is, or with ``--where`` only
+    that. Raises InstallError."""
+    python = python_for(device)
+    venv = arguments.venv if python is None else arguments.venv.with_name(f"{arguments.venv.name}-gpu")
+    installer = Installer(venv.absolute(), arguments.torch_index, python or "")
+    if arguments.where:
+        print(installer.venv)
+    elif python is None:
+        check_python()
+        install_libraries()  # before anything is downloaded
+        installer.make_venv()
+        install_all(installer, dev=arguments.dev or arguments.mutate)
+    else:
+        installer.make_venv()
+        installer.install_beside()
+    return installer
+
+
 def main() -> int:
     """Install for the demo; with ``--dev`` also what checks and tests need; or with ``--docs`` for
     the site alone."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch-index", default="", help="PyTorch's CPU wheel index, where pip finds no CPU torch")
+    parser.add_argument("--device", choices=(AUTO, CPU, CUDA), default=CPU, help="what the demo runs on")
+    parser.add_argument("--where", action="store_true", help="install nothing, and say where the environment is")
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
     parser.add_argument("--mutate", action="store_true", help="also what changes modules to try their tests")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
     arguments = parser.parse_args()
     start_s = time.monotonic()
-    installer = Installer(arguments.venv.absolute(), arguments.torch_index)
     try:
-        check_python()
-        if not arguments.docs:
-            install_libraries()  # before anything is downloaded
-        installer.make_venv()
         if arguments.docs:
+            check_python()
+            installer = Installer(arguments.venv.absolute(), arguments.torch_index)
+            installer.make_venv()
             installer.install_docs()
         else:
-            install_all(installer, dev=arguments.dev or arguments.mutate)
+            installer = install_for(arguments.device, arguments)
         if arguments.mutate:
             installer.install("mutate", "what changes modules to try their tests")
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1
     if installer.worked:
-        installer._say(f"{arguments.venv.name} is ready after {time.monotonic() - start_s:.0f} s")
+        installer._say(f"{installer.venv.name} is ready after {time.monotonic() - start_s:.0f} s")
     return 0
 
 

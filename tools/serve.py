@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 
 from demo import ROOT, STORE, WORK, DemoError, build_model
-from engine_child import CONNECTOR, START_S, environment
+from engine_child import CONNECTOR, CPU, START_S, environment, vllm_device
 
 NAME = "demo"
 REQUEST = WORK / "request.json"
@@ -41,7 +41,8 @@ def server_command(options: argparse.Namespace, model: Path) -> list[str]:
     return [
         *(sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", NAME, "--port", str(options.port)),
-        *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"),
+        *(("--dtype", "float32", "--block-size", "32", "--enforce-eager") if vllm_device() == CPU else ()),
+        "--no-enable-prefix-caching",
         *("--shutdown-timeout", "30"),  # vLLM kills an engine at once without, before it has ended in order
         *("--data-parallel-size", str(options.data_parallel_size)),
         *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),

@@ -80,6 +80,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 8192,
         },
     ),
+    # For a GPU: 1.1 billion weights, and 64 KiB of KV a token.
+    "bench-llama": (
+        "LlamaConfig",
+        ALL
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "dtype": "bfloat16",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+        },
+    ),
     # Two KV heads, so that TP=2 splits it.
     "tiny-llama": ("LlamaConfig", TINY | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}),
     # For prompts that are long: one layer, whose KV is 256 bytes a token.

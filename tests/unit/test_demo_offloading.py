@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import demo_offloading
-from demo_offloading import FLIPPED_EVERY_BYTES, Run
+from connectors import FLIPPED_EVERY_BYTES, flip_bits
+from demo_offloading import Run
 from engine_child import Answer
 from rich.console import Console
 
@@ -46,6 +47,6 @@ def test_it_flips_a_bit_in_every_part_of_what_holds_kv_alone(tmp_path):
     for name in ("a.bin", "deep/b.kv", "data.mdb"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(2 * FLIPPED_EVERY_BYTES))
-    assert demo_offloading.flip_bits(tmp_path) == 4
+    assert flip_bits(tmp_path) == 4
     assert sum((tmp_path / "a.bin").read_bytes()) == sum((tmp_path / "deep/b.kv").read_bytes()) == 2 * 0x40
     assert not any((tmp_path / "data.mdb").read_bytes())

@@ -93,9 +93,77 @@ def test_root_installs_what_makes_environments(tmp_path, monkeypatch, apt):
     there = tmp_path / "ensurepip"
     told = apt(f": >{there}")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ -e {there} ] || exit 1\nmkdir -p "$4"\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo 3.11.9 && exit\n[ -e {there} ] || exit 1\nmkdir -p "$4"\n')
     python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
-    monkeypatch.setattr(sys, "executable", str(python))
-    install.Installer(tmp_path / ".venv", "").make_venv()
+    install.Installer(tmp_path / ".venv", "", str(python)).make_venv()
     assert told() == ["update -qq", "install -y -qq --no-install-recommends python3.11-venv"]
+
+
+NO_GPU, GPU = "exit 9", "echo 'GPU 0: NVIDIA H100'"
+NO_VLLM, OF_CPU, OF_CUDA = "exit 1", "echo 0.32.0 2.13.0+cpu", "echo 0.32.0 2.11.0"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Makes programs, the only ones that there are; returns where they are. vLLM's own Python is
+    not in the path."""
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+
+    def make(smi: str, python3: str, of_vllm: str | None = None):
+        acts = {"path/nvidia-smi": smi, "path/python3": python3, "own/python": of_vllm or NO_VLLM}
+        for name, act in acts.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"#!/bin/sh\n{act}\n")
+            (tmp_path / name).chmod(0o755)
+        if of_vllm is not None:
+            (tmp_path / "path" / "vllm").write_text(f"#!{tmp_path / 'own' / 'python'}\nimport vllm\n")
+            (tmp_path / "path" / "vllm").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("smi", "python3", "of_vllm", "expected"),
+    [
+        (GPU, OF_CUDA, None, "path/python3"),
+        (GPU, OF_CUDA, OF_CUDA, "own/python"),
+        (GPU, OF_CUDA, OF_CPU, "path/python3"),
+        (GPU, OF_CPU, None, None),
+        (GPU, NO_VLLM, None, None),
+        (NO_GPU, OF_CUDA, None, None),
+    ],
+)
+def test_the_demo_runs_on_a_gpu_where_vllm_for_it_is_installed(machine, capsys, smi, python3, of_vllm, expected):
+    place = machine(smi, python3, of_vllm)
+    assert install.python_for("auto") == (expected and str(place / expected))
+    assert install.python_for("cpu") is None
+    said = capsys.readouterr().err
+    assert ("no Python here has vLLM" in said) == (smi == GPU and expected is None)
+    if expected is None:
+        with pytest.raises(install.InstallError, match="DEVICE=cuda, but"):
+            install.python_for("cuda")
+
+
+def test_an_environment_beside_another_finds_its_packages_and_has_only_what_they_lack(tmp_path, monkeypatch):
+    """Also where that is a virtual environment itself: this one."""
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "beside"\nversion = "1"\ndependencies = ["rich>=14", "torch"]\n'
+        "[tool.setuptools]\npy-modules = []\n"
+    )
+    installer = install.Installer(tmp_path / ".venv-gpu", "", sys.executable)
+    installer.make_venv()
+    installer.install_beside()
+    asked = "import importlib.metadata as found, kvdisk, rich; print(rich.__file__, found.version('beside'))"
+    said = install.output_of(str(installer.python), "-c", asked)
+    assert said.startswith(sys.prefix) and said.endswith(" 1"), "kvdisk is there by a link"
+    own = {path.name for path in installer.venv.glob("lib/python*/site-packages/*.dist-info")}
+    assert {name.partition("-")[0] for name in own} <= {"beside", "pip", "setuptools"}
+    installer.worked = False
+    installer.make_venv()
+    installer.install_beside()
+    assert not installer.worked, "nothing is done a second time"

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tools/compare_offloading.py`` on real engines, small: it must see what the ``fs`` tier serves
+wrongly, and nothing wrong of kvdisk's doors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_offloading.py"
+SIZES = ("--lengths", "256", "512", "--prompts", "2", "--cap-mib", "32")
+
+pytestmark = pytest.mark.torture
+
+
+def test_what_is_served_wrongly_is_seen(tmp_path):
+    figures, picture = tmp_path / "figures.json", tmp_path / "bars.svg"
+    command = [sys.executable, str(TOOL), "--dir", str(tmp_path), "--json", str(figures), "--picture", str(picture)]
+    done = subprocess.run([*command, *SIZES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["way"]: one for one in json.loads(figures.read_text())["found"]}
+    assert not any(one["failed"] for one in found.values()), done.stdout
+    for way in ("kvdisk", "kvdisk as tier"):
+        one = found[way]
+        assert sum(one["asked"].values()) == 18 and not sum(one["wrong"].values())
+        assert all(one["loaded"][trial] for trial in ("from memory", "from the drive"))
+        assert one["loaded"]["other weights, same path"] == one["loaded"]["a bit flipped in every block"] == 0
+    fs = found["memory, fs"]
+    assert fs["wrong"]["a bit flipped in every block"] and fs["wrong"]["other weights, same path"]
+    assert fs["drive_bytes"] > 2 * found["kvdisk"]["drive_bytes"]
+    assert found["memory"]["first_s"]["from memory"]
+    assert "from the drive</text>" in picture.read_text()
+    assert not list(tmp_path.glob("kvdisk-compared-*"))

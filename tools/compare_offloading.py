@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvdisk, as a connector and as a tier of vLLM's, beside vLLM's own offloading and LMCache's
+server: the same prompts, one way after the other, on the vLLM that is installed here.
+
+    python tools/compare_offloading.py --dir /nvme/somewhere --json figures.json --picture bars.svg
+
+Of each way: the time to the first token by where a prompt is, tokens a second where nothing is
+known and where half of it is, and whether the answers are those of vLLM alone: also after a bit
+flipped in all that is stored, with other weights under the same path, after ``kill -9``, and with
+three times the cap written. A way that does not start is named, and the others go on. The exit code
+is 1 where either of kvdisk's doors gave a wrong token or took more of the drive than its cap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from connectors import Way, await_quiet, flip_bits, python_path, taken_bytes, ways_here
+from demo import WARM_UP, WORK, DemoError, build_model
+from engine_child import CPU, NEAR_TIE, Answer, EngineChild, EngineError, agrees, vllm_device
+from machine import Machine
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvdisk.cli.model_kv import read_model
+
+MIB = 1 << 20
+GENERATED = 16
+"""Tokens of each answer."""
+COMPUTED, IN_MEMORY, ON_DRIVE = "computed", "from memory", "from the drive"
+NOTHING_KNOWN, HALF_KNOWN = "nothing known", "half known"
+FLIPPED, OTHER_WEIGHTS, KILLED = "a bit flipped in every block", "other weights, same path", "after kill -9"
+TIMES_THE_CAP = 3
+PATIENCE = 50
+"""Turns in which a connector may let go of blocks, before vLLM's own cache is emptied."""
+ALONE = "vLLM alone"
+TABLE_WIDTH = 120
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every way is asked. ``timed``: by length, prompts of which each is asked alone; those of
+    the shortest length are asked again in each trial. ``new`` and ``others``: asked at once,
+    nothing of them known, and together with ``timed``'s shortest; ``much``: more than the cap."""
+
+    timed: dict[int, list[Prompt]]
+    new: list[Prompt]
+    others: list[Prompt]
+    much: list[Prompt]
+    token_bytes: int
+
+    @classmethod
+    def make(cls, lengths: Sequence[int], each: int, cap_bytes: int, token_bytes: int, vocabulary: int) -> Work:
+        """Make prompts of random tokens, the same ones each time."""
+        rng = random.Random(20260)  # noqa: S311 - to be the same each time
+
+        def prompts(count: int, length: int) -> list[Prompt]:
+            return [[rng.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
+
+        short = min(lengths)
+        much = -(-TIMES_THE_CAP * cap_bytes // (short * token_bytes))
+        return cls(
+            {length: prompts(each, length) for length in lengths},
+            prompts(2 * each, short),
+            prompts(each, short),
+            prompts(much, short),
+            token_bytes,
+        )
+
+    @property
+    def asked_again(self) -> list[Prompt]:
+        """The prompts of the trials."""
+        return self.timed[min(self.timed)]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Room for all that is timed, and as much again."""
+        tokens = sum(len(prompt) for prompts in (*self.timed.values(), self.new, self.others) for prompt in prompts)
+        return 2 * tokens * self.token_bytes + 64 * MIB
+
+    @property
+    def gpu_tokens(self) -> int:
+        """Tokens that vLLM's own cache has to hold at once."""
+        return 2 * max(*self.timed, sum(map(len, self.new)), sum(map(len, [*self.others, *self.asked_again])))
+
+
+@dataclass
+class Found:
+    """What was found of a way. ``first_s``: median seconds to the first token, by where and length;
+    ``cached``: the median share of a prompt that was not computed, likewise. ``rates``: tokens a
+    second. ``wrong``: answers that were not right, by trial, of ``asked``; ``loaded``: the tokens
+    that were not computed in each trial. ``drive_bytes``: taken with three times the cap written.
+    ``failed``: why it ended before all was done."""
+
+    way: str
+    is_ours: bool = False
+    first_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    cached: dict[str, dict[int, float]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    wrong: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    loaded: dict[str, int] = field(default_factory=dict)
+    drive_bytes: int | None = None
+    failed: str = ""
+
+
+class Comparison:
+    """Runs the ways. ``place``: a directory on the drive; what is made there is the caller's."""
+
+    def __init__(self, options: argparse.Namespace, model: Path, place: Path, say: Callable[[str], None]) -> None:
+        self.options, self.place, self.say = options, place, say
+        self.model = place / "model"  # a copy: a trial changes its weights
+        shutil.copytree(model, self.model)
+        config = json.loads((self.model / "config.json").read_text())
+        vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        kv = read_model(self.model, dtype="float32" if vllm_device() == CPU else "bfloat16")
+        token_bytes = sum(kv.kv_heads * kv.head_elements * kv.element_bytes for _ in kv.windows)
+        self.cap_bytes = options.cap_mib * MIB
+        self.work = Work.make(options.lengths, options.prompts, self.cap_bytes, token_bytes, vocabulary)
+        self.right: dict[str, list[Answer]] = {}
+        """Of vLLM alone, by what was asked."""
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def engine(self, name: str, transfer: dict[str, Any] | None = None) -> Iterator[EngineChild]:
+        """Start an engine that has answered a first request. Raises EngineError."""
+        how: dict[str, Any] = {} if transfer is None else {"kv_transfer_config": transfer}
+        needed = self.work.gpu_tokens * self.work.token_bytes + 64 * MIB
+        if vllm_device() != CPU:
+            how["enforce_eager"] = self.options.eager
+        with EngineChild(
+            self.model,
+            WORK / f"compared-{name.replace(' ', '-').replace(',', '')}.log",
+            env=python_path(),
+            kv_gib=-(-needed // (1 << 30)),
+            max_model_len=max(self.work.timed) + 2 * GENERATED,
+            **how,
+        ) as engine:
+            engine.generate([WARM_UP], 2)
+            yield engine
+
+    def ask_in_turn(self, engine: EngineChild, found: Found, where: str) -> None:
+        """Ask what is timed, one after the other, and compare the answers."""
+        for length, prompts in self.work.timed.items():
+            answers = self.ask(engine, found, where, f"{length}", prompts)
+            found.first_s.setdefault(where, {})[length] = statistics.median(answer.ttft_s for answer in answers)
+            shares = [answer.cached / length for answer in answers]
+            found.cached.setdefault(where, {})[length] = statistics.median(shares)
+
+    def ask(self, engine: EngineChild, found: Found, trial: str, what: str, prompts: list[Prompt]) -> list[Answer]:
+        """Ask prompts one after the other. vLLM alone says what is right."""
+        alone = found.way == ALONE
+        answers = engine.generate(prompts, GENERATED, together=False, gaps=alone)
+        if alone:
+            self.right[what] = answers
+        near = NEAR_TIE[vllm_device()]
+        wrong = [not agrees(*both, near) for both in zip(self.right[what], answers, strict=True)]
+        found.wrong[trial] = found.wrong.get(trial, 0) + sum(wrong)
+        found.asked[trial] = found.asked.get(trial, 0) + len(wrong)
+        found.loaded[trial] = found.loaded.get(trial, 0) + sum(answer.cached or 0 for answer in answers)
+        return answers
+
+    def measure_rates(self, engine: EngineChild, found: Found) -> None:
+        """Ask many at once: nothing known, then half of it."""
+        loads = {NOTHING_KNOWN: self.work.new, HALF_KNOWN: [*self.work.others, *self.work.asked_again]}
+        for name, prompts in loads.items():
+            engine.reset(PATIENCE)
+            began_s = time.perf_counter()
+            engine.generate(prompts, GENERATED)
+            tokens = sum(len(prompt) + GENERATED for prompt in prompts)
+            found.rates[name] = tokens / (time.perf_counter() - began_s)
+
+    # -- ways --------------------------------------------------------------------------------------
+
+    def run_alone(self) -> Found:
+        """Run vLLM alone: what it answers is right. Raises EngineError."""
+        found = Found(ALONE)
+        with self.engine(ALONE) as engine:
+            self.ask_in_turn(engine, found, COMPUTED)
+            self.measure_rates(engine, found)
+            self.ask(engine, found, COMPUTED, "much", self.last_of_much)
+        with self.other_weights(), self.engine(ALONE) as engine:
+            self.ask(engine, found, COMPUTED, OTHER_WEIGHTS, self.work.asked_again)
+        return found
+
+    def run(self, way: Way, found: Found) -> None:
+        """Run one way through all, as far as it gets. Raises EngineError."""
+        place, memory = self.place / way.name.replace(" ", "-").replace(",", ""), self.work.memory_bytes
+        place.mkdir()
+        transfer = partial(way.transfer_config, place, memory, 4 * memory)
+        beside = partial(way.beside, place, memory, WORK / "compared-beside.log")
+        with beside(), self.engine(way.name, transfer()) as engine:
+            self.ask_in_turn(engine, found, COMPUTED)
+            engine.reset(PATIENCE)
+            self.ask_in_turn(engine, found, IN_MEMORY)
+            self.measure_rates(engine, found)
+            engine.drain()
+        if not way.files:
+            return
+        await_quiet(place)
+        drop_pages()
+        with beside(), self.engine(way.name, transfer()) as engine:
+            self.ask_in_turn(engine, found, ON_DRIVE)
+        with self.other_weights(), beside(), self.engine(way.name, transfer()) as engine:
+            self.ask(engine, found, OTHER_WEIGHTS, OTHER_WEIGHTS, self.work.asked_again)
+        if not flip_bits(place):
+            raise EngineError(f"{way.name} has left no KV in {place}.")
+        with beside(), self.engine(way.name, transfer()) as engine:
+            self.ask(engine, found, FLIPPED, f"{min(self.work.timed)}", self.work.asked_again)
+        shutil.rmtree(place)
+        self.run_capped(way, found)
+
+    def run_capped(self, way: Way, found: Found) -> None:
+        """Write more than the cap, and kill the engine with blocks on their way."""
+        place = self.place / "capped"
+        place.mkdir()
+        transfer = partial(way.transfer_config, place, self.cap_bytes, self.cap_bytes)
+        beside = partial(way.beside, place, self.cap_bytes, WORK / "compared-beside.log")
+        try:
+            with beside(), self.engine(way.name, transfer()) as engine:
+                engine.generate(self.work.much[: -self.options.prompts], GENERATED)
+                engine.drain()
+                await_quiet(place)
+                found.drive_bytes = taken_bytes(place)
+                engine.generate(self.last_of_much, GENERATED)
+                engine.kill()
+            with beside(), self.engine(way.name, transfer()) as engine:
+                self.ask(engine, found, KILLED, "much", self.last_of_much)
+        finally:
+            shutil.rmtree(place)
+
+    @property
+    def last_of_much(self) -> list[Prompt]:
+        """Those that are on their way to the drive when the engine is killed."""
+        return self.work.much[-self.options.prompts :]
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Have other weights under the model's path: a layer's keys in another order."""
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        for path in sorted(self.model.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names, metadata = sorted(file.keys()), file.metadata()
+                name = next((name for name in names if "k_proj.weight" in name or "qkv_proj.weight" in name), None)
+                if name is not None:
+                    tensors = {each: file.get_tensor(each) for each in names}
+                    break
+        else:
+            raise EngineError(f"{self.model} has no weights whose keys could be changed.")
+        kept = path.with_suffix(".kept")
+        tensors[name] = tensors[name].flip(0).contiguous()
+        path.rename(kept)
+        try:
+            save_file(tensors, path, metadata=metadata)
+            yield
+        finally:
+            kept.replace(path)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def rows_of(found: Sequence[Found], cap_bytes: int) -> list[tuple[str, list[str]]]:
+    """Return the rows of the table: a label, and the cell of each way."""
+    rows: list[tuple[str, list[str]]] = []
+    for where in (COMPUTED, IN_MEMORY, ON_DRIVE):
+        for length in sorted({length for one in found for length in one.first_s.get(where, {})}):
+            cells = []
+            for one in found:
+                seconds, share = one.first_s.get(where, {}).get(length), one.cached.get(where, {}).get(length, 0)
+                known = f" ({share:.0%})" if where != COMPUTED else ""
+                cells.append("" if seconds is None else f"{seconds:.3f} s{known}")
+            rows.append((f"first token of {length:,}, {where}", cells))
+    for rate in (NOTHING_KNOWN, HALF_KNOWN):
+        cells = [f"{one.rates[rate]:,.0f}" if rate in one.rates else "" for one in found]
+        rows.append((f"tokens a second, {rate}", cells))
+    for trial in (COMPUTED, IN_MEMORY, ON_DRIVE, FLIPPED, OTHER_WEIGHTS, KILLED):
+        cells = [f"{one.wrong[trial]} of {one.asked[trial]}" if trial in one.asked else "" for one in found]
+        rows.append((f"wrong answers, {trial}", cells))
+    taken = [f"{one.drive_bytes / MIB:,.0f} MiB" if one.drive_bytes is not None else "" for one in found]
+    times = f"{TIMES_THE_CAP} times {cap_bytes / MIB:,.0f} MiB written"
+    rows.append((f"on the drive, {times}", taken))
+    return rows
+
+
+def table_of(found: Sequence[Found], cap_bytes: int) -> Table:
+    """Return the table for a terminal."""
+    table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for one in found:
+        table.add_column(one.way, justify="right")
+    for label, cells in rows_of(found, cap_bytes):
+        table.add_row(label, *cells)
+    return table
+
+
+def markdown_of(found: Sequence[Found], cap_bytes: int) -> str:
+    """Return the table as Markdown."""
+    lines = [f"| | {' | '.join(one.way for one in found)} |", "|---" * (len(found) + 1) + "|"]
+    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in rows_of(found, cap_bytes)]
+    return "\n".join(lines)
+
+
+BAR, GAP, LEFT, RIGHT = 14, 12, 190, 110
+COLOURS = {COMPUTED: "#9aa5b1", IN_MEMORY: "#2f7ed8", ON_DRIVE: "#0b3d6b"}
+
+
+def picture_of(found: Sequence[Found]) -> str:
+    """Return an SVG: the time to the first token of the longest prompts, by where they are."""
+    length = max(length for one in found for length in one.first_s.get(COMPUTED, {}))
+    most = max(times[length] for one in found for times in one.first_s.values() if length in times)
+    shown, y = [], 40
+    for one in (one for one in found if one.first_s):
+        bars = [(where, times[length]) for where, times in one.first_s.items() if length in times]
+        shown.append(f'<text x="{LEFT - 8}" y="{y + BAR * len(bars) / 2 + 4}" text-anchor="end">{one.way}</text>')
+        for where, seconds in bars:
+            width = max(1.0, 500 * seconds / most)
+            shown.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{COLOURS[where]}"/>')
+            shown.append(f'<text x="{LEFT + width + 5:.1f}" y="{y + BAR - 4}" font-size="11">{seconds:.3f} s</text>')
+            y += BAR
+        y += GAP
+    for at, (where, colour) in enumerate(COLOURS.items()):
+        shown.append(f'<rect x="{LEFT + 150 * at}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        shown.append(f'<text x="{LEFT + 150 * at + 17}" y="{y + 11}" font-size="12">{where}</text>')
+    width = LEFT + 500 + RIGHT
+    title = f'<text x="{LEFT}" y="22" font-size="14">Time to the first token of {length:,} tokens</text>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 24}" font-family="sans-serif"'
+    return "\n".join(
+        [
+            f'{head} font-size="13">',
+            f'<rect width="{width}" height="{y + 24}" fill="white"/>',
+            title,
+            *shown,
+            "</svg>\n",
+        ]
+    )
+
+
+def verdict(found: Sequence[Found], cap_bytes: int) -> list[str]:
+    """Return what is wrong with kvdisk's doors, in sentences."""
+    wrong = []
+    for one in found:
+        if one.is_ours:
+            wrong += [f"{one.way}, {trial}: {count} wrong answers." for trial, count in one.wrong.items() if count]
+            if one.failed:
+                wrong.append(f"{one.way} ended before all was done.")
+            if (one.drive_bytes or 0) > cap_bytes:
+                wrong.append(f"{one.way}: {one.drive_bytes:,} bytes on the drive, over the cap of {cap_bytes:,}.")
+    return wrong
+
+
+def drop_pages() -> None:
+    """Let nothing come from the kernel's page cache, where that may be said."""
+    os.sync()
+    with suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def hardware(place: Path) -> str:
+    """Return what the figures were measured on, in a sentence."""
+    sentence = Machine.here(place).sentence
+    if vllm_device() == CPU:
+        return f"vLLM's CPU build; {sentence}"
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    return f"{subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()}; {sentence}"
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    on_cpu = vllm_device() == CPU
+    parser.add_argument("--model", type=Path, help="a local model directory; without it a random one is built")
+    parser.add_argument("--dir", type=Path, default=WORK, help="a directory on the drive")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1000, 2000, 4000] if on_cpu else [4000, 16000, 64000]
+    )
+    parser.add_argument("--prompts", type=int, default=3, help="of each length")
+    parser.add_argument("--cap-mib", type=int, default=64 if on_cpu else 2048, help="of the trial that writes more")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="of the ways, these; vLLM alone runs always")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--json", type=Path, help="where the figures go, after each way")
+    parser.add_argument("--picture", type=Path, help="where an SVG goes")
+    return parser.parse_args()
+
+
+def run_all(options: argparse.Namespace, place: Path, say: Callable[[str], None]) -> list[Found]:
+    """Run every way, and keep what is found after each. Raises DemoError, and EngineError where
+    vLLM alone fails."""
+    say("building the model")
+    kind = "demo-llama" if vllm_device() == CPU else "bench-llama"
+    model = build_model(kind) if options.model is None else options.model.absolute()
+    comparison = Comparison(options, model, place, say)
+    say(f"asking {ALONE}")
+    found = [comparison.run_alone()]
+    for way in ways_here():
+        if options.only and way.name not in options.only:
+            continue
+        say(f"asking {way.name}")
+        found.append(one := Found(way.name, way.is_ours))
+        try:
+            comparison.run(way, one)
+        except EngineError as failure:
+            one.failed = str(failure)
+            say(f"{way.name} ended before all was done: {one.failed.splitlines()[0]}")
+        if options.json is not None:
+            figures = {
+                "hardware": hardware(place),
+                "cap_bytes": comparison.cap_bytes,
+                "found": list(map(asdict, found)),
+            }
+            options.json.write_text(json.dumps(figures, indent=1))
+    return found
+
+
+def main() -> int:
+    """Run the comparison, and print its table."""
+    options = parse_options()
+    console = Console(highlight=False, width=TABLE_WIDTH)
+    WORK.mkdir(exist_ok=True)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    for log in WORK.glob("compared-*.log"):
+        log.unlink()
+    with tempfile.TemporaryDirectory(prefix="kvdisk-compared-", dir=options.dir) as place:
+        try:
+            found = run_all(options, Path(place), lambda what: console.print(f"kvdisk: {what}", soft_wrap=True))
+        except (DemoError, EngineError) as failure:
+            console.print(f"kvdisk: {failure}", markup=False, soft_wrap=True)
+            return 1
+        made_on = hardware(Path(place))
+    cap_bytes = options.cap_mib * MIB
+    console.print(table_of(found, cap_bytes) if console.is_terminal else markdown_of(found, cap_bytes), soft_wrap=True)
+    console.print(f"Measured on: {made_on}", soft_wrap=True)
+    if options.picture is not None:
+        options.picture.write_text(picture_of(found))
+    wrong = verdict(found, cap_bytes)
+    for sentence in wrong:
+        console.print(f"kvdisk: {sentence}", style="bold red", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
