@@ -15,10 +15,10 @@ from heapq import merge
 from itertools import islice, repeat
 
 from kvdisk.blocks import JobId, Slot, group_of
-from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
 from kvdisk.manager.copies import Copies
-from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.remote import Hints
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.messages import JobKind
@@ -26,6 +26,8 @@ from kvdisk.messages import JobKind
 MAX_DEMOTE_MOVES = 64
 MAX_DEMOTE_JOBS = 4
 """Queued or out, from one tier to the next."""
+MOST_WALKED = 4096
+"""Copies that one call looks at for what lies before those that it is given: bounds a step."""
 _TURN_BITS = 32
 """Turns of one offer."""
 
@@ -37,18 +39,17 @@ class Demotions:
     and the lower tier never gets those.
     """
 
-    def __init__(
-        self, parts: Parts, upper: TierSpace, lower: TierSpace, neighbours: NeighbourCopies, copies: Copies
-    ) -> None:
+    def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, hints: Hints, copies: Copies) -> None:
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._stats = parts.stats
         self._state = parts.state
         self._upper = upper
         self._lower = lower
+        self._groups = parts.geometry.groups
         self._needs_all = len(parts.geometry.groups) > 1
         """Whether a part of a prompt's blocks can serve nobody."""
-        self._neighbours = neighbours
+        self._hints = hints
         self._copies = copies
         self._queued = RowLists(len(upper.pool.total))
         """By size class, in the order of ``_turns``."""
@@ -57,6 +58,9 @@ class Demotions:
         self._offers = 0
         self._jobs: list[JobId] = []
         self.stalls = False
+        self._behind: set[int] = set()
+        """Copies that would serve nobody below, since what they follow is not there, or has the
+        only room: they are not queued until they are used."""
         self.leave_soon: list[set[int]] = [set() for _ in upper.pool.total]
         """By size class: copies of the upper tier that were to leave it, and were queued instead,
         since it had room last. Their copies below do not leave: they would be written again and
@@ -106,7 +110,7 @@ class Demotions:
     def _lacking(self, rows: Sequence[int], *, own: bool = False) -> list[int]:
         """Return of which READY copies the lower tier has none, nor (unless ``own``) a neighbour of
         it."""
-        keys, near = self._catalog.keys, self._neighbours.near(self._lower.tier)
+        keys, near = self._catalog.keys, self._hints.neighbours.near(self._lower.tier)
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
         lacking = [row for row in rows if above[row] == READY and below[row] == ABSENT]
         return [row for row in lacking if keys[row] not in near] if near and not own else lacking
@@ -124,6 +128,9 @@ class Demotions:
         """Queue what is not queued, as far as there is place; return that. ``whole``: nothing where
         there will be place for all, and is not now: parts of prompts would take what whole ones
         need."""
+        if all(self.count(each) >= self.limit(each) for each in range(len(self._queued.counts))):
+            return []
+        rows = self._without_gaps(rows)
         before = set(self._queued.held(rows))
         by_class = self._upper.by_class(self._take_turns([row for row in rows if row not in before]))
         if whole and any(
@@ -136,6 +143,40 @@ class Demotions:
             self._queued.append(fitting, repeat(size_class))
             queued += fitting
         return queued
+
+    def _without_gaps(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the rows but for those that would serve nobody below: behind one that was refused
+        its room, or that is in neither tier. Before each comes what it follows, where that has left
+        the lower tier and is in the upper one; not where that is far. ``rows``: of one chain the
+        tail first, or last."""
+        above, behind = self._catalog.columns(self._upper.tier).states, self._behind
+        found: dict[int, None] = {}
+        left = MOST_WALKED
+        for row in rows:
+            path, last = [row], row
+            while (last := self._missing_parent(last)) != NONE and last not in found and above[last] == READY:
+                path.append(last)
+                if left - len(path) < 0:
+                    path, last = [row], NONE
+                    break
+            left -= len(path) - 1
+            if last != NONE and last not in found and above[last] != WRITING:  # what is written will be offered
+                behind.add(path[-1])
+            for each in reversed(path):
+                if each in behind or self._catalog.parent_rows[each] in behind:
+                    behind.add(each)
+                else:
+                    found[each] = None
+        return list(found)
+
+    def _missing_parent(self, row: int) -> int:
+        """Return what a row follows, where the lower tier lacks that and does not get it; else
+        NONE. What a group reads without all before it misses nothing."""
+        catalog, parent = self._catalog, self._catalog.parent_rows[row]
+        if parent == NONE or parent in self._queued or catalog.columns(self._lower.tier).states[parent] != ABSENT:
+            return NONE
+        is_whole = self._groups[group_of(catalog.keys[row])].reads_all
+        return parent if is_whole and catalog.keys[parent] not in self._hints.known else NONE
 
     def _take_turns(self, rows: Sequence[int]) -> Sequence[int]:
         """Give rows that are offered at once their turns, and return them in that order: the groups
@@ -162,13 +203,51 @@ class Demotions:
         """Whether a copy waits for its demotion."""
         return row in self._queued
 
+    def spare(self, rows: Sequence[int]) -> list[int]:
+        """Return which copies of the lower tier leave for what is queued. What something queued
+        follows stays, and that is refused, with what waits behind it: it would serve nobody there.
+
+        ``rows``: of one chain the tail first.
+        """
+        if not self.total:
+            return list(rows)
+        staying, leaving, parent_rows = set[int](), list[int](), self._catalog.parent_rows
+        for row in rows:
+            waiting = self._waiting_behind(row)
+            if waiting:
+                self._queued.remove(waiting)
+                self._behind.update(waiting)
+                self._stats.add("left_blocks.room", len(waiting))
+            if waiting or row in staying:
+                staying.add(parent_rows[row])
+            else:
+                leaving.append(row)
+        return leaving
+
+    def _waiting_behind(self, row: int) -> list[int]:
+        """Return the queued copies that follow a row, directly or behind each other; none where a
+        group reads less than all: there the later one is worth more."""
+        found: list[int] = []
+        if self._groups[group_of(self._catalog.keys[row])].reads_all:
+            columns, looked_at = self._catalog.columns(self._upper.tier), [row]
+            while looked_at:
+                child = columns.first_child[looked_at.pop()]
+                while child != NONE:
+                    if child in self._queued:
+                        found.append(child)
+                        looked_at.append(child)
+                    child = columns.next_child[child]
+        return found
+
     def forget(self, rows: Sequence[int]) -> None:
         """Copies have ended in the upper tier."""
         self._queued.remove(rows)
         self.used(rows)
 
     def used(self, rows: Sequence[int]) -> None:
-        """Copies were used in the upper tier: they do not leave it soon."""
+        """Copies were used in the upper tier: they do not leave it soon, and are offered anew."""
+        if self._behind:
+            self._behind.difference_update(rows)
         for marked in self.leave_soon:
             if marked:
                 marked.difference_update(rows)

@@ -90,7 +90,7 @@ class TierManager:
         self._remote = _make_remote(parts, remote)
         self._hints = Hints(near, self._remote, parts.state)
         copies = self._copies = Copies(parts, tiers, self._hints)
-        self._demotions = [Demotions(parts, *pair, near, copies) for pair in tiers.pairs]
+        self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
         demand = self._demand = Demand(

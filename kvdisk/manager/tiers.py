@@ -218,10 +218,13 @@ class TierSpace:
         while evicted < count:
             rows = self._victims(size_class, count - evicted, keep_queued=keep_queued, go_on=searched)
             searched = True
-            leaving = rows if self.lower is None else self.lower.leaving(rows)
+            sparing = rows if self.upper is None else self.upper.spare(rows)
+            leaving = sparing if self.lower is None else self.lower.leaving(sparing)
             self.drop(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
+            if len(sparing) < len(rows):
+                break  # less is wanted now
             # Others may be found where some were queued, which is bounded, or where those that are
             # may leave as well.
             stalls = self.lower is not None and self.lower.stalls and not keep_queued

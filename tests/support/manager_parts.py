@@ -137,16 +137,31 @@ class WatchedCpuSpace(CpuSpace):
         lower = self.lower
         waiting = [] if lower is None else list(lower._queued.walk(size_class))
         short = count - self.pool.free[size_class]
+        useless = set() if lower is None else {row for row, _ in only_here if self._is_useless_below(lower, row)}
         slots = super().allocate(size_class, count, keep_queued=keep_queued)
         kept = lower is None or all(map(lower.is_queued, waiting))
         assert kept or not keep_queued, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
-        lost = [key for row, key in only_here if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key)]
+        lost = [
+            key
+            for row, key in only_here
+            if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key) and row not in useless
+        ]
         if lost and lower is not None and not lower.stalls:
             full = lower.count(size_class) >= lower.limit(size_class)
             assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
             assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
         return slots
+
+    def _is_useless_below(self, lower: Demotions, row: int) -> bool:
+        """Whether NVMe would not serve a copy: what it follows has been refused there, or is in no
+        tier."""
+        states = [self._catalog.columns(tier).states for tier in (Tier.CPU, Tier.NVME)]
+        while row >= 0 and states[1][row] == CopyState.ABSENT:
+            if row in lower._behind or states[0][row] == CopyState.ABSENT:
+                return True
+            row = self._catalog.parent_rows[row]
+        return False
 
 
 @dataclass

@@ -4,11 +4,14 @@ prompt."""
 
 from __future__ import annotations
 
+from string import ascii_letters
+
 import pytest
 from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import demotions
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.messages import Reason
 
@@ -43,6 +46,42 @@ def test_of_a_prompt_longer_than_memory_the_drive_gets_all(step_tokens):
         bench.step(step_tokens, seconds=3.0)
     assert bench.stats["stored_blocks"] == len(PROMPT) // 2
     assert bench.stats["demoted_blocks"] >= len(PROMPT) // 2 - 4
+
+
+@pytest.mark.parametrize("memory", [4, 8, 16])
+@pytest.mark.parametrize("step_tokens", [52, 16, 8])
+def test_of_a_prompt_longer_than_the_drive_it_keeps_the_head(step_tokens, memory):
+    """What follows it, and waits in memory, takes no place of it: that would serve nobody."""
+    prompt = ascii_letters
+    bench = TierBench((memory,), (16,), gpu_blocks=200, nvme_admission="all", min_load_tokens=0)
+    bench.idle()
+    kept = []
+    for _ in range(8):
+        bench.engine.pool.forget_all()
+        bench.add(prompt)
+        while bench.engine.requests or bench.manager.has_pending_work(bench.engine.now):
+            bench.step(step_tokens, seconds=3.0)
+        held = bench.held(prompt)
+        kept.append(sum(held))
+        assert all(held[: kept[-1]]), f"a hole: {held}"
+    assert min(kept[5:]) >= 12, f"of 16 places the head has {kept}"
+    assert bench.stats["demoted_blocks"] <= 2 * 16, "the same blocks are written again and again"
+
+
+@pytest.mark.parametrize("most", [0, 1, 4096])
+def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
+    """Also where that had been there, and had left; far behind the block goes alone, as a step is
+    not held up for the rest."""
+    monkeypatch.setattr(demotions, "MOST_WALKED", most)
+    bench = TierBench((32,), (64,), nvme_admission="all")
+    bench.idle()
+    bench.serve("aabbccddeeff")
+    nvme, rows = bench.parts.nvme, bench.rows("aabbccddeeff")
+    nvme.drop(rows[:1:-1])
+    bench.parts.demotions.offer(rows[-1:])
+    bench.idle()
+    held = bench.held("aabbccddeeff")
+    assert held == ([True] * 6 if most > 1 else [True, True, False, False, False, True])
 
 
 def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
