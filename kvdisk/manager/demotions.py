@@ -156,10 +156,10 @@ class Demotions:
             path, last = [row], row
             while (last := self._missing_parent(last)) != NONE and last not in found and above[last] == READY:
                 path.append(last)
-                if left - len(path) < 0:
+                left -= 1
+                if left < 0:
                     path, last = [row], NONE
                     break
-            left -= len(path) - 1
             if last != NONE and last not in found and above[last] != WRITING:  # what is written will be offered
                 behind.add(path[-1])
             for each in reversed(path):
