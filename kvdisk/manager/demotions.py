@@ -203,8 +203,8 @@ class Demotions:
         """Whether a copy waits for its demotion."""
         return row in self._queued
 
-    def spare(self, rows: Sequence[int]) -> list[int]:
-        """Return which copies of the lower tier leave for what is queued. What something queued
+    def may_leave_below(self, rows: Sequence[int]) -> list[int]:
+        """Return which copies of the lower tier may leave for what is queued. What something queued
         follows stays, and that is refused, with what waits behind it: it would serve nobody there.
 
         ``rows``: of one chain the tail first.
@@ -217,7 +217,6 @@ class Demotions:
             if waiting:
                 self._queued.remove(waiting)
                 self._behind.update(waiting)
-                self._stats.add("left_blocks.room", len(waiting))
             if waiting or row in staying:
                 staying.add(parent_rows[row])
             else:

@@ -218,13 +218,13 @@ class TierSpace:
         while evicted < count:
             rows = self._victims(size_class, count - evicted, keep_queued=keep_queued, go_on=searched)
             searched = True
-            sparing = rows if self.upper is None else self.upper.spare(rows)
-            leaving = sparing if self.lower is None else self.lower.leaving(sparing)
+            may_leave = rows if self.upper is None else self.upper.may_leave_below(rows)
+            leaving = may_leave if self.lower is None else self.lower.leaving(may_leave)
             self.drop(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
-            if len(sparing) < len(rows):
-                break  # less is wanted now
+            if len(may_leave) < len(rows):
+                break  # less is queued for the room now
             # Others may be found where some were queued, which is bounded, or where those that are
             # may leave as well.
             stalls = self.lower is not None and self.lower.stalls and not keep_queued

@@ -143,3 +143,24 @@ def test_a_cpu_tier_of_one_slot_feeds_the_drive():
     for prompt in ("aabb", "ccdd", "eeff"):
         bench.serve(prompt)
     assert bench.stats["demoted_blocks"] > 1
+
+
+def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_refused():
+    """They are lost only when they leave memory, too, and are counted then."""
+    bench = TierBench((32,), (64,), nvme_admission="all")
+    bench.idle()
+    bench.serve("aabbccddeeff")
+    rows, demoting = bench.rows("aabbccddeeff"), bench.parts.demotions
+    bench.parts.nvme.drop(rows[:3:-1])
+    demoting.offer(rows[4:])
+    assert demoting.total == 2
+    assert demoting.may_leave_below(rows[3::-1]) == []
+    assert demoting.total == 0 == bench.stats["left_blocks.room"]
+    assert demoting.may_leave_below(rows[3::-1]) == rows[3::-1]
+    demoting.offer(rows[4:])
+    assert demoting.total == 0, "refused until they are used"
+    assert demoting.leaving(rows[:3:-1]) == rows[:3:-1]
+    assert bench.stats["left_blocks.room"] == 2
+    bench.parts.cpu.touch(rows[:3:-1])
+    demoting.offer(rows[4:])
+    assert demoting.total == 2
