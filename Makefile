@@ -20,7 +20,7 @@ BIN := .venv/bin
 # Two files of tests at a time: most of what they do is waiting.
 ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
-# The Python of a demo, on DEVICE: what is printed there before is an error's.
+# The Python of the environment that install-device made for DEVICE, which has printed all messages already.
 ON_DEVICE = "$$($(INSTALL) --device "$(DEVICE)" --where 2>/dev/null)/bin/python"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }

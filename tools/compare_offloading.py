@@ -6,9 +6,10 @@ server: the same prompts, one way after the other, on the vLLM that is installed
 
 Of each way: the time to the first token by where a prompt is, tokens a second where nothing is
 known and where half of it is, and whether the answers are those of vLLM alone: also after a bit
-flipped in all that is stored, with other weights under the same path, after ``kill -9``, and with
-three times the cap written. A way that does not start is named, and the others go on. The exit code
-is 1 where either of kvdisk's doors gave a wrong token or took more of the drive than its cap.
+was flipped in every 64 KiB of what is stored, with other weights under the same path, after ``kill
+-9``, and with three times the cap written. A way that does not start is named, and the others go
+on. The exit code is 1 where either of kvdisk's doors gave a wrong token or took more of the drive
+than its cap.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ GENERATED = 16
 """Tokens of each answer."""
 COMPUTED, IN_MEMORY, ON_DRIVE = "computed", "from memory", "from the drive"
 NOTHING_KNOWN, HALF_KNOWN = "nothing known", "half known"
-FLIPPED, OTHER_WEIGHTS, KILLED = "a bit flipped in every block", "other weights, same path", "after kill -9"
+FLIPPED, OTHER_WEIGHTS, KILLED = "a bit flipped in every 64 KiB", "other weights, same path", "after kill -9"
 TIMES_THE_CAP = 3
 PATIENCE = 50
 """Turns in which a connector may let go of blocks, before vLLM's own cache is emptied."""
@@ -124,8 +125,8 @@ class Found:
 class Comparison:
     """Runs the ways. ``place``: a directory on the drive; what is made there is the caller's."""
 
-    def __init__(self, options: argparse.Namespace, model: Path, place: Path, say: Callable[[str], None]) -> None:
-        self.options, self.place, self.say = options, place, say
+    def __init__(self, options: argparse.Namespace, model: Path, place: Path) -> None:
+        self.options, self.place = options, place
         self.model = place / "model"  # a copy: a trial changes its weights
         shutil.copytree(model, self.model)
         config = json.loads((self.model / "config.json").read_text())
@@ -408,7 +409,7 @@ def run_all(options: argparse.Namespace, place: Path, say: Callable[[str], None]
     say("building the model")
     kind = "demo-llama" if vllm_device() == CPU else "bench-llama"
     model = build_model(kind) if options.model is None else options.model.absolute()
-    comparison = Comparison(options, model, place, say)
+    comparison = Comparison(options, model, place)
     say(f"asking {ALONE}")
     found = [comparison.run_alone()]
     for way in ways_here():

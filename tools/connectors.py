@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ QUIET_S = 1.0
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(ABC):
     """A way to keep KV. ``name``: in tables; ``files``: whether it has a directory, and finds what
     is there after a restart; ``is_ours``: whether it is kvdisk that answers for the bytes."""
 
@@ -43,10 +44,10 @@ class Way:
     files: bool = True
     is_ours: bool = False
 
+    @abstractmethod
     def transfer_config(self, place: Path, memory_bytes: int, cap_bytes: int) -> dict[str, Any]:
-        """Return vLLM's ``kv_transfer_config``. ``cap_bytes``: of what may be in ``place``, for who
-        has a cap."""
-        raise NotImplementedError
+        """Return vLLM's ``kv_transfer_config``. ``cap_bytes``: the most that ``place`` may hold,
+        where a way takes a cap."""
 
     @contextmanager
     def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[None]:  # noqa: ARG002
@@ -59,8 +60,7 @@ class Direct(Way):
 
     def transfer_config(self, place: Path, memory_bytes: int, cap_bytes: int) -> dict[str, Any]:
         """See ``Way``."""
-        drive = {"store_dirs": str(place), "nvme_bytes": cap_bytes, "segment_bytes": segment_bytes(cap_bytes)}
-        return _connector(CONNECTOR, drive | {"cpu_bytes": memory_bytes, "min_load_tokens": 0})
+        return _connector(CONNECTOR, _drive(place, cap_bytes) | {"cpu_bytes": memory_bytes, "min_load_tokens": 0})
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class Offloading(Way):
         if self.tier == "fs":
             tiers = [{"type": "fs", "root_dir": str(place)}]
         elif self.tier:
-            drive = {"store_dirs": str(place), "nvme_bytes": cap_bytes, "segment_bytes": segment_bytes(cap_bytes)}
-            tiers = [{"type": self.tier, **drive}]
+            tiers = [{"type": self.tier, **_drive(place, cap_bytes)}]
         extra: dict[str, Any] = {"cpu_bytes_to_use": memory_bytes}
         if vllm_device() == CPU:
             extra |= HOST_SPEC | {"secondary_tiers": tiers}
@@ -124,10 +123,8 @@ ALL_WAYS = (
 
 def ways_here() -> list[Way]:
     """Return all that are installed."""
-    return [
-        *ALL_WAYS,
-        *([LmCache("LMCache", port=free_port())] if importlib.util.find_spec("lmcache") is not None else []),
-    ]
+    has_lmcache = importlib.util.find_spec("lmcache") is not None
+    return [*ALL_WAYS, LmCache("LMCache", port=free_port())] if has_lmcache else list(ALL_WAYS)
 
 
 def python_path() -> dict[str, str]:
@@ -174,6 +171,11 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def _drive(place: Path, cap_bytes: int) -> dict[str, Any]:
+    """Return what both doors of kvdisk are told of the drive."""
+    return {"store_dirs": str(place), "nvme_bytes": cap_bytes, "segment_bytes": segment_bytes(cap_bytes)}
 
 
 def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class Installer:
         """Find the packages of the Python that this was made with, vLLM among them, and install
         this checkout and what of its needs they lack."""
         (packages,) = self.venv.glob("lib/python*/site-packages")
-        places = output_of(self.base, "-c", PACKAGES).splitlines()  # and what links in them lead to
+        places = output_of(self.base, "-c", PACKAGES).splitlines()
+        # addsitedir follows the .pth files there, too: editable installations have one.
         lines = [f"import site; site.addsitedir({place!r})" for place in places]
         (packages / "beside.pth").write_text("\n".join([*lines, ""]))
         self._step("checkout", f"this checkout beside {self.base}", self._checkout(), ["-e", str(ROOT)])
@@ -253,10 +254,10 @@ def install_all(installer: Installer, *, dev: bool) -> None:
     installer.install_kvdisk()
 
 
-def install_for(device: str, arguments: argparse.Namespace) -> Installer:
-    """Have an environment for the demo on a device, and say where it is, or with ``--where`` only
-    that. Raises InstallError."""
-    python = python_for(device)
+def install_for(arguments: argparse.Namespace) -> Installer:
+    """Install for ``--device``; with ``--where`` install nothing, and print the environment's
+    directory. Raises InstallError."""
+    python = python_for(arguments.device)
     venv = arguments.venv if python is None else arguments.venv.with_name(f"{arguments.venv.name}-gpu")
     installer = Installer(venv.absolute(), arguments.torch_index, python or "")
     if arguments.where:
@@ -292,7 +293,7 @@ def main() -> int:
             installer.make_venv()
             installer.install_docs()
         else:
-            installer = install_for(arguments.device, arguments)
+            installer = install_for(arguments)
         if arguments.mutate:
             installer.install("mutate", "what changes modules to try their tests")
     except InstallError as failure:

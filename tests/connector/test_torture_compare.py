@@ -28,9 +28,9 @@ def test_what_is_served_wrongly_is_seen(tmp_path):
         one = found[way]
         assert sum(one["asked"].values()) == 18 and not sum(one["wrong"].values())
         assert all(one["loaded"][trial] for trial in ("from memory", "from the drive"))
-        assert one["loaded"]["other weights, same path"] == one["loaded"]["a bit flipped in every block"] == 0
+        assert one["loaded"]["other weights, same path"] == one["loaded"]["a bit flipped in every 64 KiB"] == 0
     fs = found["memory, fs"]
-    assert fs["wrong"]["a bit flipped in every block"] and fs["wrong"]["other weights, same path"]
+    assert fs["wrong"]["a bit flipped in every 64 KiB"] and fs["wrong"]["other weights, same path"]
     assert fs["drive_bytes"] > 2 * found["kvdisk"]["drive_bytes"]
     assert found["memory"]["first_s"]["from memory"]
     assert "from the drive</text>" in picture.read_text()
