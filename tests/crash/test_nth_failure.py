@@ -49,7 +49,7 @@ def live_twice(store: Path, hook: Hook) -> None:
         for _ in range(2):
             engine = TurnedEngine(store, LiveModel(), hook)
             try:
-                load_on(engine, SEED + 1, REQUESTS)  # which reads
+                load_on(engine, SEED + 4, REQUESTS)  # which reads
                 audit(engine)
             finally:
                 engine.close()
