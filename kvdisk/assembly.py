@@ -12,10 +12,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdisk import __version__
 from kvdisk.background import Background
+from kvdisk.blocks import Tier
 from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
@@ -43,7 +44,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
-from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.tiers import MemorySpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.orders import LOOK_S as ORDERS_S
@@ -74,6 +75,24 @@ if TYPE_CHECKING:
     from kvdisk.worker.populate import Populating
 
 logger = logging.getLogger("kvdisk")
+
+
+class MemoryTier(NamedTuple):
+    """A tier in host memory: the configuration keys of its size, in bytes over all ranks, and of
+    its admission."""
+
+    tier: Tier
+    size_key: str
+    admission_key: str
+
+    def bytes_in(self, config: Config) -> int:
+        """Return the tier's size; 0: there is none."""
+        size: int = getattr(config, self.size_key)
+        return size
+
+
+MEMORY_TIERS = (MemoryTier(Tier.CPU, "cpu_bytes", "cpu_admission"),)
+"""The fastest first. Another is a row here, a member of ``Tier``, and its keys in ``Config``."""
 
 _COUNTS = ((10**9, " G"), (10**6, " M"), (10**3, " k"))
 _DEFAULT_STAGING_BYTES, _DEFAULT_GPU_STAGING_BYTES = 128 << 20, 64 << 20
@@ -182,7 +201,8 @@ def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | Non
     is known of it.
     """
     ranks = deployment.ranks
-    cpu_slots_in(config.cpu_bytes, geometry or Geometry((GroupGeometry(0, 1, 1),), ranks, 1))
+    for row in MEMORY_TIERS:
+        memory_slots_in(row.bytes_in(config), geometry or Geometry((GroupGeometry(0, 1, 1),), ranks, 1), row.size_key)
     if config.nvme_bytes is not None:
         easy = geometry
         if easy is None or easy.slot_sizes[-1] < _EASY_BYTES:
@@ -192,11 +212,12 @@ def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | Non
 
 
 def _host_bytes_of_rank(config: Config, geometry: Geometry | None, ranks: int) -> int:
-    """Return the bytes of CPU tier and staging of one rank."""
+    """Return the bytes of memory tiers and staging of one rank."""
+    sizes = [row.bytes_in(config) for row in MEMORY_TIERS]
     if geometry is None:
         staging_bytes = _DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
-        return config.cpu_bytes // ranks + staging_bytes
-    slots = [geometry.cpu_slots(config.cpu_bytes), _host_staging_slots(config, geometry)]
+        return sum(sizes) // ranks + staging_bytes
+    slots = [*map(geometry.memory_slots, sizes), _host_staging_slots(config, geometry)]
     return sum(size * count for each in slots for size, count in zip(geometry.slot_sizes, each, strict=True))
 
 
@@ -217,9 +238,7 @@ def assemble_scheduler(
     Raises ConfigError, StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
-    cpu_slots = cpu_slots_in(config.cpu_bytes, geometry)
-    admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
-    cpu = CpuSpace(parts, cpu_slots, admission) if config.cpu_bytes else None
+    memory = _make_memory_tiers(parts)
     model = str(description.get("model", ""))
     trace = _make_trace(config.trace_file, data_parallel_rank, geometry, model)
     nvme = index = home = neighbours = None
@@ -234,7 +253,7 @@ def assemble_scheduler(
             neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
         except DeviceError as error:
-            if cpu is None or error.is_of_process:
+            if not memory or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
     remote = None
@@ -245,8 +264,8 @@ def assemble_scheduler(
             parts.transfers.add(JobKind.OPEN_HOME, [], [], home=HomeSpec("", fingerprint))
     tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
     policy = make_store_policy(config.store_policy)
-    manager = TierManager(parts, Tiers(cpu, nvme), policy, time.time_ns(), neighbours, tell, remote)
-    _log_start(parts, cpu_slots, home, nvme)
+    manager = TierManager(parts, Tiers(*memory, nvme), policy, time.time_ns(), neighbours, tell, remote)
+    _log_start(parts, memory, home, nvme)
     if others:
         text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
         logger.info(text + "kvdisk inspect.", others)
@@ -284,14 +303,25 @@ def open_remote(config: Config) -> BucketObjects:
     return BucketObjects(bucket, deadline_s=config.remote_deadline_s, key=key)
 
 
-def cpu_slots_in(cpu_bytes: int, geometry: Geometry) -> Sequence[int]:
-    """Return the slots of a CPU tier by size class. Raises ConfigError where it holds no block of
-    each; without bytes there is no tier."""
-    slots = geometry.cpu_slots(cpu_bytes)
-    if cpu_bytes and not all(slots):
+def memory_slots_in(size: int, geometry: Geometry, size_key: str = "cpu_bytes") -> Sequence[int]:
+    """Return the slots by size class of a tier in memory of so many bytes. Raises ConfigError where
+    it holds no block of each; without bytes there is no tier."""
+    slots = geometry.memory_slots(size)
+    if size and not all(slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count
-        raise ConfigError(f"cpu_bytes {cpu_bytes} holds no block of each kind; one needs up to {largest} bytes.")
+        raise ConfigError(f"{size_key} {size} holds no block of each kind; one needs up to {largest} bytes.")
     return slots
+
+
+def _make_memory_tiers(parts: Parts) -> list[MemorySpace]:
+    """Return the tiers in memory that the configuration asks for. Raises ConfigError."""
+    config, found = parts.config, []
+    for row in MEMORY_TIERS:
+        slots = memory_slots_in(row.bytes_in(config), parts.geometry, row.size_key)
+        admission = make_admission(getattr(config, row.admission_key), parts.history, row.admission_key)
+        if any(slots):
+            found.append(MemorySpace(parts, slots, admission, row.tier))
+    return found
 
 
 def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, drive_count: int) -> NvmeLayout:
@@ -467,12 +497,13 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
     return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
 
 
-def _log_start(parts: Parts, cpu_slots: Sequence[int], home: Home | None, nvme: NvmeSpace | None) -> None:
+def _log_start(parts: Parts, memory: Sequence[MemorySpace], home: Home | None, nvme: NvmeSpace | None) -> None:
     """Say in three lines what is kept, where, and how much fits."""
     config, geometry = parts.config, parts.geometry
     per_token = sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * geometry.rank_count
     logger.info("kvdisk %s keeps %s KiB of KV a token.", __version__, _short(per_token / 1024))
-    tiers = [(config.cpu_bytes, "CPU", cpu_slots)] if config.cpu_bytes else []
+    sizes = {row.tier: row.bytes_in(config) for row in MEMORY_TIERS}
+    tiers = [(sizes[space.tier], space.tier.word, space.capacity) for space in memory]
     found = ""
     if home is not None and nvme is not None:
         made = "made" if home.fresh else "took over"
@@ -549,21 +580,24 @@ def assemble_worker(
         staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
         undo.callback(staging.close)
         check_copies(copier, staging, geometry.size_classes)  # before the rest is pinned, which holds CUDA up
-        arena = Arena(geometry.slot_sizes, geometry.cpu_slots(config.cpu_bytes), on_gpu) if config.cpu_bytes else None
-        if arena is not None:
-            undo.callback(arena.close)
+        arenas: dict[Tier, Arena] = {}
+        for row in MEMORY_TIERS:
+            if size := row.bytes_in(config):
+                arenas[row.tier] = Arena(geometry.slot_sizes, geometry.memory_slots(size), on_gpu)
+                undo.callback(arenas[row.tier].close)
         files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
         directories = list_directories(config.store_dirs) if config.store_dirs else ()
         host = choose_device(config.device, directories)
         disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
         remote = None if config.remote is None else open_remote(config)
         threads = _checksum_threads(geometry.rank_count) if on_gpu else 0
-        resources = Resources(geometry, rank, arena, staging, copier, disk, files, direct, remote, threads)
+        resources = Resources(geometry, rank, arenas, staging, copier, disk, files, direct, remote, threads)
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
-    memory = (arena, staging, None if direct is None else direct.staging)
-    populating = None if on_gpu else Populating([staging, *([] if arena is None else [arena])])
-    return WorkerParts(mover, tuple(each for each in memory if each is not None), populating)
+    memory: list[Arena | GpuStaging] = [*arenas.values(), staging]
+    memory += [] if direct is None else [direct.staging]
+    populating = None if on_gpu else Populating([staging, *arenas.values()])
+    return WorkerParts(mover, tuple(memory), populating)
 
 
 def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> WorkerParts:
@@ -588,7 +622,7 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, 0, 1)
         device = choose_device(config.device, list_directories(config.store_dirs) if config.store_dirs else ())
-        resources = Resources(geometry, 0, None, staging, copier, device, files, checksum_threads=1)
+        resources = Resources(geometry, 0, {}, staging, copier, device, files, checksum_threads=1)
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
     return WorkerParts(mover, (staging,), Populating([staging]))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
+from enum import Enum, IntEnum
 from itertools import repeat
 from typing import Any, NamedTuple, NewType
 
@@ -18,6 +18,20 @@ MAX_KEY_BYTES = 128
 """Longest key a slot header and an index record can hold (sha256 hashes give 34)."""
 
 
+class Medium(Enum):
+    """What a tier's copies lie in, and how a worker gets at them.
+
+    ``MEMORY``: slots of an arena that each rank has; ``FILES``: slots of segment files on drives;
+    ``OBJECTS``: of a store that names blocks by key. What kvdisk keeps copies in itself is MEMORY
+    or FILES.
+    """
+
+    GPU = 0
+    MEMORY = 1
+    FILES = 2
+    OBJECTS = 3
+
+
 class Tier(IntEnum):
     """Where a copy of a block can be, the fastest first: order counts.
 
@@ -26,22 +40,23 @@ class Tier(IntEnum):
 
     word: str
     label: str
+    medium: Medium
 
-    GPU = 0, "GPU"
-    CPU = 1, "CPU"
-    NVME = 2, "NVMe"
-    REMOTE = 3, "remote"
+    GPU = 0, "GPU", Medium.GPU
+    CPU = 1, "CPU", Medium.MEMORY
+    NVME = 2, "NVMe", Medium.FILES
+    REMOTE = 3, "remote", Medium.OBJECTS
 
-    def __new__(cls, number: int, word: str) -> Tier:
-        """Make a member of its two values."""
+    def __new__(cls, number: int, word: str, medium: Medium) -> Tier:
+        """Make a member of its three values."""
         tier = int.__new__(cls, number)
-        tier._value_, tier.word, tier.label = number, word, word.lower()
+        tier._value_, tier.word, tier.label, tier.medium = number, word, word.lower(), medium
         return tier
 
 
-KEPT_TIERS = (Tier.CPU, Tier.NVME)
+KEPT_TIERS = tuple(tier for tier in Tier if tier.medium in {Medium.MEMORY, Medium.FILES})
 """Those that kvdisk keeps copies in, the fastest first."""
-HIT_TIERS = (*KEPT_TIERS, Tier.REMOTE)
+HIT_TIERS = tuple(tier for tier in Tier if tier.medium is not Medium.GPU)
 """Those that it loads from, the fastest first."""
 
 

@@ -166,10 +166,10 @@ class Geometry:
         total = sum(per_class)
         return tuple(weight / total for weight in per_class)
 
-    def cpu_slots(self, cpu_bytes: int) -> tuple[int, ...]:
-        """Slots of the CPU tier by size class, the same on each rank, for ``cpu_bytes`` over all
-        ranks."""
-        per_rank = cpu_bytes / self.rank_count
+    def memory_slots(self, size: int) -> tuple[int, ...]:
+        """Slots of a tier in memory by size class, the same on each rank, for ``size`` bytes over
+        all ranks."""
+        per_rank = size / self.rank_count
         return tuple(int(per_rank * share) // size for share, size in zip(self.shares, self.slot_sizes, strict=True))
 
     def tokens_in(self, slots: Sequence[int]) -> int:

@@ -520,7 +520,7 @@ def drive_route(
         way = Direct(GpuStaging(geometry.slot_sizes, slots, lanes), every, every) if direct else None
         copier = make_copier(lanes, layers)
         resources = Resources(
-            geometry, 0, None, staging, copier, make(), OneSegment(directory), way, checksum_threads=max(THREADS)
+            geometry, 0, {}, staging, copier, make(), OneSegment(directory), way, checksum_threads=max(THREADS)
         )
         memory = [staging] if way is None else [staging, way.staging]
         route = Route(resources, lanes, layers, Tier.NVME, memory)
@@ -547,7 +547,7 @@ class Memory:
         resources = Resources(
             self._geometry,
             0,
-            self._arena,
+            {Tier.CPU: self._arena},
             self._staging,
             self._copier,
             PosixDevice(),

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.assembly import cpu_slots_in, nvme_layout_in
+from kvdisk.assembly import memory_slots_in, nvme_layout_in
 from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
@@ -255,7 +255,7 @@ def token_bytes(geometry: Geometry, parts: float) -> float:
 def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS, filled: float = 1.0) -> Fit:
     """Return what fits into the CPU tier, over all ranks. ``filled``: how much of all payloads is
     KV. Raises ConfigError where nothing does."""
-    return _fit(geometry, cpu_slots_in(cpu_bytes, geometry), cpu_bytes, geometry.rank_count * filled, context_tokens)
+    return _fit(geometry, memory_slots_in(cpu_bytes, geometry), cpu_bytes, geometry.rank_count * filled, context_tokens)
 
 
 def fit_nvme(

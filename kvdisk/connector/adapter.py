@@ -51,7 +51,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, HIT_TIERS, BlockKey, Medium, Tier, group_of, make_block_key
 from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry, share_slots
@@ -88,11 +88,12 @@ class VllmTier(NamedTuple):
     medium: str | None = None
 
 
-VLLM_TIERS: Mapping[Tier, VllmTier] = {
-    Tier.CPU: VllmTier(CacheHitSource.HOST, MEDIUM_CPU),
-    Tier.NVME: VllmTier(CacheHitSource.DISK, MEDIUM_STORAGE),
-    Tier.REMOTE: VllmTier(CacheHitSource.EXTERNAL_UNSPECIFIED),
+_VLLM_TIERS: Mapping[Medium, VllmTier] = {
+    Medium.MEMORY: VllmTier(CacheHitSource.HOST, MEDIUM_CPU),
+    Medium.FILES: VllmTier(CacheHitSource.DISK, MEDIUM_STORAGE),
+    Medium.OBJECTS: VllmTier(CacheHitSource.EXTERNAL_UNSPECIFIED),
 }
+VLLM_TIERS: Mapping[Tier, VllmTier] = {tier: _VLLM_TIERS[tier.medium] for tier in HIT_TIERS}
 
 _Reach = tuple[int | None, int | None]
 """The window and the chunk that a kind of layers reads in, in tokens, each None where there is

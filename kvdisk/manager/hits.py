@@ -213,13 +213,16 @@ class HitCounts:
         *_, last = self._tiers
         if not (last.admission.admits_all or last.admission.admits((key,))[0]):
             return Miss.REFUSED
-        cpu, nvme = self._stats["evicted_blocks.cpu"], self._stats["evicted_blocks.nvme"]
+        of_memory, of_drive = (
+            any(self._stats[f"evicted_blocks.{space.tier.label}"] for space in self._tiers if space.in_memory is is_so)
+            for is_so in (True, False)
+        )
         untaken = self._stats["left_blocks.room"] + self._stats["left_blocks.budget"]
-        if nvme and untaken:
+        if of_drive and untaken:
             return Miss.EVICTED
-        if nvme:
+        if of_drive:
             return Miss.EVICTED_NVME
-        return Miss.EVICTED_CPU if cpu else Miss.NOT_STORED
+        return Miss.EVICTED_CPU if of_memory else Miss.NOT_STORED
 
     def _tokens_by_tier(self, start_tokens: int, tokens: int, blocks: LoadedBlocks) -> dict[Tier, int]:
         """Return how a load divides: a token is of the slowest tier that a block of its groups is

@@ -52,8 +52,6 @@ class NvmeSpace(TierSpace):
     ``budget``: what may be written; None: without bound.
     """
 
-    in_memory = False
-
     def __init__(
         self,
         parts: Parts,

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, Medium, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
 from kvdisk.manager.catalog import DOOMED, READY
 from kvdisk.manager.eviction import TailFirst, make_eviction
@@ -51,11 +51,8 @@ class TierSpace:
     These methods are those of a tier that is always there and can always be written.
     ``admission`` decides who may enter. ``lower``: where copies go that leave; None: nowhere.
     ``upper``: where they come from.
-    ``in_memory``: whether a load can leave a copy there of what it reads from a slower tier.
     ``capacity``: slots that there may be, by size class.
     """
-
-    in_memory = True
 
     def __init__(self, parts: Parts, tier: Tier, admission: AdmissionPolicy) -> None:
         self.tier = tier
@@ -87,6 +84,12 @@ class TierSpace:
         admission.watch(self._orders)
 
     # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether a load can leave a copy here of what it reads from a slower tier; all of it is
+        gone when the engine ends."""
+        return self.tier.medium is Medium.MEMORY
 
     @property
     def status(self) -> TierStatus:
@@ -348,11 +351,18 @@ class TierSpace:
         return found.items()
 
 
-class CpuSpace(TierSpace):
-    """Slots of the arena that every rank has. A slot's segment is its size class."""
+class MemorySpace(TierSpace):
+    """Slots of the arena that every rank has of a tier. A slot's segment is its size class.
 
-    def __init__(self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy) -> None:
-        super().__init__(parts, Tier.CPU, admission)
+    ``slot_counts``: by size class.
+    """
+
+    def __init__(
+        self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy, tier: Tier = Tier.CPU
+    ) -> None:
+        super().__init__(parts, tier, admission)
+        self._is_short = [False] * len(slot_counts)
+        """By size class, whether the last ``allocate`` has found too little room."""
         for size_class, count in enumerate(slot_counts):
             if count:
                 self.pool.add_segment(size_class, size_class, count)
@@ -360,7 +370,14 @@ class CpuSpace(TierSpace):
     def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free."""
         self._evict(size_class, count - self.pool.free[size_class], keep_queued=keep_queued)
-        return self.pool.allocate(size_class, count)
+        slots = self.pool.allocate(size_class, count)
+        self._is_short[size_class] = len(slots) < count
+        return slots
+
+    def may_get_room(self, size_class: int, *, silent: bool) -> bool:  # noqa: ARG002
+        """Whether the last ``allocate`` was given all, or a slot has come free since; what a job
+        holds comes free when that ends, in a later step."""
+        return self.pool.free[size_class] > 0 or not self._is_short[size_class] or self.is_searching
 
 
 class Tiers:

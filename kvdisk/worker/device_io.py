@@ -38,7 +38,7 @@ class DeviceIo:
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
         return any(
-            part.route.far_slot(part.work.job.moves[position]).segment == segment
+            part.route.slow_slot(part.work.job.moves[position]).segment == segment
             for part in self._parts.values()
             for position in part.positions
         )
@@ -64,7 +64,7 @@ class DeviceIo:
         transfer. Return the positions of moves whose segment is not open."""
         moves, slot_of = part.work.job.moves, dict(zip(part.positions, part.slots, strict=True))
         slots = [slot_of[position] for position in positions]
-        places = [part.route.far_slot(moves[position]) for position in positions]
+        places = [part.route.slow_slot(moves[position]) for position in positions]
         transfers: list[Transfer] = []
         unopened: list[int] = []
         part.batch = []

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvdisk.blocks import Tier
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.checksum import multilinear_digest
 from kvdisk.device.header import MULTILINEAR, XXH3_128
@@ -20,7 +21,7 @@ from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, DeviceTimeout, await_batc
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.messages import Move
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.routes import Route
+from kvdisk.worker.routes import Route, Staging
 
 if TYPE_CHECKING:
     from kvdisk.worker.copier import CudaLanes
@@ -57,13 +58,13 @@ class Direct:
 
     def route(self, route: Route, size_class: int, move: Move) -> Route:
         """Return the route of a move that would go by ``route``."""
-        if self._failed_reads >= MOST_FAILED_READS:
+        if self._failed_reads >= MOST_FAILED_READS or route.memory is not Staging.HOST or not route.on_drive:
             return route
-        if route is Route.STORE_STAGED and size_class in self.stores:
-            return Route.STORE_DIRECT
-        if route is Route.LOAD_STAGED and size_class in self.loads:
-            return route if route.far_slot(move).segment in self._by_host else Route.LOAD_DIRECT
-        return route
+        if route.reads:
+            goes = size_class in self.loads and route.slow_slot(move).segment not in self._by_host
+        else:
+            goes = size_class in self.stores
+        return route.on_gpu if goes else route
 
     def checksum_kind(self, size_class: int) -> int:
         """Return the kind that slots of a size are sealed with in host memory."""
@@ -75,7 +76,7 @@ class Direct:
         The drive has failed such a read this way, or a processor alone can verify the slot. Most of
         a segment was written at the same time, and each slot read in vain costs a second read.
         """
-        self._by_host.update(Route.LOAD_DIRECT.far_slot(move).segment for move in moves)
+        self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
 
     def note_failed_read(self) -> bool:
         """The drive has failed moves of a part that was read this way; return whether that was the

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, unique
+from enum import Enum, IntEnum
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdisk.blocks import Slot, Tier, group_of
+from kvdisk.blocks import KEPT_TIERS, Medium, Slot, Tier, group_of
 from kvdisk.device.base import Device
 from kvdisk.geometry import Geometry
 from kvdisk.messages import Job, JobKind, Move, Reason
@@ -22,21 +23,33 @@ if TYPE_CHECKING:
     from kvdisk.worker.files import SegmentFiles
 
 
+class Staging(Enum):
+    """Slots that a part borrows where no tier's serve it: in host memory, or on the GPU. Of those
+    on the GPU only the headers are ever in host memory."""
+
+    HOST = 1
+    GPU = 2
+
+
+Memory = Tier | Staging
+"""Where the slots of a part lie: in a tier of the MEMORY medium, or in staging."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Resources:
     """What one rank moves bytes with.
 
-    ``arena``: the CPU tier, or None; ``staging``: at least one slot of each size class where there
-    is an NVMe tier. ``direct``: the way straight between drive and GPU, where ``device`` has one.
-    All memory stays the caller's, who closes it after the mover. ``device``, ``files`` and
-    ``remote``, the store that hosts share, become the mover's, which closes them.
-    ``checksum_threads``: that seal and verify slots in host memory, several parts at once; 0: the
-    mover's own thread does it.
+    ``arenas``: of each tier of the MEMORY medium that there is; ``staging``: at least one slot of
+    each size class where there is an NVMe tier. ``direct``: the way straight between drive and GPU,
+    where ``device`` has one. All memory stays the caller's, who closes it after the mover.
+    ``device``, ``files`` and ``remote``, the store that hosts share, become the mover's, which
+    closes them. ``checksum_threads``: that seal and verify slots in host memory, several parts at
+    once; 0: the mover's own thread does it.
     """
 
     geometry: Geometry
     rank: int
-    arena: Arena | None
+    arenas: Mapping[Tier, Arena]
     staging: Arena
     copier: Copier
     device: Device
@@ -47,21 +60,21 @@ class Resources:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.geometry.rank_count
+        assert all(tier.medium is Medium.MEMORY for tier in self.arenas)
         assert all(slots.slot_sizes == self.geometry.slot_sizes for slots in self.memories.values())
 
     @property
     def memories(self) -> dict[Memory, SlotMemory]:
         """All slots that the device moves, where they lie."""
-        found: dict[Memory, SlotMemory] = {Memory.STAGING: self.staging}
-        if self.arena is not None:
-            found[Memory.CPU_TIER] = self.arena
+        found: dict[Memory, SlotMemory] = {Staging.HOST: self.staging, **dict(self.arenas.items())}
         if self.direct is not None:
-            found[Memory.GPU_STAGING] = self.direct.staging
+            found[Staging.GPU] = self.direct.staging
         return found
 
 
 class Leg(IntEnum):
-    """A step of a route. GATHER and SCATTER run on the copier, READ and WRITE on the device.
+    """A step of a route. GATHER and SCATTER run on the copier; READ and WRITE on what the slow tier
+    of the route lies in: the device, the remote store, or another arena.
 
     SUM: checksums computed on the GPU; SEAL waits for them where slots lie there.
     """
@@ -75,73 +88,136 @@ class Leg(IntEnum):
     SUM = 7
 
 
-class Memory(Enum):
-    """Where the slots of a route lie. Of GPU staging only the headers are ever in host memory."""
+@dataclass(frozen=True, eq=False)
+class Route:
+    """A way of a move: the kind of its job, its legs, and where its slots lie.
 
-    CPU_TIER = 1
-    STAGING = 2
-    GPU_STAGING = 3
-
-
-@unique
-class Route(Enum):
-    """The ways of a move: the kind of its job, its legs, whose slots they use, and the tier behind
-    the device or beyond this host, where they read or write one.
-
-    ``staged``: through a slot of staging, not of the tier. ``direct``: of staging on the GPU.
-    ``on_drive``: that tier is in segment files; ``by_key``: it has objects. ``tiers``: in which the
-    route has slots.
+    ``memory``: where a part's slots are while it goes. ``slow``: the tier that READ or WRITE is
+    from or to; None: it has neither leg. There is one object of each route: compare them by ``is``.
     """
 
-    LOAD_DIRECT = (JobKind.LOAD, (Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER), Memory.GPU_STAGING, Tier.NVME)
-    LOAD_STAGED = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING, Tier.NVME)
-    LOAD_KEPT = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, Tier.NVME)
-    LOAD_CPU = (JobKind.LOAD, (Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, None)
-    STORE_CPU = (JobKind.STORE, (Leg.GATHER, Leg.SEAL), Memory.CPU_TIER, None)
-    STORE_DIRECT = (JobKind.STORE, (Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE), Memory.GPU_STAGING, Tier.NVME)
-    STORE_STAGED = (JobKind.STORE, (Leg.GATHER, Leg.SEAL, Leg.WRITE), Memory.STAGING, Tier.NVME)
-    PROMOTE = (JobKind.PROMOTE, (Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.NVME)
-    DEMOTE = (JobKind.DEMOTE, (Leg.WRITE,), Memory.CPU_TIER, Tier.NVME)
-    FETCH_STAGED = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.STAGING, Tier.REMOTE)
-    FETCH_KEPT = (JobKind.LOAD, (Leg.READ, Leg.CHECK, Leg.SCATTER), Memory.CPU_TIER, Tier.REMOTE)
-    FETCH_AHEAD = (JobKind.PROMOTE, (Leg.READ, Leg.CHECK), Memory.CPU_TIER, Tier.REMOTE)
-    SEND = (JobKind.DEMOTE, (Leg.WRITE,), Memory.CPU_TIER, Tier.REMOTE)
+    kind: JobKind
+    legs: tuple[Leg, ...]
+    memory: Memory
+    slow: Tier | None
 
-    def __init__(self, kind: JobKind, legs: tuple[Leg, ...], memory: Memory, far: Tier | None) -> None:
-        self.kind = kind
-        self.legs = legs
-        self.memory = memory
-        self.staged = memory is not Memory.CPU_TIER
-        self.direct = memory is Memory.GPU_STAGING
-        self.gathers = Leg.GATHER in legs
-        self.scatters = Leg.SCATTER in legs
-        self.reads = Leg.READ in legs
-        self.writes = Leg.WRITE in legs
-        self.far = far
-        self.on_drive = far is Tier.NVME
-        self.by_key = far is Tier.REMOTE
-        self.tiers = frozenset(tier for tier in (None if self.staged else Tier.CPU, far) if tier is not None)
+    @property
+    def staged(self) -> bool:
+        """Whether it borrows slots of staging."""
+        return isinstance(self.memory, Staging)
 
-    def far_slot(self, move: Move) -> Slot:
-        """Return the slot outside memory that a move reads or writes."""
-        assert self.far is not None, self
-        return move.slots[self.far]
+    @property
+    def direct(self) -> bool:
+        """Whether these are on the GPU."""
+        return self.memory is Staging.GPU
+
+    @property
+    def fast(self) -> Tier:
+        """The tier that its slots count as in metrics."""
+        if isinstance(self.memory, Staging):
+            return Tier.GPU if self.direct else Tier.CPU
+        return self.memory
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it reads vLLM's blocks."""
+        return Leg.GATHER in self.legs
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it writes vLLM's blocks."""
+        return Leg.SCATTER in self.legs
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the slow tier."""
+        return Leg.READ in self.legs
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes the slow tier."""
+        return Leg.WRITE in self.legs
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether the slow tier is in segment files."""
+        return self.slow is not None and self.slow.medium is Medium.FILES
+
+    @property
+    def by_key(self) -> bool:
+        """Whether the slow tier has objects."""
+        return self.slow is not None and self.slow.medium is Medium.OBJECTS
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the slow tier is in another arena."""
+        return self.slow is not None and self.slow.medium is Medium.MEMORY
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it writes what all ranks read: where their KV is the same, one of them does."""
+        return self.writes and not self.in_memory
+
+    def slow_slot(self, move: Move) -> Slot:
+        """Return the slot that a move reads or writes in the slow tier."""
+        assert self.slow is not None, self
+        return move.slots[self.slow]
+
+    @cached_property
+    def on_gpu(self) -> Route:
+        """The same way through staging on the GPU, for one through staging in host memory."""
+        assert self.memory is Staging.HOST and self.on_drive, self
+        return Route(self.kind, _ON_GPU[self.kind], Staging.GPU, self.slow)
 
 
-_ROUTES: dict[tuple[JobKind, frozenset[Tier]], Route | None] = {
-    **{(route.kind, route.tiers): route for route in Route if not route.direct},
-    (JobKind.LOAD, frozenset()): None,
-    (JobKind.PROMOTE, frozenset({Tier.CPU})): None,
-    (JobKind.DEMOTE, frozenset({Tier.NVME})): None,
+_ON_GPU = {
+    JobKind.LOAD: (Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER),
+    JobKind.STORE: (Leg.GATHER, Leg.SUM, Leg.SEAL, Leg.WRITE),
 }
-"""By the tiers in which a move has slots. None: it has no source, and fails with ABSENT."""
+
+
+@cache
+def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
+    """Return the route through host memory of a move that has slots in these tiers, the fastest
+    first; None: it has no source, and fails with ABSENT.
+
+    A load or a promotion reads the slower of two, and leaves a copy in the faster one, which is in
+    memory. Two tiers of files cannot be moved between yet: their device is one.
+    """
+    fast, slow = tiers[0] if tiers else None, tiers[-1] if tiers else None
+    in_memory = fast is not None and fast.medium is Medium.MEMORY
+    wrong = f"a move without a target, or with one too many: {kind.name} in {[tier.name for tier in tiers]}"
+    assert len(tiers) <= 2 and (in_memory or len(tiers) < 2), wrong
+    memory: Memory = fast if fast is not None and in_memory else Staging.HOST
+    legs: tuple[Leg, ...]
+    match kind:
+        case JobKind.STORE:
+            assert len(tiers) == 1 and slow is not None and slow.medium is not Medium.OBJECTS, wrong
+            legs = (Leg.GATHER, Leg.SEAL) if in_memory else (Leg.GATHER, Leg.SEAL, Leg.WRITE)
+        case JobKind.LOAD:
+            if not tiers:
+                return None
+            legs = (Leg.CHECK, Leg.SCATTER)
+            if len(tiers) == 2 or not in_memory:
+                legs = (Leg.READ, *legs)
+        case JobKind.PROMOTE:
+            assert in_memory, wrong
+            if len(tiers) == 1:
+                return None
+            legs = (Leg.READ, Leg.CHECK)
+        case JobKind.DEMOTE:
+            assert slow is not None and slow is not KEPT_TIERS[0], wrong
+            if len(tiers) == 1:
+                return None
+            legs = (Leg.WRITE,)
+        case _:
+            raise AssertionError(wrong)
+    return Route(kind, legs, memory, slow if Leg.READ in legs or Leg.WRITE in legs else None)
 
 
 def route_of(kind: JobKind, move: Move) -> Route | None:
     """Return the route of a move through host memory; None: it has no source."""
-    found = kind, frozenset(move.slots)
-    assert found in _ROUTES, f"a move without a target, or with one too many: {found}"
-    return _ROUTES[found]
+    return route_between(kind, *sorted(move.slots))
 
 
 @dataclass(slots=True, eq=False)
@@ -247,7 +323,7 @@ class PartCutter:
         self._free: dict[Memory, list[list[int]]] = {
             memory: [list(range(count)) for count in slots.slot_counts]
             for memory, slots in self._memories.items()
-            if memory is not Memory.CPU_TIER
+            if isinstance(memory, Staging)
         }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
@@ -265,13 +341,13 @@ class PartCutter:
             route = route_of(work.job.kind, move)
             if route is None:
                 work.failed[position] = Reason.ABSENT
-            elif route.writes and not geometry.writes(resources.rank, route.far_slot(move).segment):
+            elif route.is_shared and not geometry.writes(resources.rank, route.slow_slot(move).segment):
                 others += 1
             else:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
                 if direct is not None and route.staged and route.on_drive:
                     route = direct.route(route, geometry.size_classes[group], move)
-                file = files.get(route.far_slot(move).segment) if route.on_drive else None
+                file = files.get(route.slow_slot(move).segment) if route.on_drive else None
                 drive = NO_DRIVE if file is None else file.drive
                 found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
@@ -280,24 +356,30 @@ class PartCutter:
 
     def cut_by_host(self, part: Part, positions: list[int]) -> list[Part]:
         """Return parts that load some moves of a direct part through host memory."""
-        return self._cut_lane(part.work, Route.LOAD_STAGED, part.group, part.drive, positions)
+        assert part.route.slow is not None
+        route = route_between(JobKind.LOAD, part.route.slow)
+        assert route is not None
+        return self._cut_lane(part.work, route, part.group, part.drive, positions)
 
     def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Part]:
         """Return parts of one route, group and drive, in the order of their slots."""
         moves, size_class = work.job.moves, self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
-        assert route.memory in self._memories, "a move names a CPU slot, and there is no CPU tier"
+        assert route.memory in self._memories, f"a move names a slot of {route.memory}, which is not there"
         memory = self._memories[route.memory]
+        of_tier = None if isinstance(route.memory, Staging) else route.memory
         if route.staged:
             assert memory.slot_counts[size_class], "there is no staging for this size of slot"
             share = 4 if route.reads and route.on_drive else 8
             count = min(count, max(1, memory.slot_counts[size_class] // share))
-        ordered = sorted(positions, key=lambda at: moves[at].slots[route.far or Tier.CPU])
+        order = route.slow if route.slow is not None else of_tier
+        assert order is not None
+        ordered = sorted(positions, key=lambda at: moves[at].slots[order])
         parts = []
         for start in range(0, len(ordered), count):
             part = Part(work, route, group, drive, size_class, memory, ordered[start : start + count])
-            if not route.staged:
-                part.slots = [moves[position].slots[Tier.CPU].index for position in part.positions]
+            if of_tier is not None:
+                part.slots = [moves[position].slots[of_tier].index for position in part.positions]
             parts.append(part)
         return parts
 

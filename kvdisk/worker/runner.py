@@ -24,6 +24,7 @@ from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
+from kvdisk.worker.arena_io import copy_slots
 from kvdisk.worker.copies import Slots
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
@@ -55,11 +56,12 @@ _COUNTED = {
 }
 _UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR})
 """Of an object: the remote store said nothing of it."""
+_SUMS = frozenset({Leg.CHECK, Leg.SEAL})
 _ON_BLOCKS = frozenset({Leg.GATHER, Leg.SCATTER})
 """Legs that wait for the model's work on vLLM's blocks."""
 
 
-class ChecksumDone:
+class ThreadDone:
     """``Event`` of what checksum threads do."""
 
     def __init__(self, future: Future[Any]) -> None:
@@ -315,8 +317,8 @@ class Runner:
     def _has_room(self, route: Route, urgent: bool) -> bool:
         """Whether one more part of a route may be under way."""
         others = [part for part in self._under_way if not part.late]
-        reads = sum(part.leg is Leg.READ and part.route.far is route.far for part in others)
-        writes = sum(part.route.writes and part.route.far is route.far for part in others)
+        reads = sum(part.leg is Leg.READ and part.route.slow is route.slow for part in others)
+        writes = sum(part.route.writes and part.route.slow is route.slow for part in others)
         of_stores = sum(part.route.gathers and part.copy is not None for part in others)
         of_loads = sum(part.route.scatters and part.copy is not None for part in others)
         summing = self._resources.checksum_threads
@@ -389,8 +391,17 @@ class Runner:
         self._end(part)
 
     def _send(self, part: Part) -> bool:
-        """Send a part to the device, or the remote store; return whether it is there."""
-        if part.route.by_key:
+        """Send a part to the device, the remote store, or another arena; return whether it is
+        there."""
+        if part.route.in_memory:
+            assert part.route.slow is not None
+            arena = self._resources.arenas[part.route.slow]
+            if self._threads is None:
+                copy_slots(part, arena)
+                self._count(part, len(part.positions))
+                return False
+            part.copy = ThreadDone(self._threads.submit(copy_slots, part, arena))
+        elif part.route.by_key:
             assert self._remote_io is not None, "a move names the remote store, and there is none"
             self._remote_io.send(part)
         elif (part.drive, part.leg is Leg.WRITE) in self._stuck():
@@ -443,10 +454,10 @@ class Runner:
             return False
         copy.synchronize()
         part.copy = None
-        if isinstance(copy, ChecksumDone):
+        if isinstance(copy, ThreadDone) and part.leg in _SUMS:
             self._note_summed(part, copy.future.result())
-            return True
-        self._count(part, len(part.positions))
+        else:
+            self._count(part, len(part.positions))
         return True
 
     def _reap_copies(self) -> bool:
@@ -487,16 +498,16 @@ class Runner:
 
     def _count(self, part: Part, moved: int) -> None:
         """Count what a leg has moved between two kinds of memory, and how long it took."""
-        memory = "gpu" if part.route.direct else "cpu"
         at_device = part.leg in {Leg.READ, Leg.WRITE}
         if not moved or (part.route.direct and not at_device):
             return
-        far = "" if part.route.far is None else part.route.far.label
+        near = part.route.fast.label
+        slow = "" if part.route.slow is None else part.route.slow.label
         route = {
-            Leg.GATHER: "gpu_to_cpu",
-            Leg.SCATTER: "cpu_to_gpu",
-            Leg.READ: f"{far}_to_{memory}",
-            Leg.WRITE: f"{memory}_to_{far}",
+            Leg.GATHER: f"gpu_to_{near}",
+            Leg.SCATTER: f"{near}_to_gpu",
+            Leg.READ: f"{slow}_to_{near}",
+            Leg.WRITE: f"{near}_to_{slow}",
         }[part.leg]
         moved_bytes = moved * (part.slot_bytes if at_device else self._payload_bytes(part))
         self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
@@ -514,7 +525,7 @@ class Runner:
         if self._threads is None or part.route.direct:
             self._note_summed(part, act(part))
             return True
-        part.copy = ChecksumDone(self._threads.submit(act, part))
+        part.copy = ThreadDone(self._threads.submit(act, part))
         return False
 
     def _note_summed(self, part: Part, found: tuple[dict[int, Reason], list[int]] | None) -> None:
@@ -623,7 +634,7 @@ class Runner:
 
     def _note_copied(self, work: Work) -> None:
         """Report once that nothing of a store to the drive reads the GPU any more."""
-        if work.job.kind is not JobKind.STORE or work.copied or self._resources.arena is not None:
+        if work.job.kind is not JobKind.STORE or work.copied or self._resources.arenas:
             return
         gathering = any(
             part.work is work and part.leg is Leg.GATHER and part.copy is not None for part in self._under_way

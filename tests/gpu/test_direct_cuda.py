@@ -92,7 +92,7 @@ class Worker:
             if way != PINNED:
                 direct = Direct(undo.enter_context(closing(GpuStaging(sizes, [16], lanes))), every, every)
             copier = CudaCopier([LayerBlocks(self.layers)], lanes, 4 << 20)
-            resources = Resources(GEOMETRY, 0, None, staging, copier, device, OneFile(path), direct)
+            resources = Resources(GEOMETRY, 0, {}, staging, copier, device, OneFile(path), direct)
             self.mover = undo.enter_context(closing(Mover(resources, io_deadline_s=60.0)))
             self.last = 0
             self.run(JobKind.OPEN_HOME, home=HomeSpec("ab" * 16, bytes(32)))

@@ -21,7 +21,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
-from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.tiers import MemorySpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import FOREIGN_SEGMENTS
 from kvdisk.testing.watched_policy import WatchedPolicy
@@ -114,8 +114,8 @@ class WatchedNvmeSpace(NvmeSpace):
         check_tails_first(before, self._catalog, Tier.NVME)
 
 
-class WatchedCpuSpace(CpuSpace):
-    """``CpuSpace`` that fails where a copy leaves it that the NVMe tier wants and has not got.
+class WatchedCpuSpace(MemorySpace):
+    """``MemorySpace`` that fails where a copy leaves it that the NVMe tier wants and has not got.
 
     Nor may the head of a chain leave before its tail.
 
@@ -174,7 +174,7 @@ class ManagerParts:
     manager: TierManager
     catalog: Catalog
     transfers: Transfers
-    cpu: CpuSpace | None
+    cpu: MemorySpace | None
     nvme: NvmeSpace | None
 
     def neighbour_has(self, key: BlockKey) -> bool:

@@ -211,8 +211,9 @@ class SimRank(LocalRank):
         rng = world.straight
         direct = None if rng is None else draw_direct(geometry, STAGING_SLOTS, rng, world.weather)
         device = self.device if direct is None else AddressedDevice(self.device)
+        arenas = {} if self.arena is None else {Tier.CPU: self.arena}
         mover = Mover(
-            Resources(geometry, rank, self.arena, staging, self.copier, device, files, direct, self.objects),
+            Resources(geometry, rank, arenas, staging, self.copier, device, files, direct, self.objects),
             io_deadline_s=config.io_deadline_s,
             fingerprint=FINGERPRINT,
             clock=world.clock,

@@ -112,7 +112,7 @@ class Rank:
         resources = Resources(
             GEOMETRY,
             0,
-            self.arena,
+            {} if self.arena is None else {Tier.CPU: self.arena},
             self.staging,
             copier or (CudaCopier(groups, CpuLanes(), 0) if on_gpu else HostCopier(groups)),
             AddressedDevice(self.device) if direct else self.device,

@@ -34,7 +34,7 @@ def test_a_start_says_in_three_lines_what_fits(tmp_path, caplog, with_nvme):
         with caplog.at_level(logging.INFO, "kvdisk"):
             assemble_scheduler(config, GEOMETRY, FakePool(4, print), b"\x3f" * 32, {}).close()
         said = [record.getMessage() for record in caplog.records]
-        tokens = f"{GEOMETRY.tokens_in(GEOMETRY.cpu_slots(3 << 29)) / 1e6:.1f} M tokens"
+        tokens = f"{GEOMETRY.tokens_in(GEOMETRY.memory_slots(3 << 29)) / 1e6:.1f} M tokens"
         cpu = f"kvdisk ready: CPU 1.5 GiB = {tokens}"
         assert said[0] == f"kvdisk {__version__} keeps 1 KiB of KV a token." and len(said) == 3
         if with_nvme:

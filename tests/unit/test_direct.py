@@ -10,14 +10,17 @@ import errno
 import pytest
 from ranks import CpuLanes, Rank, move, segment_of
 
+from kvdisk.blocks import Tier
 from kvdisk.device.base import Op
 from kvdisk.device.header import MULTILINEAR, XXH3_128, read_header
 from kvdisk.geometry import slot_offset
 from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.direct import MOST_FAILED_READS
-from kvdisk.worker.routes import Route
+from kvdisk.worker.routes import route_between
 
 STORED = range(6)
+LOAD_STAGED = route_between(JobKind.LOAD, Tier.NVME)
+STORE_STAGED = route_between(JobKind.STORE, Tier.NVME)
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def test_slots_that_a_gpu_cannot_verify_are_read_again_and_their_segment_by_the_
     assert {b: rank.payload(0, b) for b in STORED} == before
     assert len(rank.device.submitted) - seen == twice / 2
     rank.do(JobKind.DROP_SEGMENT, segment=segment_of(0))
-    assert rank.direct.route(Route.LOAD_STAGED, rank.classes[0], moves[0]) is Route.LOAD_DIRECT
+    assert rank.direct.route(LOAD_STAGED, rank.classes[0], moves[0]) is LOAD_STAGED.on_gpu
 
 
 def test_what_the_drive_fails_goes_through_host_memory_from_then_on(rank):
@@ -67,13 +70,13 @@ def test_what_the_drive_fails_goes_through_host_memory_from_then_on(rank):
     rank.device.plan.fail = dict.fromkeys(together_and_alone, errno.EIO)
     assert rank.do(JobKind.LOAD, moves[:2]) == {}, "read again"
     assert {b: rank.payload(0, b) for b in range(2)} == {b: before[b] for b in range(2)}
-    straight = [rank.direct.route(Route.LOAD_STAGED, rank.classes[0], each) for each in (moves[0], elsewhere)]
-    assert straight == [Route.LOAD_STAGED, Route.LOAD_DIRECT], "its segment alone"
+    straight = [rank.direct.route(LOAD_STAGED, rank.classes[0], each) for each in (moves[0], elsewhere)]
+    assert straight == [LOAD_STAGED, LOAD_STAGED.on_gpu], "its segment alone"
     rank.device.plan.fail = {rank.device._transfers + 1: errno.EIO}
     written = [move(30, 0, 30, nvme=30)]
     assert rank.do(JobKind.STORE, written) == {0: Reason.IO_ERROR}
     assert rank.do(JobKind.STORE, written) == {}
-    assert rank.direct.route(Route.STORE_STAGED, rank.classes[0], written[0]) is Route.STORE_STAGED
+    assert rank.direct.route(STORE_STAGED, rank.classes[0], written[0]) is STORE_STAGED
     assert read_header(slot_on_drive(rank, 0, 30)).checksum_kind == MULTILINEAR, "a later start may read it straight"
 
 
@@ -81,12 +84,12 @@ def test_a_way_whose_reads_keep_failing_is_not_gone_any_more(rank, caplog):
     """Also where its segments are made anew, and so are tried again each time."""
     moves, before = store(rank)
     for _ in range(MOST_FAILED_READS):
-        assert rank.direct.route(Route.STORE_STAGED, rank.classes[0], moves[0]) is Route.STORE_DIRECT
+        assert rank.direct.route(STORE_STAGED, rank.classes[0], moves[0]) is STORE_STAGED.on_gpu
         rank.direct.note_changed(0)
         rank.device.plan.fail = dict.fromkeys(range(rank.device._transfers + 1, rank.device._transfers + 4), errno.EIO)
         assert rank.do(JobKind.LOAD, moves[:2]) == {}
     rank.direct.note_changed(0)
-    ways = [(Route.LOAD_STAGED, 0), (Route.STORE_STAGED, 0), (Route.STORE_STAGED, 1)]
+    ways = [(LOAD_STAGED, 0), (STORE_STAGED, 0), (STORE_STAGED, 1)]
     assert [rank.direct.route(way, rank.classes[group], moves[0]) for way, group in ways] == [way for way, _ in ways]
     assert sum("reads straight to the GPU keep failing" in message for message in caplog.messages) == 1
     rank.device.plan.fail = {}

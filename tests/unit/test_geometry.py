@@ -28,7 +28,7 @@ def test_size_classes_share_a_tier_by_what_a_token_needs():
     small, large = geometry.shares
     assert small + large == pytest.approx(1)
     assert large / small == pytest.approx((16384 / 16) / (8192 / 16 + 8192 / 32))
-    for slots, size, share in zip(geometry.cpu_slots(1 << 20), geometry.slot_sizes, geometry.shares, strict=True):
+    for slots, size, share in zip(geometry.memory_slots(1 << 20), geometry.slot_sizes, geometry.shares, strict=True):
         assert slots * size <= (1 << 20) / 2 * share < (slots + 1) * size
 
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes in one place: a policy of eviction is a class and a line of the configuration, and a
-limit of demotions is one method."""
+"""What changes in one place: a policy of eviction is a class and a line of the configuration, a
+limit of demotions is one method, and a tier in memory is a member and a row."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,6 +137,23 @@ def test_a_limit_of_demotions_is_one_method(monkeypatch):
         if limited.stalls and not bench.engine.requests:
             bench.idle(seconds=0.0)
     assert any(bench.held(PROMPTS[-1]))
+
+
+def test_a_second_tier_in_memory_is_a_member_and_a_row():
+    """In a process of its own, where the plugin has made the change. ``second_memory_cases`` has
+    what must hold."""
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-p", "support.second_memory", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*command, str(tests / "unit/second_memory_cases.py")],
+        cwd=tests.parent,
+        env={key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        | {"PYTHONPATH": str(tests)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0 and "3 passed" in ended.stdout, ended.stdout[-4000:] + ended.stderr[-1000:]
 
 
 class TooMany(EvictionPolicy):

@@ -22,7 +22,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.standings import DEMOTED, PINNED, RETAINED, Standings
-from kvdisk.manager.tiers import CpuSpace
+from kvdisk.manager.tiers import MemorySpace
 from kvdisk.messages import SegmentSpec
 
 
@@ -199,7 +199,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
     """A pinned one does not hold back KV that nobody knows to be pinned."""
     geometry = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 8192, 2, state_tokens=2)), 1, 2)
     parts = Parts.make(Config(cpu_bytes=1, pin_share=0.5), geometry, FakePool(9, lambda _: None))
-    space = CpuSpace(parts, (2, 2), AdmissionPolicy())
+    space = MemorySpace(parts, (2, 2), AdmissionPolicy())
     keys = [make_block_key(text, group) for text in (b"h", b"i") for group in (0, 1)]
     if pinned:
         parts.standings.set(keys[1], PINNED, 3600.0)

@@ -30,7 +30,7 @@ from kvdisk.manager.nvme import spare_slots
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
-from kvdisk.manager.tiers import CpuSpace, Tiers
+from kvdisk.manager.tiers import MemorySpace, Tiers
 
 _COUNT = re.compile(r"\s*(\d+)\s*(?:blocks?)?\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -89,7 +89,7 @@ def _slots_in(option: str, text: str, geometry: Geometry, *, on_nvme: bool) -> i
         ) from None
     slots = 0
     if not on_nvme:
-        slots = geometry.cpu_slots(byte_count)[0]
+        slots = geometry.memory_slots(byte_count)[0]
     else:
         with suppress(ConfigError):
             slots = fit_nvme(geometry, byte_count, 1).blocks
@@ -187,7 +187,7 @@ def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierMan
     cpu = nvme = None
     if setting.cpu.slots:
         admission = make_admission(config.cpu_admission, parts.history, "cpu_admission")
-        cpu = CpuSpace(parts, (setting.cpu.slots,), admission)
+        cpu = MemorySpace(parts, (setting.cpu.slots,), admission)
     if setting.nvme.slots:
         # One segment of exactly so many slots.
         charge_bytes = segment_charge_bytes(geometry.slot_sizes[0], setting.nvme.slots)
