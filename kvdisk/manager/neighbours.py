@@ -10,14 +10,15 @@ space on the drive. Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Answer, ForeignCopy, Neighbours
+from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.questions import MOST_HINTS, Asking, Questions
+from kvdisk.manager.questions import MOST_HINTS, Asking
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
 MOST_KEYS = 16384
@@ -28,29 +29,22 @@ MOST_FILE_JOBS = 1024
 add two more."""
 HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
-MOST_FORGOTTEN = 256
-"""Copies that are forgotten at a time: bounds a step."""
 
 
-class NeighbourCopies:
+class NeighbourCopies(HintSource[Answer, ForeignCopy]):
     """What neighbours are thought to have. Without ``neighbours`` (no NVMe tier) none is asked.
     ``tier``: what their copies are read as."""
 
     tier: Final = Tier.NVME
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
+        super().__init__(parts, neighbours, lambda: MOST_KEYS, lambda: MOST_HINTS, "foreign_questions")
         self._config = parts.config
         self._geometry = parts.geometry
         self._transfers = parts.transfers
         self._stats = parts.stats
         self._state = parts.state
         self._neighbours = neighbours
-        self._questions = Questions(parts, self._send, lambda: MOST_KEYS, "foreign_questions")
-        self.hints: OrderedDict[BlockKey, tuple[ForeignCopy, float]] = OrderedDict()
-        """Copies that neighbours named, and when, the oldest first. Read only, but for this
-        class."""
-        self.changes = 0
-        """Rises with each change of which keys are in ``hints``."""
         self._rejected: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
         self._next_segment = FOREIGN_SEGMENTS
         self._numbers: dict[ForeignSegment, int] = {}
@@ -60,51 +54,32 @@ class NeighbourCopies:
 
     # -- questions -----------------------------------------------------------------------------
 
+    @property
+    def hint_life_s(self) -> float:
+        """See ``HintSource``."""
+        return HINT_LIFE_S
+
     def ask(self, request: Asking) -> None:
         """Ask the neighbours for what of a request's blocks this engine has not got. ``keys`` are
         up to date."""
-        if self._neighbours is not None and self._neighbours.any:
-            request.question = self._questions.ask(request)
+        number = self._ask(request)
+        if number is not None:
+            request.question = number
+
+    def is_asking(self, request: Asking) -> bool:
+        """Whether the answer to a request's question is still to come."""
+        return self._is_asking(request.question)
 
     def _send(self, ticket: int, missing: list[list[BlockKey]]) -> bool:
         assert self._neighbours is not None
         return self._neighbours.ask(ticket, FILE_EPOCH, [key for keys in missing for key in keys])
 
-    def is_asking(self, request: Asking) -> bool:
-        """Whether the answer to a request's question is still to come."""
-        return self._questions.is_asking(request.question) and self._neighbours is not None and self._neighbours.any
-
-    def absorb(self, now: float) -> None:
-        """Take in the answers that have come, as far as the step allows it, ask for the rest, and
-        forget hints that are too old."""
-        if self._neighbours is None:
-            return
-        self._questions.take_in(self._take_in(answer, now) for answer in self._neighbours.poll())
-        if self._neighbours.any:
-            self._questions.go_on()
+    def _hear(self, key: BlockKey, answer: Answer, now: float) -> None:
+        hinted = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
+        if hinted is None:
+            self._table.forget(key)
         else:
-            self._questions.drop_waiting()
-        for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
-            key = next(iter(self.hints))
-            if now - self.hints[key][1] <= HINT_LIFE_S:
-                break
-            self.changes += 1
-            del self.hints[key]
-
-    def _take_in(self, answer: Answer, now: float) -> Iterator[None]:
-        question = self._questions.answered(answer.ticket)
-        for keys in () if question is None else question.missing:
-            for key in keys:
-                self.changes += 1
-                self.hints.pop(key, None)
-                hinted = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
-                if hinted is not None:
-                    self.hints[key] = (hinted, now)
-                    if len(self.hints) > MOST_HINTS:
-                        self.hints.popitem(last=False)
-                yield
-        if question is not None:
-            self._questions.ended(question, self.hints)
+            self._table.put(key, hinted, now)
 
     def _is_fit(self, key: BlockKey, copy: ForeignCopy) -> bool:
         groups, group = self._geometry.groups, group_of(key)
@@ -128,13 +103,6 @@ class NeighbourCopies:
         """Return the blocks that a neighbour is thought to have as near as ``tier`` is, so that
         they need not be written there."""
         return self.hints if tier is self.tier else ()
-
-    def stop(self) -> None:
-        """Ask no more, because this engine's weights are no longer those of the files."""
-        self._neighbours = None
-        self.changes += 1
-        self.hints.clear()
-        self._questions.clear()
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -190,5 +158,4 @@ class NeighbourCopies:
             self._rejected.popitem(last=False)
         hinted = self.hints.get(key)
         if hinted is not None and (hinted[0].home_id, hinted[0].generation) == (home_id, generation):
-            self.changes += 1
-            del self.hints[key]
+            self._table.forget(key)

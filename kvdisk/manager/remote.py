@@ -18,10 +18,11 @@ from typing import Final
 from kvdisk.blocks import BY_KEY, BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, READY
+from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import STEP_KEYS, Parts, StepState
-from kvdisk.manager.questions import MOST_HINTS, Asking, Question, Questions
+from kvdisk.manager.questions import MOST_HINTS, Asking
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
@@ -33,8 +34,6 @@ MOST_REJECTED = 8192
 FIRST_DOUBT_S, LONGEST_DOUBT_S = 60.0, 3600.0
 """How long an object that has failed its check is not read again, though it is there; each time
 twice as long."""
-MOST_FORGOTTEN = 256
-"""Hints that are forgotten at a time: bounds a step."""
 MOST_QUEUED = 16384
 """Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
 MOST_SEND_MOVES = 64
@@ -104,7 +103,7 @@ class BadObjects:
         return None if known is None else not known.is_replaced
 
 
-class RemoteCopies:
+class RemoteCopies(HintSource[RemoteAnswer, None]):
     """The remote store. Without ``index`` there is none.
 
     ``admission``: which blocks it is sent; None: none. ``budget``: how many bytes; None: any.
@@ -121,6 +120,7 @@ class RemoteCopies:
         admission: AdmissionPolicy | None,
         budget: WriteBudget | None = None,
     ) -> None:
+        super().__init__(parts, index, lambda: MOST_KEYS, lambda: MOST_HINTS, "remote_questions")
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._transfers = parts.transfers
@@ -129,13 +129,7 @@ class RemoteCopies:
         self._budget = budget
         self._index = index
         self.admission = admission
-        self.hints: OrderedDict[BlockKey, float] = OrderedDict()
-        """Blocks that it has, and when it said so, the oldest first. Read only, but for this
-        class."""
-        self.changes = 0
-        """Rises with each change of which keys are in ``hints``."""
         self.bad = BadObjects()
-        self._questions = Questions(parts, self._send, lambda: MOST_KEYS, "remote_questions")
         self._queue: OrderedDict[BlockKey, bool] = OrderedDict()
         """Blocks to send, and whether to write over what is there."""
         self._jobs: list[JobId] = []
@@ -178,7 +172,7 @@ class RemoteCopies:
         index, before = self._index, self._is_usable
         may_try = now >= self._paused_until_s and not (self._is_doubted and self._reads)
         self._is_usable = index is not None and index.any and index.is_sound and may_try
-        self.changes += self._is_usable is not before
+        self._table.changes += self._is_usable is not before
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -189,9 +183,9 @@ class RemoteCopies:
 
     def ask(self, request: Asking, nearer: Collection[BlockKey]) -> None:
         """Ask for what of a request's blocks neither this engine has nor is in ``nearer``."""
-        if self._index is not None and self._index.any:
-            self._questions.known = nearer
-            request.remote_question = self._questions.ask(request)
+        number = self._ask(request, nearer)
+        if number is not None:
+            request.remote_question = number
 
     def _send(self, ticket: int, missing: list[list[BlockKey]]) -> bool:
         assert self._index is not None
@@ -218,60 +212,31 @@ class RemoteCopies:
 
     def is_asking(self, request: Asking) -> bool:
         """Whether the answer to a request's question is still to come."""
-        return self._questions.is_asking(request.remote_question) and self._index is not None and self._index.any
+        return self._is_asking(request.remote_question)
 
     def absorb(self, now: float) -> None:
-        """Take in the answers that have come, as far as the step allows it, ask for the rest, and
-        forget hints that are too old."""
+        """See ``HintSource``."""
         self._now_s = now
         self._look(now)
-        if self._index is None:
-            return
-        self._questions.take_in(self._take_in(answer, now) for answer in self._index.poll())
-        if self._index.any:
-            self._questions.go_on()
-        else:
-            self._questions.drop_waiting()
-        life_s = self.hint_life_s
-        for _ in range(min(MOST_FORGOTTEN, len(self.hints))):
-            key = next(iter(self.hints))
-            if now - self.hints[key] <= life_s:
-                break
-            self._forget(key)
+        super().absorb(now)
 
-    def _take_in(self, answer: RemoteAnswer, now: float) -> Iterator[None]:
-        question: Question | None = self._questions.answered(answer.ticket)
-        found = frozenset(answer.found)
-        for keys in () if question is None else question.missing:
-            for key in keys:
-                if key in found:
-                    self._hint(key, now)
-                elif answer.is_whole and key in self.hints:
-                    self._forget(key)
-                yield
-        if question is not None:
-            self._questions.ended(question, self.hints)
+    def _hear(self, key: BlockKey, answer: RemoteAnswer, now: float) -> None:
+        if key in answer.found:
+            self._hint(key, now)
+        elif answer.is_whole:
+            self._table.forget(key)
 
     def _hint(self, key: BlockKey, now: float) -> None:
         if self.bad.may_be_read(key, now):
-            self.changes += key not in self.hints
-            self.hints[key] = now
-            self.hints.move_to_end(key)
-            if len(self.hints) > MOST_HINTS:
-                self._forget(next(iter(self.hints)))
-
-    def _forget(self, key: BlockKey) -> None:
-        self.changes += 1
-        self.hints.pop(key, None)
+            self._table.put(key, None, now)
 
     def stop(self) -> None:
         """Neither ask it nor send there any more, because this engine's weights are no longer those
         of the files."""
+        super().stop()
         self._index = None
-        self.changes += 1
         self._look(self._now_s)
-        for each in (self.hints, self._questions, self._queue):
-            each.clear()
+        self._queue.clear()
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -292,7 +257,7 @@ class RemoteCopies:
             self._stats.add("remote_rejects")
             self.bad.note(move.key, self._now_s)
         if reason in _BAD or reason is Reason.ABSENT:
-            self._forget(move.key)
+            self._table.forget(move.key)
         if reason in _ANSWERS:
             self._is_doubted = False
         self._look(self._now_s)

@@ -110,7 +110,7 @@ class RemoteAnswer(NamedTuple):
     """
 
     ticket: int
-    found: list[BlockKey]
+    found: frozenset[BlockKey]
     is_whole: bool = True
 
 

@@ -94,7 +94,7 @@ class _Question:
         pairs = zip(self._searches, self._keys, strict=False)
         chained = [key for search, keys in pairs for key in keys[: search.there]]
         is_whole = not self._alone and all(search.there >= search.gone for search in self._searches)
-        return RemoteAnswer(self.ticket, chained + self._found, is_whole)
+        return RemoteAnswer(self.ticket, frozenset(chained + self._found), is_whole)
 
 
 class RemoteReader:

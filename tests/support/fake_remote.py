@@ -50,7 +50,7 @@ class FakeRemote:
         for _ in range(len(self._questions) if count is None else min(count, len(self._questions))):
             ticket, chains, alone = self._questions.popleft()
             found = [key for chain in chains for key in takewhile(self._has, chain)] + list(filter(self._has, alone))
-            self._answers.append(RemoteAnswer(ticket, found if self.any else []))
+            self._answers.append(RemoteAnswer(ticket, frozenset(found if self.any else ())))
 
     def _has(self, key: BlockKey) -> bool:
         return (FILE_EPOCH, key, 0) in self.objects
