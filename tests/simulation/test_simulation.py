@@ -102,7 +102,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def routed(self: Direct, wanted: Any, *rest: Any) -> Any:
         found = route(self, wanted, *rest)
-        counts[found.name] += 1
+        counts[f"{found.kind.name}_{'DIRECT' if found.direct else 'STAGED'}"] += found.staged
         return found
 
     def left(*parts: Any) -> Any:
