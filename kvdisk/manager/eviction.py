@@ -25,6 +25,10 @@ from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
 MOST_CLASSES: Final = 100
+MOST_WALKED: Final = 256
+"""Tails that are looked at for the place of one that has become a tail: bounds a step. Mostly it is
+among the first: it was used when what followed it was, and that has just left."""
+_NOT_HERE: Final = 255
 _NOBODY: Final = (math.inf, NONE)
 _USELESS: Final = -1.0
 """Worth less than anything else."""
@@ -36,18 +40,18 @@ class EvictionPolicy:
     """Order of the copies of one tier and size class: the lowest worth leaves first. Here that is
     the least recently used; a subclass says what copies are worth otherwise.
 
-    Each class of copies has its list, in order of last use, so that only the oldest of each has to
-    be compared. A row is inserted once and removed once; other calls ignore rows that are not
-    there. Time is the history's, unless a subclass has a clock of its own. What a policy knows of
-    rows is in arrays, not in a Python object for each row (``tests/unit/test_garbage.py``), and it
-    grows them itself when a higher row comes.
+    Only tails can leave: copies that no other in the tier follows. Each class of copies has a list
+    of its tails, in order of last use, so that only the oldest of each has to be compared. A row is
+    inserted once and removed once; other calls ignore rows that are not there. Time is the
+    history's, unless a subclass has a clock of its own. What a policy knows of rows is in arrays,
+    not in a Python object for each row (``tests/unit/test_garbage.py``), and it grows them itself
+    when a higher row comes.
 
     A class of the user's derives from this one, and says what copies are worth: the classes that it
     divides them into, a clock of its own, or ``proposals`` altogether.
 
-    Rows that cannot leave, whatever they are worth, are parked: they are nobody's oldest until they
-    are used, or called back. Rows with a standing are in lists of their own, behind those of the
-    classes: one for each standing, of which those that stay are never proposed.
+    Tails with a standing are in lists of their own, behind those of the classes: one for each
+    standing. Those that stay are never proposed, and all of them are listed.
 
     ``keys``: of the catalog's rows, read when a row is given. ``history``: what is known of them.
     """
@@ -60,8 +64,11 @@ class EvictionPolicy:
         self._keys = keys
         self._history = history
         self._kinds = self.classes + 3
-        self._lists = RowLists(2 * self._kinds)
-        """Of each class and standing, then what is parked of each."""
+        self._lists = RowLists(self._kinds)
+        """The tails of each class and standing."""
+        self._numbers = bytearray()
+        """By row: its class, or ``classes`` and its standing; ``_NOT_HERE``."""
+        self._counts = [0] * self._kinds
         self._last = array("Q")
         """By row: when it was last used or postponed."""
 
@@ -82,14 +89,47 @@ class EvictionPolicy:
     # -- rows ------------------------------------------------------------------------------------
 
     def insert(self, rows: Sequence[int]) -> None:
-        """Copies became READY: the earliest first."""
+        """Copies became READY. None is proposed before ``list_tails`` names it."""
         lacking = max(rows, default=-1) + 1 - len(self._last)
         if lacking > 0:
             self._last.extend(bytes(lacking + GROWN_ROWS))
-        last, now = self._last, self.now
-        for row in rows:
-            last[row] = now
-        self._lists.append(rows, self.classes_of(rows))
+            self._numbers.extend(bytes([_NOT_HERE]) * (lacking + GROWN_ROWS))
+        last, numbers, counts, now = self._last, self._numbers, self._counts, self.now
+        for row, number in zip(rows, self.classes_of(rows), strict=True):
+            assert numbers[row] == _NOT_HERE, "inserted twice"
+            last[row], numbers[row] = now, number
+            counts[number] += 1
+
+    def list_tails(self, rows: Iterable[int]) -> None:
+        """Nothing follows these rows any more: propose them from now on, each by its last use. Of
+        rows of the same use the later ones come before the earlier, but for those that were used
+        just now."""
+        lists, last, now = self._lists, self._last, self.now
+        for row in self._held(rows):
+            if row in lists:
+                continue
+            number = self._numbers[row]
+            newer = -1 if last[row] == now else self._first_not_older(number, last[row])
+            if newer < 0:
+                lists.append((row,), (number,))
+            else:
+                lists.insert_before(row, newer)
+
+    def _first_not_older(self, number: int, used: int) -> int:
+        """Return the oldest of a list that was not used before ``used``, or, of a long list, one
+        that was; negative: all were, and the list is short."""
+        row = self._lists.oldest(number)
+        for _ in range(MOST_WALKED):
+            if row < 0 or self._last[row] >= used:
+                break
+            row = self._lists.newer(row)
+        return row
+
+    def unlist(self, rows: Iterable[int]) -> None:
+        """Something follows these rows: propose them no more until they are tails again. NONE is
+        ignored."""
+        lists, numbers, staying = self._lists, self._numbers, self.classes + PINNED
+        lists.remove([row for row in rows if row != NONE and row in lists and numbers[row] != staying])
 
     def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first.
@@ -97,93 +137,98 @@ class EvictionPolicy:
         One request may use a copy up to three times: when it is read ahead for, when it has loaded
         the copy, and when it reaches the block. The history counts that once.
         """
-        last, now, rows = self._last, self.now, self._lists.held(rows)
-        for row in rows:
-            last[row] = now
-        # A key may be forgotten, but not while its copy is here.
-        before = [number % self._kinds for number in self._lists.numbers_of(rows)]
-        numbers = list(map(max, self.classes_of(rows), before))
-        self._lists.remove(rows)
-        self._lists.append(rows, numbers)
+        rows = self._held(rows)
+        last, numbers, counts, now = self._last, self._numbers, self._counts, self.now
+        for row, number in zip(rows, self.classes_of(rows), strict=True):
+            last[row], before = now, numbers[row]
+            if number > before:  # a key may be forgotten, but not while its copy is here
+                numbers[row] = number
+                counts[before] -= 1
+                counts[number] += 1
+        tails = self._lists.held(rows)
+        self._lists.remove(tails)
+        self._lists.append(tails, [numbers[row] for row in tails])
 
     def postpone(self, row: int) -> None:
-        """A copy could not leave now: propose it later than others of its class. That is no use."""
+        """A tail could not leave now: propose it later than others of its class. That is no use."""
         if row in self._lists:
             self._last[row] = self.now
-            self._lists.move(row, self._class(row))
-
-    def park(self, row: int) -> None:
-        """Propose a row, the oldest of its class, no more until it is called back, or used."""
-        self._lists.move(row, self._kinds + self._class(row))
-
-    def call_back(self, rows: Iterable[int]) -> None:
-        """Propose parked rows again: each was older than all of its class when it was parked."""
-        for row in self._lists.held(rows):
-            number = self._lists.number_of(row) - self._kinds
-            if number >= 0:
-                self._lists.move(row, number, oldest=True)
+            self._lists.move(row, self._numbers[row])
 
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys."""
+        rows = self._held(rows)
         self._lists.remove(rows)
+        for row in dict.fromkeys(rows):
+            self._counts[self._numbers[row]] -= 1
+            self._numbers[row] = _NOT_HERE
 
-    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32], is_tail: NDArray[np.bool_]) -> None:
         """Insert many rows at once, the oldest first, into an empty policy, and into the history:
-        what was there before a restart. ``uses``: how often each was used since it was stored."""
-        numbers = self._history.restore([self._keys[row] for row in rows.tolist()], uses)
+        what was there before a restart. ``uses``: how often each was used since it was stored;
+        ``is_tail``: of each row."""
+        found = self._history.restore([self._keys[row] for row in rows.tolist()], uses)
         if self.classes != CLASSES:
-            numbers = np.array(self.classes_of(rows.tolist()), np.uint8)
-        last = np.zeros(int(rows.max(initial=-1)) + 1, np.uint64)
+            found = np.array(self.classes_of(rows.tolist()), np.uint8)
+        count = int(rows.max(initial=-1)) + 1
+        last, numbers = np.zeros(count, np.uint64), np.full(count, _NOT_HERE, np.uint8)
         last[rows] = np.maximum(np.arange(1 - len(rows), 1) + self.now, 0)
-        self._last = array("Q", last.tobytes())
-        self._lists.fill(rows, numbers)
+        numbers[rows] = found
+        self._last, self._numbers = array("Q", last.tobytes()), bytearray(numbers)
+        self._counts = np.bincount(found, minlength=self._kinds).tolist()
+        self._lists.fill(rows[is_tail], found[is_tail])
+
+    def _held(self, rows: Iterable[int]) -> list[int]:
+        numbers, end = self._numbers, len(self._numbers)
+        return [row for row in rows if row < end and numbers[row] != _NOT_HERE]
 
     # -- standings -------------------------------------------------------------------------------
 
     def holds(self, row: int) -> bool:
         """Return whether a row is here."""
-        return row in self._lists
+        return row < len(self._numbers) and self._numbers[row] != _NOT_HERE
 
     def count(self, standing: int) -> int:
         """Return how many rows have a standing."""
-        number = self.classes + standing
-        return self._lists.counts[number] + self._lists.counts[number + self._kinds]
-
-    @property
-    def parked(self) -> int:
-        """How many rows are parked."""
-        return sum(self._lists.counts[self._kinds :])
+        return self._counts[self.classes + standing]
 
     @property
     def proposed(self) -> int:
-        """How many rows are proposed, or will be: neither parked nor to stay."""
+        """How many rows are proposed, or will be: tails that are not to stay."""
         return sum(self._lists.counts[: self.classes + PINNED])
 
     def standing(self, row: int) -> int | None:
         """Return a row's standing; None: it has none, or is not here."""
-        number = self._class(row) - self.classes if row in self._lists else -1
+        number = self._numbers[row] - self.classes if self.holds(row) else -1
         return number if number >= 0 else None
 
     def place(self, row: int, standing: int | None) -> bool:
         """Give a row a standing, or (None) none: as if it was used now. Return whether it had
         another one; one that is not here has none."""
-        if row not in self._lists or self.standing(row) == standing:
+        if not self.holds(row) or self.standing(row) == standing:
             return False
         if standing is None:
             self._last[row] = self.now
-        self._lists.move(row, self.classes_of((row,))[0] if standing is None else self.classes + standing)
+        number = self.classes_of((row,))[0] if standing is None else self.classes + standing
+        self._counts[self._numbers[row]] -= 1
+        self._counts[number] += 1
+        self._numbers[row] = number
+        if row in self._lists:  # also what stayed, and is no tail: that is seen when it is proposed
+            self._lists.move(row, number)
+        elif standing == PINNED:
+            self._lists.append((row,), (number,))
         return True
 
     def oldest(self, standing: int) -> int:
-        """Return the row that has a standing and was used longest ago. There is one, and it is not
-        parked."""
+        """Return the tail that has a standing, of PINNED any copy, and was used longest ago. There
+        is one."""
         return self._lists.oldest(self.classes + standing)
 
     # -- who is next -----------------------------------------------------------------------------
 
     def worth_of(self, row: int) -> float:
         """Return what a row is worth now; infinite where it is not here."""
-        return self._worth(self._class(row), self._last[row]) if row in self._lists else math.inf
+        return self._worth(self._numbers[row], self._last[row]) if self.holds(row) else math.inf
 
     def _worth(self, number: int, last: int) -> float:
         return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]
@@ -200,7 +245,7 @@ class EvictionPolicy:
         each when it is asked for.
 
         Removes none: a row that the caller leaves where it is is proposed again by a later call.
-        Between two rows the caller may park the first, and nothing else.
+        Between two rows the caller may ``unlist`` the first, and nothing else.
         """
         lists, last = self._lists, self._last
         numbers = [number for number in range(self.classes + PINNED) if lists.counts[number]]
@@ -215,9 +260,6 @@ class EvictionPolicy:
                 row = newer
             rows[at] = row
             worths[at] = self._worth(numbers[at], last[row]) if row >= 0 else math.inf
-
-    def _class(self, row: int) -> int:
-        return self._lists.number_of(row) % self._kinds
 
 
 class LearnedPolicy(EvictionPolicy):
@@ -248,9 +290,10 @@ class TailFirst:
     and removed once.
 
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
-    its tier follows it, and only those are proposed: what a policy proposes too early is parked
-    until something that follows it goes. ``insert`` and ``touch`` take of one chain the tail
-    first; ``fill`` and ``call_back`` are the policy's own.
+    its tier follows it, and the policy lists only those. What comes to be followed by a READY copy
+    is taken out; it is listed again, by its own last use, when what followed it goes. Of what is
+    listed a few may be followed by a copy that is being written, or is doomed. ``insert`` and
+    ``touch`` take of one chain the tail first.
 
     What a block's standing says goes before what the policy says (``standings``).
 
@@ -260,9 +303,7 @@ class TailFirst:
     """
 
     MAX_SKIPPED = 1024
-    """Tails that may not leave that one search passes over: bounds a step."""
-    MAX_STEPS = 4096
-    """Rows that one search parks or looks at, besides four a victim."""
+    """Tails that may not leave, and that a search passes over: bounds a step."""
 
     def __init__(
         self,
@@ -275,11 +316,12 @@ class TailFirst:
     ) -> None:
         self._policy = policy
         self._history = history
-        self.fill, self.call_back = policy.fill, policy.call_back
+        self.list_tails, self.unlist = policy.list_tails, policy.unlist
         self._catalog = catalog
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
-        self._steps = 0
+        self._may_skip = self.MAX_SKIPPED
+        """Tails that may not leave, and that the next search may pass over if it goes on."""
         self.ended_early = False
         """Whether the last search for victims found too few, and the next one goes on from where it
         ended: there may be more."""
@@ -289,9 +331,18 @@ class TailFirst:
         """Tails behind which a state has left."""
 
     def insert(self, rows: Sequence[int]) -> None:
-        """Copies became READY: the earliest first."""
+        """Copies became READY: the earliest first. What they follow in another order is to be told
+        (``unlist``)."""
+        first_child = self._catalog.columns(self._tier).first_child
+        self._policy.unlist(map(self._catalog.parent_rows.__getitem__, rows))
         self._policy.insert(rows)
+        self._policy.list_tails([row for row in rows if first_child[row] == NONE])
         self.standings.insert(rows)
+
+    def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
+        """See ``EvictionPolicy.fill``. The catalog has the copies already."""
+        first_child = np.frombuffer(self._catalog.columns(self._tier).first_child, np.int32)
+        self._policy.fill(rows, uses, first_child[rows] == NONE)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first. None of them is to leave first any more."""
@@ -300,21 +351,23 @@ class TailFirst:
         self._policy.touch(rows)
 
     def remove(self, rows: Sequence[int]) -> list[int]:
-        """Copies end, or are of use to nobody any more. Return what they follow, which may be tails
-        now: where another order has it, that is to be told (``call_back``)."""
+        """Copies end, or are of use to nobody any more. Return what they follow and nothing else
+        does, which are tails now: where another order has such a copy, that is to be told
+        (``list_tails``)."""
         parent_rows = self._catalog.parent_rows
         self.standings.forget_first(rows)
-        before = [parent_rows[row] for row in rows if parent_rows[row] != NONE]
+        gone, staying = dict.fromkeys(rows), dict[int, int]()
+        before = dict.fromkeys([parent_rows[row] for row in rows if parent_rows[row] != NONE])
+        tails = [row for row in before if row not in gone and not self._is_followed(row, gone, staying)]
         if self._history.state_groups:
-            gone = dict.fromkeys(rows)
             for row in rows:
                 self._note_useless(row, self._useless, gone)
             self._useless.difference_update(rows)
         self._policy.remove(rows)
-        self._policy.call_back(before)
+        self._policy.list_tails(tails)
         if rows:
             self._in_vain = 0
-        return before
+        return tails
 
     def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:
         """Add to ``useless`` what a copy follows, if that serves nobody once it and all that is
@@ -333,7 +386,6 @@ class TailFirst:
     def least_rate(self) -> float:
         """Return what the copy that would leave next brings (``ReuseHistory.rate``); 0: there is
         none."""
-        self._steps = self.MAX_STEPS
         for row in self._tails({}):
             if row in self._useless:
                 return 0.0
@@ -347,7 +399,6 @@ class TailFirst:
 
     def least_value(self) -> float:
         """Return what the copy brings that would leave next; 0: there is none."""
-        self._steps = self.MAX_STEPS
         return next((self.value_of(row) for row in self._tails({})), 0.0)
 
     def victims(self, count: int, evictable: Callable[[int], bool], *, go_on: bool = False) -> list[int]:
@@ -355,33 +406,31 @@ class TailFirst:
         that follow it.
 
         Removes none. The search is bounded: where it ends early, the next one goes on from there.
-        ``go_on``: by what the last one has left of its bound.
-        Copies that may not leave now are postponed where they held it up, so that they do not hold
-        up the next one too.
+        ``go_on``: by what the last one has left of its bound. Copies that may not leave now are
+        postponed where they held it up, so that they do not hold up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []
-        parked = self._policy.parked
         if not go_on:
-            self._steps = self.MAX_STEPS + 4 * count
+            self._may_skip = self.MAX_SKIPPED
         for row in self._tails(found) if count > 0 else ():
             if evictable(row):
                 found[row] = None
             else:
                 passed.append(row)
-            if len(found) >= count or len(passed) >= self.MAX_SKIPPED:
+            if len(found) >= count or len(passed) >= self._may_skip:
                 break
+        self._may_skip -= len(passed)
         if len(found) < count:
             for row in reversed(passed):
                 self._useless.discard(row)
                 if self._policy.standing(row) == DEMOTED:
                     self._policy.place(row, None)
                 self._policy.postpone(row)
-        # Rows that were parked are not looked at again, and tails that were passed over come last:
-        # so the searches that end early are bounded, too.
+        # Tails that were passed over come last: so the searches that end early are bounded, too.
         self._in_vain = 0 if found else self._in_vain + len(passed)
-        is_cut = len(found) < count and (self._steps <= 0 or len(passed) >= self.MAX_SKIPPED)
-        self.ended_early = is_cut and (self._policy.parked > parked or self._in_vain < self._policy.proposed)
+        is_cut = len(found) < count and self._may_skip <= 0
+        self.ended_early = is_cut and self._in_vain < self._policy.proposed
         return list(found)
 
     def _tails(self, found: dict[int, None]) -> Iterator[int]:
@@ -398,15 +447,14 @@ class TailFirst:
         heappush(freed, _NOBODY)
         proposals, given = policy.proposals(), set[int]()
         proposed = next(proposals, _NOBODY)
-        while self._steps > 0:
-            self._steps -= 1
+        while True:
             if proposed <= freed[0]:
                 if proposed == _NOBODY:
                     return
                 row = proposed[1]
                 follows = self._is_followed(row, found, staying)
                 if follows:
-                    policy.park(row)
+                    policy.unlist((row,))
                 proposed = next(proposals, _NOBODY)
                 if follows:
                     continue

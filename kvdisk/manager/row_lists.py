@@ -32,41 +32,45 @@ class RowLists:
 
     def append(self, rows: Sequence[int], numbers: Iterable[int] = repeat(0)) -> None:
         """Make each row in turn the newest of a list. ``numbers``: the list of each."""
-        lacking = max(rows, default=-1) + 1 - len(self._number_of)
-        if lacking > 0:
-            nothing = array("I", [0]) * (lacking + GROWN_ROWS)
-            self._older += nothing
-            self._newer += nothing
-            self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)
+        self._reserve(max(rows, default=-1))
         olders, newers, number_of, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
         for row, number in zip(rows, numbers, strict=False):
             assert number_of[row] == _NO_LIST, "inserted twice"
-            older, place = olders[number], row + ends  # as in _link
+            older, place = olders[number], row + ends
             newers[older] = olders[number] = place
             olders[place], newers[place] = older, number
             number_of[row] = number
             counts[number] += 1
 
+    def _reserve(self, row: int) -> None:
+        """Have place for rows up to this one."""
+        lacking = row + 1 - len(self._number_of)
+        if lacking > 0:
+            nothing = array("I", [0]) * (lacking + GROWN_ROWS)
+            self._older += nothing
+            self._newer += nothing
+            self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)
+
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their lists; those that are in none are ignored."""
         olders, newers, numbers, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
-        for row in self.held(rows):
+        for row in dict.fromkeys(self.held(rows)):
             older, newer = olders[row + ends], newers[row + ends]
             newers[older], olders[newer] = newer, older
             counts[numbers[row]] -= 1
             numbers[row] = _NO_LIST
 
-    def move(self, row: int, number: int, *, oldest: bool = False) -> None:
-        """Make a row that is in a list the newest, or the oldest, of another, or of the same."""
-        olders, newers, place = self._older, self._newer, row + self._ends
-        older, newer = olders[place], newers[place]
-        newers[older], olders[newer] = newer, older
-        self.counts[self._number_of[row]] -= 1
-        self._link(row, number, newers[number] if oldest else number)
+    def move(self, row: int, number: int) -> None:
+        """Make a row that is in a list the newest of another, or of the same."""
+        self.remove((row,))
+        self.append((row,), (number,))
 
-    def _link(self, row: int, number: int, newer: int) -> None:
-        """Put a row in a list, before ``newer``: its end, or its oldest."""
-        olders, newers, place = self._older, self._newer, row + self._ends
+    def insert_before(self, row: int, newer: int) -> None:
+        """Put a row that is in no list before one that is in some."""
+        self._reserve(row)
+        number = self._number_of[newer]
+        olders, newers, place, newer = self._older, self._newer, row + self._ends, newer + self._ends
+        assert self._number_of[row] == _NO_LIST and number != _NO_LIST
         older = olders[newer]
         newers[older] = olders[newer] = place
         olders[place], newers[place] = older, newer

@@ -268,6 +268,8 @@ class TierSpace:
         self._catalog.finish(ready, self.tier)
         for size_class, alike in self.by_class(ready):
             self._orders[size_class].insert(alike)
+            for order in self._orders if len(self._orders) > 1 else ():
+                order.unlist(map(self._catalog.parent_rows.__getitem__, alike))
         self._record(ready, now_s)
         return ready
 
@@ -318,7 +320,7 @@ class TierSpace:
         for size_class, alike in self.by_class(rows):
             before = self._orders[size_class].remove(alike)
             for order in self._orders if len(self._orders) > 1 else ():
-                order.call_back(before)  # a state may be of another size than what it follows
+                order.list_tails(before)  # a state may be of another size than what it follows
         if self.lower is not None:
             self.lower.forget(rows)
 

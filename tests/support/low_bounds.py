@@ -9,7 +9,6 @@ from kvdisk.manager import demand, demotions, load_jobs, neighbours, prefetch, q
 from kvdisk.manager.eviction import TailFirst
 
 BOUNDS = (
-    (TailFirst, "MAX_STEPS", 1),
     (TailFirst, "MAX_SKIPPED", 2),
     (demand, "MOST_COUNTED", 2),
     (demand, "MOST_LATE", 2),

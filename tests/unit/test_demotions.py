@@ -141,7 +141,7 @@ def test_a_search_that_ends_early_for_ever_is_given_up(monkeypatch):
 def test_what_is_queued_instead_of_leaving_makes_no_step_longer(monkeypatch):
     """Each search finds what has to wait for the drive: the next one goes on by the same bound, and
     in the next step by another one."""
-    monkeypatch.setattr(TailFirst, "MAX_STEPS", 4)
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 4)
     looked, tails = [0], TailFirst._tails
 
     def counted(order, found):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import EVICTIONS
+from kvdisk.manager import eviction
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.reuse import ReuseHistory
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
-STEPS = st.lists(st.tuples(st.sampled_from(["insert", "touch", "remove", "park"]), st.integers(0, 7)), max_size=60)
+STEPS = st.lists(st.tuples(st.sampled_from(["insert", "touch", "remove", "follow"]), st.integers(0, 7)), max_size=60)
 
 
 def order_of(policy: EvictionPolicy) -> list[int]:
@@ -25,32 +26,62 @@ def order_of(policy: EvictionPolicy) -> list[int]:
 
 @pytest.mark.parametrize("name", EVICTIONS)
 @given(STEPS, st.permutations(range(8)).flatmap(lambda rows: st.integers(0, 8).map(lambda count: rows[:count])))
-def test_every_policy_proposes_each_row_that_it_has_and_lru_in_its_order(name, steps, filled):
+def test_every_policy_proposes_each_tail_that_it_has_and_lru_in_its_order(name, steps, filled):
+    """What comes to be followed is used as others are, and takes the place of its last use when it
+    is a tail again."""
     history = ReuseHistory()
-    policy, model, parked = make_eviction(name, KEYS, history), OrderedDict.fromkeys(filled), set()
-    policy.fill(np.array(filled, np.int32), np.arange(len(filled), dtype=np.uint32))
+    policy, model, followed = make_eviction(name, KEYS, history), OrderedDict.fromkeys(filled), set()
+    policy.fill(np.array(filled, np.int32), np.arange(len(filled), dtype=np.uint32), np.ones(len(filled), np.bool_))
     for step, row in steps:
         history.count(KEYS, row, row + 1, 0)
         if step == "insert" and row not in model:
             policy.insert((row,))
+            policy.list_tails((row,))
             model[row] = None
         elif step == "touch":
             policy.touch((row,))
             if row in model:
                 model.move_to_end(row)
-            parked.discard(row)
         elif step == "remove":
             policy.remove((row,))
             model.pop(row, None)
-            parked.discard(row)
-        elif step == "park" and (proposed := order_of(policy)):
-            policy.park(proposed[0])
-            parked.add(proposed[0])
+            followed.discard(row)
+        elif step == "follow" and (proposed := order_of(policy)):
+            policy.unlist((proposed[row % len(proposed)], -1))
+            followed.add(proposed[row % len(proposed)])
         proposed = order_of(policy)
-        expected = [row for row in model if row not in parked]
+        expected = [row for row in model if row not in followed]
         assert proposed == expected if name == "lru" else sorted(proposed) == sorted(expected)
-    policy.call_back(range(9))
-    assert sorted(order_of(policy)) == sorted(model)
+        assert all(map(policy.holds, model)) and sum(map(policy.holds, range(9))) == len(model)
+    policy.list_tails(range(9))
+    assert order_of(policy) == list(model) if name == "lru" else sorted(order_of(policy)) == sorted(model)
+
+
+def test_of_a_long_list_a_new_tail_is_put_before_what_was_looked_at_last(monkeypatch):
+    history = ReuseHistory()
+    policy = make_eviction("lru", KEYS, history)
+    for row in range(10):
+        history.count(KEYS, row, row + 1, 0)
+        policy.insert((row,))
+    policy.list_tails(row for row in range(9) if row != 1)
+    history.count(KEYS, 10, 11, 0)
+    monkeypatch.setattr(eviction, "MOST_WALKED", 3)
+    policy.list_tails((1,))
+    assert order_of(policy) == list(range(9))
+    policy.list_tails((9,))
+    assert order_of(policy) == [0, 1, 2, 9, *range(3, 9)]
+
+
+def test_the_first_tail_of_high_rows_may_be_an_old_one():
+    history = ReuseHistory()
+    policy = make_eviction("lru", KEYS, history)
+    policy.insert((1000,))
+    history.count(KEYS, 0, 1, 0)
+    policy.insert((0,))
+    policy.list_tails((0,))
+    history.count(KEYS, 1, 2, 0)
+    policy.list_tails((1000,))
+    assert order_of(policy) == [1000, 0]
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
@@ -59,6 +90,7 @@ def test_a_copy_that_could_not_leave_is_proposed_last_and_is_not_used(name):
     policy = make_eviction(name, KEYS, history)
     history.count(KEYS, 0, 10, 0)
     policy.insert(range(10))
+    policy.list_tails(range(10))
     history.count(KEYS, 10, 20, 0)
     policy.postpone(0)
     policy.postpone(999)
@@ -75,6 +107,7 @@ def test_what_brings_least_for_its_time_leaves_first():
         history.count([BlockKey(b"once %d" % at)], 0, 1, 0)
     history.count(KEYS, 100, 110, 0)
     policy.insert([*range(10), *range(100, 110)])
+    policy.list_tails([*range(10), *range(100, 110)])
     assert set(order_of(policy)[:10]) == set(range(100, 110)), "newer, but nobody will want them"
     worths = [worth for worth, _ in policy.proposals()]
     assert worths == sorted(worths)
@@ -86,8 +119,8 @@ def test_a_copy_keeps_its_class_when_its_key_is_forgotten():
     for _ in range(5):
         history.count(KEYS, 0, 1, 0)
     policy.insert((0,))
-    number = policy._class(0)
+    number = policy._numbers[0]
     history.clear()
     history.count(KEYS, 0, 1, 0)
     policy.touch((0,))
-    assert policy._class(0) == number > policy.classes_of([0])[0]
+    assert policy._numbers[0] == number > policy.classes_of([0])[0]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 from tier_bench import GEOMETRY, TierBench, keys_of
 
@@ -37,25 +39,31 @@ def hit_of(bench: TierBench, prompt: str) -> int | None:
 
 
 @pytest.fixture
-def cut_short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Bounds of a search that any of the prompts here is longer than; which searches they ended."""
-    monkeypatch.setattr(TailFirst, "MAX_STEPS", 1)
-    ended, search = [], TailFirst.victims
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A search passes over nothing; how many rows each looked at, beside what it was asked for."""
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
+    beside: list[int] = []
+    search, tails = TailFirst.victims, TailFirst._tails
 
-    def victims(order: TailFirst, *asked: object, **how: object) -> list[int]:
-        found = search(order, *asked, **how)  # type: ignore[arg-type]
-        ended.append(order.ended_early)
-        return found
+    def counted(order: TailFirst, found: dict[int, None]) -> Iterator[int]:
+        for row in tails(order, found):
+            beside[-1] += 1
+            yield row
 
+    def victims(order: TailFirst, count: int, evictable: Callable[[int], bool], *, go_on: bool = False) -> list[int]:
+        beside.append(-count)
+        return search(order, count, evictable, go_on=go_on)
+
+    monkeypatch.setattr(TailFirst, "_tails", counted)
     monkeypatch.setattr(TailFirst, "victims", victims)
-    return ended
+    return beside
 
 
 @pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
-def test_behind_a_long_prompt_the_next_one_is_stored_whole(tiers, geometry, cut_short):
-    """The search for what may leave looks at a part of the old prompt only, and goes on by itself:
-    one request is all that there is."""
+def test_behind_a_long_prompt_the_next_one_is_stored_whole(tiers, geometry, looked):
+    """The search for what may leave looks at no more of the old prompt than leaves: one request is
+    all that there is."""
     slots = (len(geometry.groups) * LENGTH * 3 // 4,)
     bench = TierBench(
         **dict.fromkeys(tiers, slots), geometry=geometry, gpu_blocks=2000, nvme_admission="all", min_load_tokens=0
@@ -65,7 +73,7 @@ def test_behind_a_long_prompt_the_next_one_is_stored_whole(tiers, geometry, cut_
     bench.add(prompt_of(1), finishing=False)
     for _ in range(60):
         bench.step(8)
-    assert any(cut_short)
+    assert max(looked) <= 1
     assert hit_of(bench, prompt_of(1)) == LENGTH
 
 
@@ -97,14 +105,20 @@ def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monk
     assert max(offered) <= 14
 
 
-def test_what_an_ended_request_could_not_store_yet_is_stored_once_the_search_gets_there(cut_short):
-    bench = TierBench((LENGTH - 2,), gpu_blocks=200)
-    bench.serve(prompt_of(0))
+def test_what_an_ended_request_could_not_store_yet_is_stored_once_the_search_gets_there(monkeypatch):
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 2)
+    bench = TierBench((LENGTH + 8,), gpu_blocks=200)
+    for number in range(2, 10):
+        bench.serve(prompt_of(number, 1))
+    bench.serve(prompt_of(0, LENGTH))
+    held = [row for number in range(2, 10) for row in bench.rows(prompt_of(number, 1))]
+    bench.catalog.pin(held, Tier.CPU)  # searches pass over these first
     bench.add(prompt_of(1))
     while bench.engine.requests:
-        bench.step(8)
-    assert cut_short[-1], "it ends while a search goes on"
+        bench.step(80)
+    assert bench.parts.cpu.is_searching, "it ends while a search goes on"
     bench.idle()
+    bench.catalog.unpin(held, Tier.CPU)
     assert bench.held(prompt_of(1), Tier.CPU) == [True] * (LENGTH // 2)
 
 

@@ -73,7 +73,7 @@ def test_a_policy_of_eviction_is_one_class_and_a_line_of_the_configuration():
 
 def test_it_takes_over_what_was_there_before_a_restart():
     policy = make_eviction(GDSF, [bytes([at]) * 34 for at in range(4)], ReuseHistory())
-    policy.fill(np.array([2, 0, 3, 1], np.int32), np.array([1, 5, 1, 1], np.uint32))
+    policy.fill(np.array([2, 0, 3, 1], np.int32), np.array([1, 5, 1, 1], np.uint32), np.ones(4, np.bool_))
     assert [row for _, row in policy.proposals()] == [2, 3, 1, 0], "the oldest first, and last what was used often"
 
 

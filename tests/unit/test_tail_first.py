@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -297,13 +297,14 @@ class Watched(Copies):
     def __init__(self, eviction: str, parents: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(eviction, parents)
         self.looked = 0
-        park = self.order._policy.park
+        unlist = self.order._policy.unlist
 
-        def count(row: int) -> None:
-            self.looked += 1
-            park(row)
+        def count(rows: Iterable[int]) -> None:
+            rows = list(rows)
+            self.looked += len(rows)
+            unlist(rows)
 
-        monkeypatch.setattr(self.order._policy, "park", count)
+        monkeypatch.setattr(self.order._policy, "unlist", count)
 
     def search(self, count: int, *, kept: Collection[int] = ()) -> list[int]:
         self.looked = 0
@@ -314,15 +315,15 @@ class Watched(Copies):
             return evictable(row) and row not in kept
 
         rows = self.order.victims(count, asked)
-        assert self.looked <= TailFirst.MAX_STEPS + 4 * count
+        assert self.looked <= TailFirst.MAX_SKIPPED + 2 * count, "it looks at what is no tail"
         for row in rows:
             self.drop(row)
         return rows
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_the_tail_of_a_chain_longer_than_a_search_is_found_in_the_end(eviction, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_STEPS", 64)
+def test_the_tail_of_a_long_chain_is_found_at_once(eviction, monkeypatch):
+    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
     copies = Watched(eviction, list(range(-1, 299)), monkeypatch)
     rows = [copies.store(number) for number in range(300)]
     left = [row for _ in range(155) for row in copies.search(2)]
@@ -345,7 +346,6 @@ def test_all_children_of_one_parent_leave_in_one_search(newest_first, monkeypatc
 @pytest.mark.parametrize("why", ["in use", "waits for its demotion", "chain in use"])
 def test_what_may_not_leave_does_not_keep_others_from_leaving(eviction, why, monkeypatch):
     monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 16)
-    monkeypatch.setattr(TailFirst, "MAX_STEPS", 64)
     parents = [*range(-1, 199), -1] if why == "chain in use" else [-1] * 201
     copies = Watched(eviction, parents, monkeypatch)
     rows = [copies.store(number) for number in range(201)]
@@ -358,7 +358,7 @@ def test_what_may_not_leave_does_not_keep_others_from_leaving(eviction, why, mon
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("way", ["evicted", "abandoned", "discarded", "segment dropped"])
-def test_a_parked_row_comes_back_whatever_way_its_follower_goes(eviction, way):
+def test_a_row_is_a_tail_again_whatever_way_its_follower_goes(eviction, way):
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1, eviction=eviction)
     parts = Parts.make(config, GEOMETRY, FakePool(2, lambda _: None))
     nvme = NvmeSpace(parts, NvmeLayout(0, (1,), 1 << 62), MemoryIndex(), AdmissionPolicy())
@@ -392,7 +392,7 @@ def test_what_a_reset_leaves_on_nvme_can_leave_it():
     bench.idle()
     bench.serve("aabbccx")
     for space in (bench.parts.cpu, bench.parts.nvme):
-        assert space._orders[0].victims(9, lambda _: False) == [], "heads are parked"
+        assert space._orders[0].victims(9, lambda _: False) == [], "heads are not listed"
     bench.change_weights()
     bench.serve("aabbccx", cold=True)
     assert [space.pool.free for space in (bench.parts.cpu, bench.parts.nvme)] == [[5], [2]]
