@@ -71,6 +71,7 @@ class Miss(StrEnum):
     WRITING = "writing", "still being written"
     SHORT = "short", "too short to load"
     LOAD_FAILED = "load_failed", "load failed"
+    EXCLUDED = "excluded", "in a tier that it may not load from"
 
     def __new__(cls, label: str, words: str) -> Miss:
         """Make a member of its two values."""

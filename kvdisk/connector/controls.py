@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from kvdisk.blocks import HIT_TIERS, Medium, Tier
 from kvdisk.errors import QuietLog
 from kvdisk.manager.kv_hints import ACTIONS, DEMOTE, PREFETCH
 from kvdisk.manager.requests import KVHint, RequestLimits
@@ -20,6 +21,16 @@ logger = logging.getLogger("kvdisk.connector")
 
 MOST_LOAD = "max_load_tokens"
 STORE_LIMIT = "max_offload_tokens"
+LOAD_TIERS = "kv_load_tiers"
+TIER_PLACES: Mapping[Tier, dict[str, str]] = {
+    tier: {
+        "medium": "cpu" if tier.medium is Medium.MEMORY else "storage",
+        "locality": "remote" if tier.medium is Medium.OBJECTS else "local",
+    }
+    for tier in HIT_TIERS
+}
+"""Where each tier is, in vLLM's words."""
+_MATCHED: Mapping[str, tuple[str, ...]] = {"medium": ("cpu", "storage"), "locality": ("local", "remote")}
 KV_HINTS = "kv_hints"
 MOST_ACTIONS: Final = 16
 MOST_SECONDS: Final = 86_400
@@ -44,7 +55,42 @@ class Controls:
         if not isinstance(params, Mapping):
             self._log.warn("params", f"kv_transfer_params must be a mapping, not {type(params).__name__}; ignored.")
             return RequestLimits()
-        return RequestLimits(self._tokens(params, MOST_LOAD), self._tokens(params, STORE_LIMIT))
+        return RequestLimits(
+            self._tokens(params, MOST_LOAD), self._tokens(params, STORE_LIMIT), self._tiers(params.get(LOAD_TIERS))
+        )
+
+    def _tiers(self, matchers: Any) -> frozenset[Tier] | None:
+        """Return the tiers that a request may load from; None: all. Memory is one of them always,
+        as vLLM's own connector has it. What is wrong of the list is ignored, and all of it where
+        nothing of it is right."""
+        if matchers is None:
+            return None
+        if not isinstance(matchers, list):
+            self._log.warn(LOAD_TIERS, f"{LOAD_TIERS} must be a list, not {_short(matchers)}; ignored.")
+            return None
+        wanted = [known for known in map(self._matcher, matchers) if known is not None]
+        if matchers and not wanted:
+            return None
+        found = frozenset(
+            tier
+            for tier, place in TIER_PLACES.items()
+            if tier.medium is Medium.MEMORY or any(known.items() <= place.items() for known in wanted)
+        )
+        return None if len(found) == len(HIT_TIERS) else found
+
+    def _matcher(self, matcher: Any) -> dict[str, str] | None:
+        """Return what one entry asks for, in lower case; None: it is wrong."""
+        found: dict[str, str] = {}
+        for name, values in _MATCHED.items():
+            value = matcher.get(name) if isinstance(matcher, Mapping) else ""
+            if value is None:
+                continue
+            found[name] = value.lower() if isinstance(value, str) else ""
+            if found[name] not in values:
+                text = f"an entry of {LOAD_TIERS} must have a {name} of {' or '.join(values)}, or none; it is ignored."
+                self._log.warn(name, text)
+                return None
+        return found
 
     def _tokens(self, params: Mapping[Any, Any], name: str) -> int | None:
         value = params.get(name)

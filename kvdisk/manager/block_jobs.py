@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, NamedTuple
 
-from kvdisk.blocks import BlockKey, Slot, group_of
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read
@@ -64,6 +64,7 @@ class Prompt:
     question: int = 0
     remote_question: int = 0
     asked_s: float | None = None
+    load_tiers: frozenset[Tier] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ count the jobs that use it. A copy is READY only when every rank's slot holds th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
 from itertools import compress, repeat, starmap
@@ -26,6 +26,9 @@ from kvdisk.manager.events import Journal
 
 NONE: Final = -1
 """No row."""
+
+Tiers = Collection[Tier] | None
+"""Tiers that count; None: all."""
 
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
 """Return a key's number, of 64 bits, for tables by hash: the same in every process."""
@@ -348,19 +351,20 @@ class Catalog:
         """Whether a copy is READY and not hidden."""
         return self._columns[tier].presence(row) == READY
 
-    def readable_tier(self, row: int) -> Tier | None:
-        """Return the fastest tier that a row (or -1) can be loaded from now."""
+    def readable_tier(self, row: int, tiers: Tiers = None) -> Tier | None:
+        """Return the fastest tier, of some, that a row (or -1) can be loaded from now."""
         for tier, columns in self._columns.items() if row != NONE else ():
-            if columns.presence(row) == READY:
+            if columns.presence(row) == READY and (tiers is None or tier in tiers):
                 return tier
         return None
 
-    def readable_tiers(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+    def readable_tiers(self, rows: NDArray[np.intp], tiers: Tiers = None) -> NDArray[np.uint8]:
         """As ``readable_tier``, of many rows; 0: none."""
         found = np.zeros(len(rows), np.uint8)
         there = np.flatnonzero(rows != NONE)
         for tier, columns in reversed(self._columns.items()) if len(there) else ():
-            found[there[columns.presences(rows[there]) == READY]] = tier
+            if tiers is None or tier in tiers:
+                found[there[columns.presences(rows[there]) == READY]] = tier
         return found
 
     def is_only_in(self, tier: Tier, row: int) -> bool:
@@ -369,20 +373,20 @@ class Catalog:
             columns.states[row] in {ABSENT, DOOMED} for other, columns in self._columns.items() if other is not tier
         )
 
-    def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return of each key how near its block is to be loaded, as a byte: READY, it can be;
-        WRITING, it is on its way to a tier; ABSENT."""
-        return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))))
+    def presences(self, keys: Sequence[BlockKey], tiers: Tiers = None) -> bytes:
+        """Return of each key how near its block is to be loaded from some tiers, as a byte: READY,
+        it can be; WRITING, it is on its way to one; ABSENT."""
+        return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))), tiers)
 
-    def presences_of(self, rows: Sequence[int]) -> bytes:
+    def presences_of(self, rows: Sequence[int], tiers: Tiers = None) -> bytes:
         """As ``presences``, of the blocks of some rows; ABSENT of no row."""
-        if not self._rows:
+        wanted = [columns for tier, columns in self._columns.items() if tiers is None or tier in tiers]
+        if not self._rows or not wanted:
             return bytes(len(rows))
-        tiers = self._columns.values()
         if len(rows) < _FEW:
-            return bytes([max([tier.presence(row) for tier in tiers]) if row != NONE else ABSENT for row in rows])
+            return bytes([max([each.presence(row) for each in wanted]) if row != NONE else ABSENT for row in rows])
         places = np.array(rows, np.intp)
-        found = reduce(np.maximum, [tier.presences(places) for tier in tiers])
+        found = reduce(np.maximum, [each.presences(places) for each in wanted])
         found[places == NONE] = ABSENT
         return found.tobytes()
 

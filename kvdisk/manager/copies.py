@@ -10,7 +10,7 @@ slots: its target is DOOMED and keeps its writer's pin, and its source keeps its
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, Slot, Tier
@@ -94,9 +94,10 @@ class Copies:
             read.source, read.generation, read.parent = tier, generations[read.row], catalog.parent(read.row)
             read.slots[tier] = slot
 
-    def take_from_others(self, read: Read) -> None:
-        """Have a read take another engine's copy, if one is known."""
-        taken = self._hints.take(read.key)
+    def take_from_others(self, read: Read, tiers: Collection[Tier] | None = None) -> None:
+        """Have a read take another engine's copy, if one is known that is read as of some tiers
+        (None: any)."""
+        taken = self._hints.take(read.key, tiers)
         if taken is not None:
             read.source, slot, read.generation = taken
             read.slots[read.source] = slot

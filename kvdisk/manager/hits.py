@@ -165,6 +165,8 @@ class HitCounts:
             return Miss.WRITING, None
         if key is None:
             return Miss.NEVER_SEEN, None
+        if request.load_tiers is not None and self._catalog.presences((key,))[0] == READY:
+            return Miss.EXCLUDED, None
         uses, _, age = self._history.known(key)
         if uses <= is_own:
             return Miss.NEVER_SEEN, None
@@ -198,7 +200,7 @@ class HitCounts:
             if not group.reads_all:
                 first = first_needed(group, start_tokens, end)
             keys = request.keys[group.group][first : end // group.block_tokens]
-            for at, presence in enumerate(self._catalog.presences(keys)):
+            for at, presence in enumerate(self._catalog.presences(keys, request.load_tiers)):
                 if presence != READY and group.state_tokens is not None:
                     # There may never be one just here: what counts is the last that there was.
                     last = self._history.last_known(request.keys[group.group][first:])

@@ -237,13 +237,14 @@ class LoadJobs:
             positions.append(needed + first)
             ends.append((needed + first + 1) * group.block_tokens)
         rows = self._catalog.find_many(keys)
-        tiers = self._catalog.readable_tiers(rows)
+        hints = self._hints.usable_in(request.load_tiers)
+        tiers = self._catalog.readable_tiers(rows, request.load_tiers)
         for tier in KEPT_TIERS:
             self._catalog.pin_many(rows[tiers == tier], tier)
         rows[tiers == 0] = NONE
-        for at in np.flatnonzero(tiers == 0).tolist() if self._hints.usable else ():
-            if keys[at] in self._hints.usable:
-                tiers[at] = self._hints.tier_of(keys[at])
+        for at in np.flatnonzero(tiers == 0).tolist() if hints else ():
+            if keys[at] in hints:
+                tiers[at] = self._hints.tier_of(keys[at], request.load_tiers)
         blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
         is_short = len(keys) <= MOST_PLANNED
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
@@ -294,7 +295,7 @@ class LoadJobs:
                 found.setdefault(tier, []).append(read)
             else:
                 (read.parent,) = load.request.keys[read.group].before((read.position,))
-                self._copies.take_from_others(read)
+                self._copies.take_from_others(read, load.request.load_tiers)
         for tier in KEPT_TIERS:
             self._copies.read_from(tier, found.get(tier, ()))
         return reads

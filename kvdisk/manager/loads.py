@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import NamedTuple
+
 from kvdisk.blocks import BlockKey, JobId
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.load_jobs import GpuLoads
@@ -15,8 +18,27 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
 
+class Wait(StrEnum):
+    """What a request waits for that may have more for it soon."""
+
+    WRITTEN = "a block is being written to a tier"
+    READ = "a block is being read into memory"
+    LOADED = "another request's load brings it to the GPU"
+
+
+class Found(NamedTuple):
+    """What of a request's prefix is there. ``end``: up to which token it can be loaded now.
+    ``wait``: why it is worth to ask again, if it is. ``loader``: with LOADED, the load that brings
+    it."""
+
+    end: int
+    wait: Wait | None = None
+    loader: JobId | None = None
+
+
 class LoadLookups:
-    """Answers lookups."""
+    """Answers lookups: what is there (``find``) changes nothing, and ``lookup`` decides whether to
+    wait, keeps the clocks of that, and counts."""
 
     def __init__(
         self,
@@ -49,17 +71,47 @@ class LoadLookups:
             # vLLM: for a load it reserves what loads before it still need. It counts the load that
             # has failed among these, so that there may never be room for another one.
             request.limit_loads(0)
+        limit = self._limit_of(request, local_tokens, total_tokens)
+        self._hints.refresh(request, now)
+        if self._is_answer_due(request, local_tokens, limit) and self._may_wait(request, now):
+            self._hits.waits(request, now)  # at once: many may wait, and with each answer a hit may be longer
+            return None
+        found = self.find(request, local_tokens, limit, now)
+        if found.loader is not None:
+            request.await_load(found.loader)
+        if found.wait is not None and not request.gave_up_waiting and self._may_wait(request, now):
+            self._state.read_awaited |= found.wait is Wait.READ and self._transfers.count(JobKind.PROMOTE) > 0
+            self._hits.waits(request, now)
+            return None
+        tokens, short = found.end - local_tokens, False
+        if tokens <= 0 or not self._is_worth(request, local_tokens, found.end):
+            tokens, short = 0, tokens > 0
+            self._stats.add("short_hits", int(short))
+        else:
+            request.wait_started_s = None
+        request.asked = Asked(local_tokens, limit, tokens, total_tokens, short, now)
+        self._hits.waited(request, now)
+        return tokens
+
+    def _limit_of(self, request: RequestState, local_tokens: int, total_tokens: int) -> int:
+        """Return up to which token a request may load: one at least is left to compute."""
         limit = total_tokens - 1
         if request.load_limit_tokens is not None:
             limit = min(limit, request.load_limit_tokens)
         if request.limits.most_load_tokens is not None:
             limit = min(limit, local_tokens + request.limits.most_load_tokens)
-        self._hints.refresh(request, now)
-        may_hit = limit // self._geometry.alignment_tokens * self._geometry.alignment_tokens > local_tokens
-        if may_hit and not request.gave_up_waiting and self._hints.is_asking(request) and self._may_wait(request, now):
-            self._hits.waits(request, now)  # at once: many may wait, and with each answer a hit may be longer
-            return None
-        hints = self._hints.usable
+        return limit
+
+    def _is_answer_due(self, request: RequestState, local_tokens: int, limit: int) -> bool:
+        """Whether others were asked for a request that a hit could help, and have not answered."""
+        step = self._geometry.alignment_tokens
+        may_hit = limit // step * step > local_tokens
+        return may_hit and not request.gave_up_waiting and self._hints.is_asking(request)
+
+    def find(self, request: RequestState, local_tokens: int, limit: int, now: float) -> Found:
+        """Return what is there of a request's prefix from ``local_tokens`` on, up to ``limit``.
+        Changes nothing, but what ``request.lookups`` remembers to be faster the next time."""
+        hints = self._hints.usable_in(request.load_tiers)
         hit, coming = request.lookups.hits(
             self._catalog,
             self._geometry,
@@ -68,28 +120,14 @@ class LoadLookups:
             limit,
             hints,
             self._hints.changes if hints else -1,
+            request.load_tiers,
         )
         loader = self._loader_of(request, local_tokens, hit, now)
+        if self._is_being_read(request, local_tokens, hit):
+            return Found(hit, Wait.READ, loader)
         if loader is not None:
-            request.await_load(loader)
-        if not request.gave_up_waiting:
-            being_read = self._is_being_read(request, local_tokens, hit)
-            comes = coming > hit or being_read or loader is not None
-            if comes and self._may_wait(request, now):
-                self._state.read_awaited |= being_read and self._transfers.count(JobKind.PROMOTE) > 0
-                self._hits.waits(request, now)
-                return None
-        tokens = hit - local_tokens
-        short = False
-        if tokens <= 0 or not self._is_worth(request, local_tokens, hit):
-            short = tokens > 0
-            self._stats.add("short_hits", int(short))
-            tokens = 0
-        else:
-            request.wait_started_s = None
-        request.asked = Asked(local_tokens, limit, tokens, total_tokens, short, now)
-        self._hits.waited(request, now)
-        return tokens
+            return Found(hit, Wait.LOADED, loader)
+        return Found(hit, Wait.WRITTEN if coming > hit else None)
 
     def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> list[list[BlockKey]]:
         """Return, group by group, the keys of what a hit needs from outside the GPU."""
@@ -130,7 +168,8 @@ class LoadLookups:
         slowest = self._tiers.first.tier
         for keys in self._needed_keys(request, local_tokens, hit):
             for key, row in zip(keys, self._catalog.find_all(keys), strict=True):
-                slowest = max(slowest, self._catalog.readable_tier(row) or self._hints.tier_of(key))
+                tiers = request.load_tiers
+                slowest = max(slowest, self._catalog.readable_tier(row, tiers) or self._hints.tier_of(key, tiers))
         return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
     def _may_wait(self, request: RequestState, now: float) -> bool:

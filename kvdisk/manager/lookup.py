@@ -5,11 +5,12 @@ only."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog
+from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog, Tiers
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
@@ -37,14 +38,15 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     return max(local_tokens, group.first_read(hit_tokens)) // group.block_tokens
 
 
-def reachable(catalog: Catalog, hints: Collection[BlockKey]) -> Presences:
-    """Return the presences of what the catalog has, and of ``hints``, the keys that neighbours are
-    thought to have: those are READY."""
+def reachable(catalog: Catalog, hints: Collection[BlockKey], tiers: Tiers = None) -> Presences:
+    """Return the presences of what the catalog has in some tiers, and of ``hints``, the keys that
+    others are thought to have: those are READY."""
+    in_catalog = catalog.presences if tiers is None else partial(catalog.presences, tiers=tiers)
     if not hints:
-        return catalog.presences
+        return in_catalog
 
     def presences(keys: Sequence[BlockKey]) -> bytes:
-        found = catalog.presences(keys)
+        found = in_catalog(keys)
         if found.strip(_READY):
             hinted = bytes(map(hints.__contains__, keys)).replace(b"\1", _READY)
             found = bytes(map(max, found, hinted))
@@ -74,12 +76,14 @@ class Lookups:
         limit_tokens: int,
         hints: Collection[BlockKey] = frozenset(),
         hint_changes: int = 0,
+        tiers: Tiers = None,
     ) -> Hits:
         """Return the ends, in tokens, of the longest prefixes; ``local_tokens`` where nothing
         follows it.
 
         ``keys`` may be longer than at the last call, and is otherwise the same. ``hints``: keys
-        that neighbours are thought to have; ``hint_changes`` rises with each change of them. The
+        that others are thought to have; ``hint_changes`` rises with each change of them.
+        ``tiers``: that count, the same at each call; None: all. The
         ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention
         groups need every block from ``local_tokens`` on; the others only those that
         ``first_needed`` names.
@@ -90,7 +94,7 @@ class Lookups:
             if held != self._held:
                 self._ends, self._held = {}, held
             self._asked = asked
-            self._hits = self.find(reachable(catalog, hints), geometry, keys, local_tokens, limit_tokens)
+            self._hits = self.find(reachable(catalog, hints, tiers), geometry, keys, local_tokens, limit_tokens)
         return self._hits
 
     def find(

@@ -82,8 +82,9 @@ class Promotions:
     # -- the queue -----------------------------------------------------------------------------
 
     def enqueue(self, request: RequestState, *, first: bool = False) -> None:
-        """Read ahead for a request that waits; with ``first`` before all others."""
-        if self._landing is not None and self._config.prefetch:
+        """Read ahead for a request that waits, and that may load from all tiers; with ``first``
+        before all others."""
+        if self._landing is not None and self._config.prefetch and request.load_tiers is None:
             self.leave(request)
             self._waiting[request] = None
             self._waiting.move_to_end(request, last=not first)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import compress, islice
 from typing import Final, Protocol
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.catalog import READY
 from kvdisk.manager.parts import Parts
 
@@ -32,7 +32,8 @@ class Asking(Protocol):
     """Who has a question: a request, mostly.
 
     ``keys``: of its prompt, by group. ``question``, ``remote_question``: what the neighbours, and
-    the remote store, were asked last; 0: nothing. ``asked_s``: when.
+    the remote store, were asked last; 0: nothing. ``asked_s``: when. ``load_tiers``: as those of
+    which it may ask; None: all.
     """
 
     question: int
@@ -41,6 +42,10 @@ class Asking(Protocol):
 
     @property
     def keys(self) -> tuple[Sequence[BlockKey], ...]:
+        """See the class."""
+
+    @property
+    def load_tiers(self) -> frozenset[Tier] | None:
         """See the class."""
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvdisk.blocks import BY_KEY, BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import NONE, READY
+from kvdisk.manager.catalog import NONE, READY, Tiers
 from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -354,6 +354,14 @@ class Hints:
         near, far = self.neighbours.usable_hints, self.remote.usable_hints
         return _Either(near, far) if near and far else near or far
 
+    def usable_in(self, tiers: Tiers) -> Collection[BlockKey]:
+        """As ``usable``, of what is read as one of some tiers."""
+        if tiers is None:
+            return self.usable
+        near = self.neighbours.usable_hints if self.neighbours.tier in tiers else ()
+        far = self.remote.usable_hints if self.remote.tier in tiers else ()
+        return _Either(near, far) if near and far else near or far
+
     @property
     def known(self) -> Collection[BlockKey]:
         """Return the keys of all that others are thought to have, though it may not be read now."""
@@ -361,8 +369,11 @@ class Hints:
 
     def ask(self, request: Asking) -> None:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
-        self.neighbours.ask(request)
-        self.remote.ask(request, self.neighbours.hints)
+        tiers = request.load_tiers
+        if tiers is None or self.neighbours.tier in tiers:
+            self.neighbours.ask(request)
+        if tiers is None or self.remote.tier in tiers:
+            self.remote.ask(request, self.neighbours.hints)
         self._asked.append(request)
 
     def renew(self, request: RequestState) -> None:
@@ -401,17 +412,18 @@ class Hints:
         self._state.steps += 1
         self.absorb(now)
 
-    def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
-        """Return where a move can read a block, and its generation; None: no hint names it. What it
-        reads is held until the move is settled."""
-        if key in self.remote.hints and key not in self.neighbours.usable_hints:
+    def take(self, key: BlockKey, tiers: Tiers = None) -> tuple[Tier, Slot, int] | None:
+        """Return where a move can read a block as of one of some tiers, and its generation; None:
+        no hint names it. What it reads is held until the move is settled."""
+        if self.tier_of(key, tiers) is self.remote.tier:
             return self.remote.take()
-        return self.neighbours.take(key)
+        return self.neighbours.take(key) if tiers is None or self.neighbours.tier in tiers else None
 
-    def tier_of(self, key: BlockKey) -> Tier:
-        """Return what a hinted block is read as."""
-        is_far = key in self.remote.hints and key not in self.neighbours.usable_hints
-        return self.remote.tier if is_far else self.neighbours.tier
+    def tier_of(self, key: BlockKey, tiers: Tiers = None) -> Tier:
+        """Return what a hinted block is read as, of some tiers."""
+        may_be_far = key in self.remote.hints and (tiers is None or self.remote.tier in tiers)
+        is_near = key in self.neighbours.usable_hints and (tiers is None or self.neighbours.tier in tiers)
+        return self.remote.tier if may_be_far and not is_near else self.neighbours.tier
 
     def stop(self) -> None:
         """Ask no more, because this engine's weights are no longer those of the files."""

@@ -18,11 +18,12 @@ class RequestLimits(NamedTuple):
     """What a request's user allows, in tokens; None: no limit, 0: nothing.
 
     ``most_load_tokens`` beyond those that are on the GPU already; ``store_limit_tokens`` from the
-    prompt's start.
+    prompt's start. ``load_tiers``: those that it may load from; None: all.
     """
 
     most_load_tokens: int | None = None
     store_limit_tokens: int | None = None
+    load_tiers: frozenset[Tier] | None = None
 
 
 NO_LIMITS = RequestLimits()
@@ -250,6 +251,11 @@ class RequestState:
         group."""
         if len(self.hashes) > len(self.known_hashes):
             self.known_hashes += self.hashes[len(self.known_hashes) :]
+
+    @property
+    def load_tiers(self) -> frozenset[Tier] | None:
+        """The tiers that it may load from; None: all."""
+        return self.limits.load_tiers
 
     def holds_nothing(self) -> None:
         """Its GPU blocks are gone, or may hold what is wrong: it reaches again what it computes."""

@@ -261,6 +261,24 @@ def test_so_much_is_loaded_and_stored_as_the_request_allows(engines):
         assert sum(count for _, count in bench.loads()) == blocks
 
 
+def test_a_request_loads_from_the_tiers_that_it_names(engines):
+    """And computes the rest; the next one that names none has all."""
+    bench = engines.make(nvme=True, extra={"prefetch": False}).warm(1)
+    memory, catalog = bench.manager._tiers[Tier.CPU], bench.manager._catalog
+    for name, said, blocks in (
+        ("b", [{"medium": "cpu"}], 0),
+        ("c", [{"medium": "storage"}], BLOCKS),
+        ("d", [{"medium": "cpu"}], BLOCKS),
+        ("e", [], 1),
+    ):
+        if name == "e":
+            memory.drop(sorted(catalog.rows_in(Tier.CPU), key=lambda row: catalog.generations[row])[:0:-1])
+        bench.forget(*([Tier.CPU] if name == "c" else []))
+        bench.serve(name, PROMPT, params={"kv_load_tiers": said})
+        assert sum(count for of, count in bench.loads() if of == name) == blocks, name
+    assert bench.manager.stats["misses.excluded"] == 2
+
+
 def test_the_limit_of_loads_counts_from_what_is_on_the_gpu(engines):
     bench = engines.make().warm(1)
     for name, prompt in (("b", PROMPT[: BLOCK_TOKENS + 1]), ("c", PROMPT)):

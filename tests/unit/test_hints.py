@@ -28,3 +28,14 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
     hints = Hints(neighbours, remote)
     assert hints.take(KEY) == source
     assert hints.tier_of(KEY) is (Tier.REMOTE if source == "far" else Tier.NVME)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "source"), [(None, "near"), ({Tier.NVME}, "near"), ({Tier.REMOTE}, "far"), ({Tier.CPU}, None)]
+)
+def test_of_two_that_have_a_block_one_is_read_that_may_be(tiers, source):
+    neighbours = SimpleNamespace(hints={KEY}, usable_hints={KEY}, tier=Tier.NVME, take=lambda _: "near")
+    remote = SimpleNamespace(hints={KEY}, usable_hints={KEY}, take=lambda: "far", tier=Tier.REMOTE)
+    hints = Hints(neighbours, remote)
+    assert hints.take(KEY, tiers) == source
+    assert bool(hints.usable_in(tiers)) == (source is not None)
