@@ -250,13 +250,8 @@ class BlockJobs:
         the catalog."""
         keys = [offer.key for offer in offers]
         self._ages.end(keys)
-        rows, near = self._catalog.find_all(keys), self._hints.neighbours.near(self._target.tier)
-        missing = []
-        for at, (presence, row) in enumerate(zip(self._catalog.presences_of(rows), rows, strict=True)):
-            if presence or keys[at] in near:
-                answer.present.append(at)
-            else:
-                missing.append((at, row))
+        missing = self._copies.missing(self._target, keys)
+        answer.present += sorted({*range(len(keys))} - {at for at, _ in missing})
         return missing
 
     def _admitted(

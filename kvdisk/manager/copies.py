@@ -116,6 +116,16 @@ class Copies:
 
     # -- writes begin ----------------------------------------------------------------------------
 
+    def missing(self, target: TierSpace, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Return the places in ``keys`` of the blocks that no tier has or gets, nor a neighbour as
+        near as ``target`` is, each with its row, NONE where it has none."""
+        rows, near = self._catalog.find_all(keys), self._neighbours.near(target.tier)
+        return [
+            (at, row)
+            for at, (row, presence) in enumerate(zip(rows, self._catalog.presences_of(rows), strict=True))
+            if not presence and keys[at] not in near
+        ]
+
     def take_slots(
         self, target: TierSpace, blocks: Sequence[tuple[int, BlockKey | None]], *, in_order: bool
     ) -> tuple[list[Slot | None], list[int]]:

@@ -487,14 +487,10 @@ class StorePlanner:
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
         as near as the first tier is."""
-        keys = [offer.key for offer in offers]
+        on_gpu = [offer for offer in offers if offer.gpu_block]
+        keys = [offer.key for offer in on_gpu]
         self._ages.end(keys)
-        rows, near = self._catalog.find_all(keys), self._hints.neighbours.near(self._target.tier)
-        return [
-            (offer, row)
-            for offer, row, presence in zip(offers, rows, self._catalog.presences_of(rows), strict=True)
-            if offer.gpu_block and not presence and offer.key not in near
-        ]
+        return [(on_gpu[at], row) for at, row in self._copies.missing(self._target, keys)]
 
     def _without_gaps(self, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
         """Return the missing blocks but for those behind one that no tier has, nor is offered: it
