@@ -154,12 +154,14 @@ class LoadLookups:
         loads, awaited = self._gpu_loads, request.awaited_load
         if not loads.any or hit <= local_tokens:
             return None
-        if loads.is_out(awaited) and not request.gave_up_waiting and not self._is_over(request, now):
+        is_waiting = request.wait_started_s is not None
+        if is_waiting and loads.is_out(awaited) and not request.gave_up_waiting and not self._is_over(request, now):
             return awaited
         end = Lookups().find(loads.presences, self._geometry, request.keys, local_tokens, hit).ready
         if end <= local_tokens or not self._is_worth(request, local_tokens, end):
             return None
-        return loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
+        loader = loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
+        return loader if (is_waiting and loader == awaited) or loader not in request.awaited_loads else None
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a hit is long enough to be worth its load."""

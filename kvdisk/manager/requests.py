@@ -213,6 +213,8 @@ class RequestState:
     """Of its last load."""
     load_job: JobId | None = None
     """Its last load."""
+    awaited_loads: set[JobId] = field(default_factory=set)
+    """Other requests' loads that it has waited for: two that hang would have it wait in turns."""
     awaited_load: JobId | None = None
     """Another's, for whose blocks it waits, or has waited."""
     wait_started_s: float | None = None
@@ -275,16 +277,21 @@ class RequestState:
         self.load_limit_tokens = tokens if self.load_limit_tokens is None else min(tokens, self.load_limit_tokens)
 
     def may_wait_again(self) -> None:
-        """Begin a new wait, however the last one ended: it is preempted, or another load has
-        begun."""
+        """Wait anew, however the last wait ended, and for whatever load: it is preempted."""
+        self._begin_wait()
+        self.awaited_load = None
+        self.awaited_loads.clear()
+
+    def _begin_wait(self) -> None:
         self.wait_started_s = None
         self.gave_up_waiting = False
 
     def await_load(self, job_id: JobId) -> None:
-        """Wait for another request's load, which is a wait of its own."""
+        """Wait for another request's load, which is a wait of its own: the first for this load."""
         if job_id != self.awaited_load:
             self.awaited_load = job_id
-            self.may_wait_again()
+            self.awaited_loads.add(job_id)
+            self._begin_wait()
 
     def forget_changed_keys(self) -> bool:
         """Drop all keys where the engine has hashed the prompt anew; return whether it has.
