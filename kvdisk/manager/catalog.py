@@ -27,7 +27,7 @@ from kvdisk.manager.events import Journal
 NONE: Final = -1
 """No row."""
 
-Tiers = Collection[Tier] | None
+TierChoice = Collection[Tier] | None
 """Tiers that count; None: all."""
 
 number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
@@ -351,14 +351,14 @@ class Catalog:
         """Whether a copy is READY and not hidden."""
         return self._columns[tier].presence(row) == READY
 
-    def readable_tier(self, row: int, tiers: Tiers = None) -> Tier | None:
+    def readable_tier(self, row: int, tiers: TierChoice = None) -> Tier | None:
         """Return the fastest tier, of some, that a row (or -1) can be loaded from now."""
         for tier, columns in self._columns.items() if row != NONE else ():
             if columns.presence(row) == READY and (tiers is None or tier in tiers):
                 return tier
         return None
 
-    def readable_tiers(self, rows: NDArray[np.intp], tiers: Tiers = None) -> NDArray[np.uint8]:
+    def readable_tiers(self, rows: NDArray[np.intp], tiers: TierChoice = None) -> NDArray[np.uint8]:
         """As ``readable_tier``, of many rows; 0: none."""
         found = np.zeros(len(rows), np.uint8)
         there = np.flatnonzero(rows != NONE)
@@ -373,12 +373,12 @@ class Catalog:
             columns.states[row] in {ABSENT, DOOMED} for other, columns in self._columns.items() if other is not tier
         )
 
-    def presences(self, keys: Sequence[BlockKey], tiers: Tiers = None) -> bytes:
+    def presences(self, keys: Sequence[BlockKey], tiers: TierChoice = None) -> bytes:
         """Return of each key how near its block is to be loaded from some tiers, as a byte: READY,
         it can be; WRITING, it is on its way to one; ABSENT."""
         return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))), tiers)
 
-    def presences_of(self, rows: Sequence[int], tiers: Tiers = None) -> bytes:
+    def presences_of(self, rows: Sequence[int], tiers: TierChoice = None) -> bytes:
         """As ``presences``, of the blocks of some rows; ABSENT of no row."""
         wanted = [columns for tier, columns in self._columns.items() if tiers is None or tier in tiers]
         if not self._rows or not wanted:

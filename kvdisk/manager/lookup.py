@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog, Tiers
+from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog, TierChoice
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
@@ -38,7 +38,7 @@ def first_needed(group: GroupGeometry, local_tokens: int, hit_tokens: int) -> in
     return max(local_tokens, group.first_read(hit_tokens)) // group.block_tokens
 
 
-def reachable(catalog: Catalog, hints: Collection[BlockKey], tiers: Tiers = None) -> Presences:
+def reachable(catalog: Catalog, hints: Collection[BlockKey], tiers: TierChoice = None) -> Presences:
     """Return the presences of what the catalog has in some tiers, and of ``hints``, the keys that
     others are thought to have: those are READY."""
     in_catalog = catalog.presences if tiers is None else partial(catalog.presences, tiers=tiers)
@@ -76,7 +76,7 @@ class Lookups:
         limit_tokens: int,
         hints: Collection[BlockKey] = frozenset(),
         hint_changes: int = 0,
-        tiers: Tiers = None,
+        tiers: TierChoice = None,
     ) -> Hits:
         """Return the ends, in tokens, of the longest prefixes; ``local_tokens`` where nothing
         follows it.

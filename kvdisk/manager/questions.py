@@ -22,7 +22,7 @@ from kvdisk.manager.parts import Parts
 MOST_WAITING: Final = 8192
 """Requests whose question waits for its turn. Of those that come then nothing is asked."""
 MOST_HINTS: Final = 1 << 18
-"""Blocks that others are thought to have, about 350 bytes each of neighbours, and 150 of the remote
+"""Blocks that others are thought to have, about 350 bytes each of neighbours, and 210 of the remote
 store; the first heard of are forgotten first."""
 _READY = bytes([READY])
 _NOT_READY = bytes(presence != READY for presence in range(256))

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvdisk.blocks import BY_KEY, BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import NONE, READY, Tiers
+from kvdisk.manager.catalog import NONE, READY, TierChoice
 from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -354,7 +354,7 @@ class Hints:
         near, far = self.neighbours.usable_hints, self.remote.usable_hints
         return _Either(near, far) if near and far else near or far
 
-    def usable_in(self, tiers: Tiers) -> Collection[BlockKey]:
+    def usable_in(self, tiers: TierChoice) -> Collection[BlockKey]:
         """As ``usable``, of what is read as one of some tiers."""
         if tiers is None:
             return self.usable
@@ -412,14 +412,14 @@ class Hints:
         self._state.steps += 1
         self.absorb(now)
 
-    def take(self, key: BlockKey, tiers: Tiers = None) -> tuple[Tier, Slot, int] | None:
+    def take(self, key: BlockKey, tiers: TierChoice = None) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a block as of one of some tiers, and its generation; None:
         no hint names it. What it reads is held until the move is settled."""
         if self.tier_of(key, tiers) is self.remote.tier:
             return self.remote.take()
         return self.neighbours.take(key) if tiers is None or self.neighbours.tier in tiers else None
 
-    def tier_of(self, key: BlockKey, tiers: Tiers = None) -> Tier:
+    def tier_of(self, key: BlockKey, tiers: TierChoice = None) -> Tier:
         """Return what a hinted block is read as, of some tiers."""
         may_be_far = key in self.remote.hints and (tiers is None or self.remote.tier in tiers)
         is_near = key in self.neighbours.usable_hints and (tiers is None or self.neighbours.tier in tiers)
