@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of slots between two tiers of one host's memory."""
+"""Copies of slots between two tiers of one host's memory. kvdisk ships one such tier: a second one
+needs this (decision 30, ``tests/unit/test_seams.py``)."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
 
 from kvdisk.blocks import KEPT_TIERS
+from kvdisk.worker import routes
+from kvdisk.worker.routes import Resources
 
 CPU, FAR, NVME = KEPT_TIERS
 WAYS = ("cpu_to_far", "far_to_cpu", "far_to_nvme", "nvme_to_cpu")
@@ -21,8 +23,12 @@ SHAPE = LoadShape(width=4, at_once=4, most_tokens=60, forgets=0.3, aborts=0.05)
 PROMPTS = [f"{at} are the words of a prompt" for at in range(3)]
 
 
-@pytest.mark.parametrize(("windowed", "ranks"), [(False, 1), (True, 2)])
-def test_blocks_go_down_and_come_back_from_each_tier(windowed: bool, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("windowed", "ranks", "threads"), [(False, 1, 0), (True, 2, 0), (False, 1, 2)])
+def test_blocks_go_down_and_come_back_from_each_tier(
+    windowed: bool, ranks: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``threads``: that copy between the two memories, as on a GPU machine."""
+    monkeypatch.setattr(routes, "Resources", lambda *parts: Resources(*parts[:-1], threads))
     model = LiveModel(windowed=windowed, ranks=ranks)
     config = model.config(str(tmp_path / "store"), blocks=60, nvme_admission="all")
     counted: Counter[str] = Counter()

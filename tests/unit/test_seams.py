@@ -153,7 +153,7 @@ def test_a_second_tier_in_memory_is_a_member_and_a_row():
         text=True,
         check=False,
     )
-    assert ended.returncode == 0 and "3 passed" in ended.stdout, ended.stdout[-4000:] + ended.stderr[-1000:]
+    assert ended.returncode == 0 and "4 passed" in ended.stdout, ended.stdout[-4000:] + ended.stderr[-1000:]
 
 
 class TooMany(EvictionPolicy):
