@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
@@ -63,6 +63,10 @@ def restore(
     return catalog, orders, restore_blocks(index, geometry, catalog, orders, segments, Uses(), known)
 
 
+PARENT = BlockRecord(FILE_EPOCH, make_block_key(b"", 1), Slot(2, 0), 1)
+FOLLOWED = [PARENT, BlockRecord(FILE_EPOCH, make_block_key(b"", 2), Slot(3, 0), 2, PARENT.key)]
+
+
 def by_hand(index: MemoryIndex) -> tuple[list[BlockRecord], list[tuple[int, BlockKey]], set[Slot], set[Slot]]:
     """Return what is kept, in the order in which it leaves, the names that go, and the slots of
     both."""
@@ -106,6 +110,7 @@ def content(catalog: Catalog) -> dict[BlockKey, Any]:
 
 
 @given(records_of(keys) | records_of(long_keys))
+@example(FOLLOWED)
 def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     index = MemoryIndex()
     index.put(records)
@@ -115,9 +120,13 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     assert restored.stale == stale
     assert (set(restored.stale_slots), len(restored.stale_slots)) == (stale_slots, len(stale_slots))
     assert {Slot(segment, number) for segment, found in restored.used.items() for number in found.tolist()} == used
+    followed = {record.parent for record in kept}
     for size_class, order in enumerate(orders):
-        left = [catalog.keys[row] for _, row in order._policy.proposals()]
-        assert left == [record.key for record in kept if GEOMETRY.size_classes[group_of(record.key)] == size_class]
+        ours = [record.key for record in kept if GEOMETRY.size_classes[group_of(record.key)] == size_class]
+        assert [catalog.keys[row] for _, row in order._policy.proposals()] == [
+            key for key in ours if key not in followed
+        ]
+        assert all(order._policy.holds(catalog.find(key)) for key in ours)
     stored = Catalog()
     for record in kept:
         store(stored, record)
