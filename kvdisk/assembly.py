@@ -494,6 +494,8 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
     for said, group in zip(groups, geometry.groups, strict=True):
         if group.chunk_tokens is not None:  # only there: what HOME says must stay equal for a takeover
             said["chunk_tokens"] = group.chunk_tokens
+        if group.gpu_blocks > 1:
+            said["gpu_blocks"] = group.gpu_blocks
     return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
 
 
@@ -573,7 +575,7 @@ def assemble_worker(
     check_host_memory(_host_bytes_of_rank(config, geometry, geometry.rank_count), ranks)
     device = next(layer.device for group in layers for layer in group)
     on_gpu = device.type == "cuda"
-    groups = [LayerBlocks(group) for group in layers]
+    groups = [LayerBlocks(group, sizes.gpu_blocks) for group, sizes in zip(layers, geometry.groups, strict=True)]
     lanes = CudaLanes(device.index) if on_gpu else None
     copier = HostCopier(groups) if lanes is None else _gpu_copier(groups, lanes, geometry)
     with ExitStack() as undo:  # pinning goes on, on a thread, until an arena is closed

@@ -103,6 +103,9 @@ _parse_tokens = _checked(
     lambda value: value == "auto" or (type(value) is int and value >= 0),
     lambda value: None if value == "auto" else value,
 )
+_parse_unit = _checked(
+    "'auto' or a number of tokens", lambda value: value == "auto" or (type(value) is int and value > 0)
+)
 _parse_remote_admission = _checked(
     "'all' or 'reuse(n)' with n from 1 to 16", lambda value: value == "all" or re.fullmatch(_REUSE, str(value))
 )
@@ -325,6 +328,18 @@ class Config:
 
     Default: none
     Example: 604800
+    """
+    unit_tokens: int | str | None = _setting(None, _parse_unit)
+    """Tokens of a unit: several of vLLM's blocks that are stored, found and loaded as one. A hit
+    ends with a unit, and so loses half of one; it costs the scheduler a fraction, and so do index
+    and memory. `"auto"`: up to 128 tokens, in units of 1 MiB on a rank at most, by KV-cache group.
+    It pays where a block's share is small and prompts are long ([units](MODELS.md#units)). Another
+    value is another namespace: what is stored is not found under it. Refused with store policies
+    but `"on_compute"` and `"on_preemption"`, and with KV-cache events; `"auto"` is one block there.
+
+    Default: none: vLLM's own blocks
+    Example: "auto"
+    Example: 64
     """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
     """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner

@@ -24,6 +24,11 @@ USES_RECORD_BYTES = 16
 FINGERPRINT_BYTES = 32
 LEAST_FILLED = 0.8
 """Of a slot that a recurrent state has in common with KV."""
+UNIT_BYTES = 1 << 20
+"""Of one rank's part of a unit of several blocks, where units go by their size. Drives reach their
+rate with reads of this size."""
+MOST_UNIT_TOKENS = 128
+"""Of such a unit. A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
 EPOCH_LIMIT = 2**63
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one
@@ -50,6 +55,8 @@ class GroupGeometry:
 
     ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
     of the group; of a pipeline, on the stage that has most of it, to which the others pad.
+    ``gpu_blocks``: how many of the engine's blocks, one after the other, are one block here; its
+    payload is theirs, one after the other.
     ``window_tokens``: sliding window, with what the engine keeps behind it; None: there is none.
     ``volatile_tokens``: the KV of a token depends on so many after it, too (a drafter's layers):
     that of a block's last ones is not what its hash says. ``chunk_tokens``: of chunked local
@@ -69,6 +76,12 @@ class GroupGeometry:
     prompt_only: bool = False
     state_tokens: int | None = None
     least_bytes: int = 0
+    gpu_blocks: int = 1
+
+    @property
+    def gpu_block_tokens(self) -> int:
+        """Tokens of one of the engine's blocks."""
+        return self.block_tokens // self.gpu_blocks
 
     @property
     def volatile_blocks(self) -> int:
@@ -194,6 +207,41 @@ def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
         least = next((size for size in sizes if LEAST_FILLED * size <= group.payload_bytes <= size), 0)
         found.append(group if group.state_tokens is None else replace(group, least_bytes=least))
     return tuple(found)
+
+
+def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | None) -> tuple[GroupGeometry, ...]:
+    """Return groups whose blocks are units of several of the engine's, with ``unit_tokens`` each;
+    None: of at most ``UNIT_BYTES`` on a rank, and at most ``MOST_UNIT_TOKENS``.
+
+    Some keep the engine's blocks: recurrent states; those whose blocks are as large, or do not
+    divide ``unit_tokens``; and what reads less than two units. The engine frees a block when nobody
+    reads its tokens any more, and all of a unit must be there when its last token is known.
+    """
+    found = []
+    for group in groups:
+        if unit_tokens is not None:
+            count = unit_tokens // group.block_tokens if unit_tokens % group.block_tokens == 0 else 1
+            count = count if _may_have(group, count) else 1
+        else:
+            most = min(MOST_UNIT_TOKENS // group.block_tokens, UNIT_BYTES // max(1, group.payload_bytes))
+            count = 1 << max(0, most.bit_length() - 1)  # so that units of several groups end together
+            while not _may_have(group, count):
+                count //= 2
+        tokens, payload_bytes = count * group.block_tokens, count * group.payload_bytes
+        found.append(replace(group, block_tokens=tokens, payload_bytes=payload_bytes, gpu_blocks=count))
+    return tuple(found)
+
+
+def _may_have(group: GroupGeometry, count: int) -> bool:
+    """Whether so many blocks of a group may be one."""
+    if count == 1:
+        return True
+    unit_tokens = count * group.block_tokens
+    if count < 1 or group.state_tokens is not None:
+        return False
+    if group.chunk_tokens is not None:
+        return group.chunk_tokens % unit_tokens == 0
+    return group.window_tokens is None or 2 * unit_tokens + group.volatile_tokens <= group.window_tokens
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
@@ -19,11 +20,11 @@ from kvdisk.stats import Stats
 class JobKind(IntEnum):
     """The kinds of jobs. Each job is reported once by each rank.
 
-    STORE: GPU block to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
+    STORE: GPU blocks to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
     slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to
-    the GPU block. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified. In place
-    of the NVMe slot of the last three there may be the remote store, as ``BY_KEY``, or of a DEMOTE
-    as ``BY_KEY_OVER``.
+    the GPU blocks. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified. In
+    place of the NVMe slot of the last three there may be the remote store, as ``BY_KEY``, or of a
+    DEMOTE as ``BY_KEY_OVER``.
     OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the
     plan.
     """
@@ -61,16 +62,20 @@ class Reason(IntEnum):
     """The GPU had no memory left for what a copy needs beside its blocks."""
 
 
-class Move(NamedTuple):
-    """One block of a job. Fields that the route does not use are None (``block``: -1).
+NO_BLOCK = -1
 
-    ``block`` is the GPU block id, ``slots`` the slot in each tier that the move reads or writes,
-    ``parent`` the key of the block before this one in its chain, where known.
+
+class Move(NamedTuple):
+    """One block of a job. Fields that the route does not use are empty.
+
+    ``gpu_blocks``: the ids of the GPU blocks that it has, as many as its group says; NO_BLOCK in
+    place of one that a load leaves as it is. ``slots``: the slot in each tier that the move reads
+    or writes. ``parent``: the key of the block before this one in its chain, where known.
     """
 
     key: BlockKey
     generation: int
-    block: int = -1
+    gpu_blocks: tuple[int, ...] = ()
     slots: Mapping[Tier, Slot] = {}  # never written to
     parent: BlockKey | None = None
 
@@ -78,6 +83,11 @@ class Move(NamedTuple):
     def is_foreign(self) -> bool:
         """Whether it reads another engine's slot."""
         return any(slot.segment >= FOREIGN_SEGMENTS for slot in self.slots.values())
+
+    @property
+    def filled_blocks(self) -> list[int]:
+        """The GPU blocks that it reads, or fills."""
+        return [block for block in self.gpu_blocks if block != NO_BLOCK]
 
 
 class HomeSpec(NamedTuple):
@@ -149,22 +159,27 @@ def _pack(moves: Sequence[Move]) -> tuple[object, ...]:
     slots lie in, which of these each has, and the numbers of the slots, one after the other."""
     if not moves:
         return ()
-    keys, generations, blocks, slots, parents = zip(*moves, strict=True)
+    keys, generations, gpu_blocks, slots, parents = zip(*moves, strict=True)
+    counts = list(map(len, gpu_blocks))
+    blocks = list(chain.from_iterable(gpu_blocks))
     known: dict[tuple[Tier, ...], int] = {}
     tiers = bytes(known.setdefault(tuple(each), len(known)) for each in slots)
     places = [slot for each in slots for slot in each.values()]
     segments, indexes = [slot.segment for slot in places], [slot.index for slot in places]
-    return keys, generations, blocks, parents, tuple(known), tiers, segments, indexes
+    counts = counts[:1] if len(set(counts)) == 1 else counts
+    return keys, generations, counts, blocks, parents, tuple(known), tiers, segments, indexes
 
 
 def _unpack(job: dict[str, Any], *columns: Any) -> Job:
     """Return the job that was pickled."""
     if not columns:
         return Job(**job)
-    keys, generations, blocks, parents, known, tiers, segments, indexes = columns
+    keys, generations, counts, blocks, parents, known, tiers, segments, indexes = columns
+    each = iter(blocks)
+    gpu_blocks = [tuple(islice(each, count)) for count in (counts * len(keys) if len(counts) == 1 else counts)]
     places = map(Slot, segments, indexes)
     slots = ({tier: next(places) for tier in known[at]} for at in tiers)
-    job["moves"] = tuple(map(Move, keys, generations, blocks, slots, parents))
+    job["moves"] = tuple(map(Move, keys, generations, gpu_blocks, slots, parents))
     return Job(**job)
 
 

@@ -437,7 +437,7 @@ class Route:
         self.moved_bytes = count * payload_bytes
         slots = shuffled(range(count))
         moves = [
-            Move(make_block_key(block.to_bytes(32, "big"), 0), 1, block, {tier: Slot(0, slot)})
+            Move(make_block_key(block.to_bytes(32, "big"), 0), 1, (block,), {tier: Slot(0, slot)})
             for block, slot in enumerate(slots)
         ]
         if tier is Tier.NVME:

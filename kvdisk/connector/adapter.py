@@ -54,7 +54,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdisk.blocks import GROUP_BYTES, HIT_TIERS, BlockKey, Medium, Tier, group_of, make_block_key
 from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, GroupGeometry, share_slots
+from kvdisk.geometry import Geometry, GroupGeometry, in_units, share_slots
 from kvdisk.worker.host_memory import Deployment
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
+
+    from kvdisk.config import Config
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 """0.32 is what the tests run on; 0.33 adds the hooks of sleep mode and keeps no reference count on
@@ -487,13 +489,17 @@ def handshakes_beside(connector: KVConnectorBase_V1) -> list[str]:
 
 
 def geometry_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]] = ()
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    stages: Sequence[Sequence[KVCacheGroupSpec]] = (),
+    unit_tokens: int | str | None = None,
 ) -> Geometry:
-    """Return the sizes of this engine's blocks.
+    """Return the sizes of this engine's blocks, each of one or several of vLLM's.
 
     ``stages``: the groups of each stage of a pipeline. A block is as large on each of them as on
     the one that has most of its bytes. Empty: those that the configuration has, see
-    ``sizes_are_certain``; without layers of a group its blocks have no bytes.
+    ``sizes_are_certain``; without layers of a group its blocks have no bytes. ``unit_tokens``: as
+    the setting says it. Raises ConfigError where no group can have such blocks.
     """
     groups = []
     parallel = vllm_config.parallel_config
@@ -517,9 +523,38 @@ def geometry_of(
             )
         )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
+    if unit_tokens is not None:
+        groups = _in_units(groups, unit_tokens)
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
     replicated = ranks > 1 and ranks_are_alike(vllm_config, kv_cache_config)
     return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
+
+
+def _in_units(groups: list[GroupGeometry], unit_tokens: int | str) -> list[GroupGeometry]:
+    found = list(in_units(groups, None if unit_tokens == "auto" else int(unit_tokens)))
+    if unit_tokens != "auto" and not any(group.block_tokens == unit_tokens for group in found):
+        sizes = sorted({group.block_tokens for group in groups})
+        raise ConfigError(
+            f"unit_tokens {unit_tokens} fits no KV-cache group of this model, whose blocks have "
+            f"{' or '.join(map(str, sizes))} tokens: it must be a multiple of them, and at most half of what a window "
+            "reads; 'auto' finds one."
+        )
+    return found
+
+
+def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:
+    """Return the setting ``unit_tokens`` as far as it can be had. Raises ConfigError where a number
+    cannot."""
+    why = ""
+    if config.store_policy not in {"on_compute", "on_preemption"}:
+        why = f"store_policy {config.store_policy!r} stores vLLM's blocks one by one"
+    elif publishes_events(vllm_config):
+        why = "KV-cache events name vLLM's blocks one by one"
+    if not why or config.unit_tokens is None:
+        return config.unit_tokens
+    if config.unit_tokens != "auto":
+        raise ConfigError(f"unit_tokens {config.unit_tokens} cannot be used: {why}.")
+    return None
 
 
 def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
@@ -815,7 +850,7 @@ def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
     request and group."""
     limits = vllm_config.scheduler_config
     return sum(
-        -(-limits.max_num_batched_tokens // group.block_tokens) + limits.max_num_seqs for group in geometry.groups
+        -(-limits.max_num_batched_tokens // group.gpu_block_tokens) + limits.max_num_seqs for group in geometry.groups
     )
 
 
@@ -843,7 +878,7 @@ class PooledBlock(NamedTuple):
         if named is None or tokens is None:
             return None
         group = self.groups.number_of(get_group_id(named))
-        if tokens % self.geometry.groups[group].block_tokens:
+        if tokens % self.geometry.groups[group].gpu_block_tokens:
             return None
         key = get_block_hash(named)
         return None if key in self.void else make_block_key(key, group)

@@ -65,12 +65,14 @@ def fingerprint_of(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     stages: Sequence[Sequence[KVCacheGroupSpec]] = (),
+    units: Sequence[int] = (),
     *,
     any_ranks: bool = False,
 ) -> tuple[bytes, dict[str, Any]]:
     """Return the fingerprint (32 bytes) and a description for people and the inspector.
 
     ``stages``: the KV-cache groups of each stage of a pipeline; none: the configuration's own.
+    ``units``: of each group how many of vLLM's blocks are stored as one; none: one.
     ``any_ranks``: stored bytes are laid out alike for any tensor-parallel size.
 
     Raises ConfigError where the weights have no identity (dummy, streamed), where the hashes of
@@ -117,6 +119,8 @@ def fingerprint_of(
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
         facts["media"]["files"] = _processor_digest(_model_folder(model))
     facts |= _context_facts(vllm_config, kv_cache_config)
+    if any(count > 1 for count in units):
+        facts["units"] = list(units)
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
     text = json.dumps(facts, sort_keys=True, default=str)

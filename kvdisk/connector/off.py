@@ -104,7 +104,7 @@ class SchedulerOff:
         jobs = []
         for request_id, groups in self._unsent.items():
             self._jobs -= 1  # the manager's numbers are above 0
-            moves = tuple(Move(BlockKey(b""), 0, block) for group in groups for block in group if block)
+            moves = tuple(Move(BlockKey(b""), 0, (block,)) for group in groups for block in group if block)
             jobs.append(Job(JobId(self._jobs), JobKind.LOAD, moves, request_id=request_id))
         self._unsent.clear()
         self._stepped = True

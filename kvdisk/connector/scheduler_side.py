@@ -28,6 +28,7 @@ from kvdisk.connector.adapter import (
     sleeps,
     step_blocks_of,
     unfilled_blocks,
+    units_of,
 )
 from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
@@ -66,7 +67,8 @@ class SchedulerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._geometry = geometry_of(vllm_config, kv_cache_config)
+        self._unit_tokens = units_of(config, vllm_config)
+        self._geometry = geometry_of(vllm_config, kv_cache_config, unit_tokens=self._unit_tokens)
         self._groups = GroupIds(kv_cache_config)
         refuse_store_policy(config.store_policy, vllm_config, self._geometry)
         if keeps_parts_of_states(kv_cache_config, self._geometry):
@@ -131,7 +133,7 @@ class SchedulerSide:
                 "on one."
             )
         for stages in by_worker:
-            geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages)
+            geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages, self._unit_tokens)
             if self._parts is None and self._context is not None:
                 self._geometry = geometry
                 self._assemble(self._make_namespace(stages))
@@ -143,7 +145,8 @@ class SchedulerSide:
     def _make_namespace(self, stages: Sequence[list[KVCacheGroupSpec]] = ()) -> tuple[bytes | None, dict[str, Any]]:
         if not self._config.store_dirs and self._config.remote is None:
             return None, {}
-        return fingerprint_of(self._vllm_config, self._kv_cache_config, stages)
+        units = [group.gpu_blocks for group in self._geometry.groups]
+        return fingerprint_of(self._vllm_config, self._kv_cache_config, stages, units)
 
     def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
         assert self._context is not None

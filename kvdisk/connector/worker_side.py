@@ -17,6 +17,7 @@ from kvdisk.connector.adapter import (
     rank_of,
     ranks_of_stage,
     sleeps,
+    units_of,
 )
 from kvdisk.connector.off import WorkerOff
 from kvdisk.messages import Plan, Report
@@ -57,7 +58,8 @@ class WorkerSide:
         sizes."""
         assert self._parts is None, "the KV caches were registered twice"
         self._stages = groups_by_stage(self._vllm_config, self._kv_cache_config)
-        geometry = geometry_of(self._vllm_config, self._kv_cache_config, self._stages)
+        units = units_of(self._config, self._vllm_config)
+        geometry = geometry_of(self._vllm_config, self._kv_cache_config, self._stages, units)
         layers = layer_blocks(self._kv_cache_config, kv_caches)
         # Sleep may unmap what the GPU's own way between drive and GPU uses.
         config = replace(self._config, gpu_staging_bytes=0) if sleeps(self._vllm_config) else self._config

@@ -292,7 +292,7 @@ class BlockJobs:
         blocks = [(offer.key, offer.parent, row) for offer, (_, row, _) in zip(offers, served, strict=True)]
         rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in served])
         moves = [
-            Move(offer.key, generations[row], offer.row, {tier: slot}, offer.parent)
+            Move(offer.key, generations[row], (offer.row,), {tier: slot}, offer.parent)
             for offer, row, (_, _, slot) in zip(offers, rows, served, strict=True)
         ]
         groups = self._groups_of([offer.key for offer in offers])
@@ -315,7 +315,7 @@ class BlockJobs:
         """Plan a job that loads blocks into the caller's rows; return it (None: there is none), and
         the positions of those that it brings, in the order of its moves. Nobody has the others."""
         groups = self._groups_of([key for key, _ in blocks])
-        reads = [Read(key, None, row, group) for (key, row), group in zip(blocks, groups, strict=True)]
+        reads = [Read(key, None, (row,), group) for (key, row), group in zip(blocks, groups, strict=True)]
         self._copies.pin_sources(reads)
         found = [at for at, read in enumerate(reads) if read.source is not None]
         if not found:

@@ -30,13 +30,13 @@ copy."""
 class Read:
     """A block to be read. ``source``: the tier whose copy is read; None: there is none.
 
-    ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_block``, ``group``,
+    ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_blocks``, ``group``,
     ``position``: of a load.
     """
 
     key: BlockKey
     parent: BlockKey | None
-    gpu_block: int = -1
+    gpu_blocks: tuple[int, ...] = ()
     group: int = -1
     position: int = -1
     row: int = NONE
@@ -48,7 +48,7 @@ class Read:
     @property
     def move(self) -> Move:
         """What the workers are told."""
-        return Move(self.key, self.generation, self.gpu_block, self.slots, self.parent)
+        return Move(self.key, self.generation, self.gpu_blocks, self.slots, self.parent)
 
     @property
     def detail(self) -> MoveDetail:

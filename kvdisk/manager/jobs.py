@@ -151,10 +151,11 @@ class Transfers:
         """Return the GPU blocks that the loads under way have failed to fill, with those of a
         report that is not absorbed yet."""
         return {
-            record.job.moves[position].block
+            block
             for job_id, record in self._records.items()
             if record.job.kind is _LOAD
             for position in (*record.failed, *(report.results[job_id].failed if job_id in report.results else ()))
+            for block in record.job.moves[position].filled_blocks
         }
 
     def fail_stores(self) -> None:
@@ -229,7 +230,7 @@ class StoreSources:
         """A store was planned. Its blocks hold what it stores, or will when this step's forward
         pass is over."""
         self._note_reused()  # of this step: from now on the blocks belong to the new store
-        blocks = [move.block for move in record.job.moves]
+        blocks = [block for move in record.job.moves for block in move.gpu_blocks]
         self._records.update(dict.fromkeys(blocks, record))
         self._context.watch(blocks)
 
@@ -237,7 +238,8 @@ class StoreSources:
         """The job's copies out of the GPU have ended on every rank, or will never begin."""
         self._note_reused()
         self._reused = [(block, other) for block, other in self._reused if other is not record]
-        mine = [move.block for move in record.job.moves if self._records.get(move.block) is record]
+        blocks = [block for move in record.job.moves for block in move.gpu_blocks]
+        mine = [block for block in blocks if self._records.get(block) is record]
         for block in mine:
             del self._records[block]
         self._context.unwatch(mine)
@@ -254,7 +256,7 @@ class StoreSources:
         for block, record in self._reused:
             if block in overwritten:
                 for position, move in enumerate(record.job.moves):
-                    if move.block == block:
+                    if block in move.gpu_blocks:
                         record.failed.setdefault(position, Reason.OVERWRITTEN)
         self._reused = []
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import Hints
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, Move
+from kvdisk.messages import NO_BLOCK, JobKind, Move
 
 MOST_PLANNED = 4096
 """Blocks of loads that a step plans, but that each load that begins has a job of as many."""
@@ -107,8 +107,9 @@ class GpuLoads:
 class Load:
     """A request's load: planned job by job, the head of its prompt first.
 
-    ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``rows``: NONE where
-    no copy is pinned. ``order``: of their places there, in which they are planned. ``id``: its
+    ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``gpu_blocks``: of
+    each those of the GPU, NO_BLOCK where it is not filled; ``rows``: NONE where no copy is pinned.
+    ``order``: of their places there, in which they are planned. ``id``: its
     first job. ``planned``: how many are. ``landed``: copies that it leaves in memory, by size
     class. ``jobs``: that are queued or out. ``failed``: groups and positions. ``failed_blocks``: on
     the GPU. ``sent_s``: when the first job was. ``is_left``: the request has ended. ``is_void``:
@@ -118,7 +119,7 @@ class Load:
     request: RequestState
     blocks: LoadedBlocks
     keys: list[BlockKey]
-    gpu_blocks: NDArray[np.int32]
+    gpu_blocks: list[tuple[int, ...]]
     rows: NDArray[np.intp]
     order: NDArray[np.intp]
     id: JobId | None = None
@@ -143,18 +144,21 @@ class Load:
         return np.sort(taken)
 
 
-def _given(block_ids: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
-    """Return the GPU blocks that vLLM gave to a stretch of a group, and their places there.
+def _given(block_ids: Sequence[int], each: int) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
+    """Return the GPU blocks that vLLM gave to a stretch of a group, ``each`` to a block, and the
+    places of those blocks there.
 
     vLLM: it caches each block that it gave under its hash. So each is loaded or fails, even where
     ``lookup`` needed less of a window: else nobody would have written it.
     """
-    start = 0
-    while start < len(block_ids) and not any(block_ids[start : start + _STRETCH]):
-        start += _STRETCH  # before its window a group has none: an array of zeros takes longer to make
-    given = np.array(block_ids[start:], np.int32)
-    places = np.flatnonzero(given)
-    return given[places], places + start
+    start, stretch = 0, _STRETCH * each
+    while start < len(block_ids) and not any(block_ids[start : start + stretch]):
+        start += stretch  # before its window a group has none: an array of zeros takes longer to make
+    given = np.array(block_ids[start:], np.int32).reshape(-1, each)
+    places = np.flatnonzero(given.any(axis=1))
+    given = given[places]
+    given[given == 0] = NO_BLOCK
+    return list(map(tuple, given.tolist())), places + start // each
 
 
 class LoadJobs:
@@ -225,12 +229,14 @@ class LoadJobs:
     ) -> Load:
         """Return the load of a hit, nothing of which is planned yet: its copies are pinned."""
         keys: list[BlockKey] = []
-        groups, positions, gpu_blocks, ends = [], [], [], []
+        gpu_blocks: list[tuple[int, ...]] = []
+        groups, positions, ends = [], [], []
         for group in self._geometry.groups:
             self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
             first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
-            given, needed = _given(block_ids[group.group][first:stop])
-            gpu_blocks.append(given)
+            each = group.gpu_blocks
+            given, needed = _given(block_ids[group.group][first * each : stop * each], each)
+            gpu_blocks += given
             of_group = request.keys[group.group]
             keys += of_group[first:stop] if len(needed) == stop - first else of_group.of((needed + first).tolist())
             groups.append(np.full(len(needed), group.group, np.uint8))
@@ -248,7 +254,7 @@ class LoadJobs:
         blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
         is_short = len(keys) <= MOST_PLANNED
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
-        return Load(request, blocks, keys, np.concatenate(gpu_blocks), rows, order)
+        return Load(request, blocks, keys, gpu_blocks, rows, order)
 
     def _plan_job(self, load: Load, most: int) -> int:
         """Plan a job of up to so many blocks that come next; return how many it has."""
@@ -279,10 +285,9 @@ class LoadJobs:
         blocks = load.blocks
         rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
         reads = [
-            Read(load.keys[at], None, gpu_block, group, position, row)
-            for at, gpu_block, group, position, row in zip(
+            Read(load.keys[at], None, load.gpu_blocks[at], group, position, row)
+            for at, group, position, row in zip(
                 taken.tolist(),
-                load.gpu_blocks[taken].tolist(),
                 blocks.groups[taken].tolist(),
                 blocks.positions[taken].tolist(),
                 rows,
@@ -366,7 +371,7 @@ class LoadJobs:
         """The weights may have changed: loads fail whole, also what earlier jobs have brought."""
         for load in self._under_way.values():
             load.is_void = True
-            load.failed_blocks.update(load.gpu_blocks.tolist())
+            load.failed_blocks.update(chain.from_iterable(load.gpu_blocks))
             self._give_up(load)
         self.gpu_loads.clear()
 
@@ -385,7 +390,7 @@ class LoadJobs:
             if space is not None:
                 space.unpin(rows[(tiers == tier) & (rows != NONE)].tolist())
         group, position = int(load.blocks.groups[at]), int(load.blocks.positions[at])
-        self._add(load, [Move(load.keys[at], 0, int(load.gpu_blocks[at]))], [MoveDetail(NONE, group, position)])
+        self._add(load, [Move(load.keys[at], 0, load.gpu_blocks[at])], [MoveDetail(NONE, group, position)])
 
     def settle(self, record: JobRecord, now: float) -> bool:
         """Note what a job has brought. With the load's last job let its request go on, and promise
@@ -396,7 +401,7 @@ class LoadJobs:
             load.sent_s = record.sent_s if load.sent_s is None else min(load.sent_s, record.sent_s)
         for at in record.failed:
             load.failed.append((record.details[at].group, record.details[at].position))
-            load.failed_blocks.add(record.job.moves[at].block)
+            load.failed_blocks.update(record.job.moves[at].filled_blocks)
         if load.is_planned and not load.jobs:
             self._end(load, now)
         return not load.is_left

@@ -115,13 +115,14 @@ class BlockKeys(Sequence[BlockKey]):
     ``hashes``: those that are known; it may grow. ``hash_tokens``: what each of them covers.
     """
 
-    __slots__ = ("_group", "_hashes", "_scale")
+    __slots__ = ("_gpu_scale", "_group", "_hashes", "_scale")
 
     def __init__(self, hashes: Sequence[bytes], group: GroupGeometry, hash_tokens: int) -> None:
         self._hashes = hashes
         self._group = group.group
         # Each hash covers its whole prefix, so the last one inside a block names the block.
         self._scale = group.block_tokens // hash_tokens
+        self._gpu_scale = group.gpu_block_tokens // hash_tokens
 
     def __len__(self) -> int:
         return len(self._hashes) // self._scale
@@ -153,6 +154,11 @@ class BlockKeys(Sequence[BlockKey]):
             return self[positions[0] : positions[-1] + 1]
         scale = self._scale
         return make_block_keys([self._hashes[(at + 1) * scale - 1] for at in positions], self._group)
+
+    def of_gpu(self, at: int) -> list[BlockKey]:
+        """Return the keys that the engine knows the GPU blocks of a block by."""
+        first, stop = at * self._scale, (at + 1) * self._scale
+        return make_block_keys(self._hashes[first + self._gpu_scale - 1 : stop : self._gpu_scale], self._group)
 
     def before(self, positions: Sequence[int]) -> list[BlockKey | None]:
         """Return of each of these blocks, whose positions ascend, the key of the one before it;

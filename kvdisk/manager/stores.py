@@ -38,19 +38,22 @@ MOST_LEFT = 1024
 
 
 class _Offer(NamedTuple):
-    """A block that is offered. ``position``: in its group of its request; -1: it is no request's,
-    or not to be offered again."""
+    """A block that is offered. ``gpu_blocks``: those of the GPU that it has; none: it is not all
+    there. ``position``: in its group of its request; -1: it is no request's, or not to be offered
+    again. ``gpu_keys``: of what nobody holds on the GPU, the keys of ``gpu_blocks``: they are
+    somebody else's when the engine knows them by others."""
 
     key: BlockKey
     parent: BlockKey | None
-    gpu_block: int
+    gpu_blocks: tuple[int, ...]
     group: int
     position: int = -1
+    gpu_keys: Sequence[BlockKey] = ()
 
 
 @dataclass(slots=True)
 class _Rest:
-    """Blocks of a group from ``start`` to before ``stop``, and their GPU blocks, ``0``: none.
+    """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
     ``positions``: of those that the store policy offers. ``are_new``: as in ``_use``."""
 
     group: int
@@ -236,7 +239,8 @@ class StorePlanner:
             ):
                 self._demand.leave_state(request, keys[at])
                 if self._store_policy.reached(request.request_id, keys, at, at + 1):
-                    offers.append(_Offer(keys[at], self._before_state(request, group, tokens), gpu_block, group))
+                    parent = self._before_state(request, group, tokens)
+                    offers.append(_Offer(keys[at], parent, (gpu_block,), group, gpu_keys=(keys[at],)))
         self._leave(self._store(offers, None, now)[1])
 
     def _before_state(self, request: RequestState, group: int, tokens: int) -> BlockKey | None:
@@ -262,7 +266,7 @@ class StorePlanner:
         """Return how many blocks of a group are full, final and hashed, within
         ``storable_tokens``."""
         final_tokens = min(storable_tokens, max(0, request.held_tokens - group.volatile_tokens))
-        known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]))
+        known = min(len(request.keys[group.group]), len(request.held_blocks[group.group]) // group.gpu_blocks)
         return min(final_tokens // group.block_tokens, known)
 
     def _use(self, keys: Sequence[BlockKey], *, are_new: bool = True) -> None:
@@ -288,7 +292,8 @@ class StorePlanner:
         comes = self._target.status.has_room_soon or self._target.is_searching
         if request.due and not request.stale and comes:
             due = [(group, at) for group, at in request.due if at < request.reached[group]][:MOST_LEFT]
-            self._leave([offer._replace(position=-1) for offer in self._offers(request, due, request.held_blocks)])
+            offers = self._offers(request, due, request.held_blocks)
+            self._leave([self._left_offer(offer, request.keys[offer.group], offer.position) for offer in offers])
         if request.is_behind and not request.stale:
             storable_tokens = self._storable_tokens(request, request.held_tokens)
             for group in self._geometry.groups:
@@ -300,7 +305,7 @@ class StorePlanner:
     def _look_at_rest(self, now: float) -> None:
         """Go on with the blocks that were put off. What no tier has of them is stored while the
         engine has it cached."""
-        left, block_of = MOST_REACHED, self._context.get_block
+        left = MOST_REACHED
         waiting = {offer.key for offer in self._left} if self._rest else ()
         offers: dict[BlockKey, _Offer] = {}  # several requests may have come to one block
         while left > 0 and self._rest:
@@ -309,16 +314,29 @@ class StorePlanner:
             keys = rest.keys[start : rest.start]
             self._use(keys, are_new=rest.are_new)
             for at, presence in enumerate(self._catalog.presences(keys), start):
-                key, block = keys[at - start], rest.blocks[at]
-                is_to_come = presence == ABSENT and key not in waiting and at in rest.positions
-                if is_to_come and block and block_of(block).key == key:
-                    offers[key] = _Offer(key, rest.keys[at - 1] if at else None, block, rest.group)
+                key = keys[at - start]
+                if presence == ABSENT and key not in waiting and at in rest.positions:
+                    (gpu_blocks,) = self._gpu_blocks(rest.group, rest.blocks, (at,))
+                    offer = _Offer(key, rest.keys[at - 1] if at else None, gpu_blocks, rest.group)
+                    offer = self._left_offer(offer, rest.keys, at)
+                    if self._is_cached(offer):
+                        offers[key] = offer
             if rest.start == rest.stop:
                 self._rest.popleft()
             left -= rest.start - start
         if offers:
             self._leave(self._store(list(offers.values()), None, now)[1])
             self._left_at = self._state.released
+
+    def _left_offer(self, offer: _Offer, keys: BlockKeys, at: int) -> _Offer:
+        """Return the offer of a block that nobody holds on the GPU any more. ``keys``: its
+        group's, of its request; ``at``: which of them is its own."""
+        return offer._replace(position=-1, gpu_keys=keys.of_gpu(at))
+
+    def _is_cached(self, offer: _Offer) -> bool:
+        """Whether the GPU blocks of what nobody holds there are what they were."""
+        block_of, blocks = self._context.get_block, offer.gpu_blocks
+        return bool(blocks) and [block_of(block).key for block in blocks] == list(offer.gpu_keys)
 
     def _leave(self, offers: Sequence[_Offer]) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them."""
@@ -359,7 +377,8 @@ class StorePlanner:
             moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
             states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
             if record.job.id > self._wrong_up_to:
-                self._leave([_Offer(move.key, move.parent, move.block, group) for move, group in states])
+                left = [_Offer(each.key, each.parent, each.gpu_blocks, group) for each, group in states]
+                self._leave([offer._replace(gpu_keys=(offer.key,)) for offer in left])
             self._offer_free_again([move.key for move, _ in moves])
             back_off = self._free_back_off
         elif request is not None:
@@ -408,18 +427,18 @@ class StorePlanner:
         return self._store(offers, request, now, watched=False)[0]
 
     def _leave_out_what_has_gone(
-        self, group: GroupGeometry, keys: Sequence[BlockKey], blocks: list[int], computed_tokens: int
+        self, group: GroupGeometry, keys: BlockKeys, blocks: list[int], computed_tokens: int
     ) -> None:
-        """Set blocks to 0 that the engine may have given away in earlier steps: those that no
+        """Set GPU blocks to 0 that the engine may have given away in earlier steps: those that no
         token reads any more."""
         if group.reads_all:
             return
         # The table is noted again when the next block is full.
         most_tokens = (computed_tokens // self._min_block_tokens + 1) * self._min_block_tokens - 1
-        behind = group.first_read(most_tokens) // group.block_tokens
-        for position in range(min(behind, len(blocks), len(keys))):
-            if blocks[position] and self._context.get_block(blocks[position]).key != keys[position]:
-                blocks[position] = 0
+        each, behind = group.gpu_blocks, group.first_read(most_tokens) // group.gpu_block_tokens
+        for at in range(min(behind, len(blocks), len(keys) * each)):
+            if blocks[at] and self._context.get_block(blocks[at]).key != keys.of_gpu(at // each)[at % each]:
+                blocks[at] = 0
 
     # -- free blocks ---------------------------------------------------------------------------
 
@@ -432,9 +451,9 @@ class StorePlanner:
         front at once. An ordinary step with many free blocks does not look at the free queue.
         """
         if self._may_store_left and self._target.refresh_writable(now):
-            self._left_at, block_of = self._state.released, self._context.get_block
+            self._left_at = self._state.released
             # One request may have left what another has left, too.
-            cached = {offer.key: offer for offer in self._left if block_of(offer.gpu_block).key == offer.key}
+            cached = {offer.key: offer for offer in self._left if self._is_cached(offer)}
             self._left = self._store(list(cached.values()), None, now)[1]
         self._look_at_rest(now)
         step_blocks = self._context.step_blocks
@@ -446,7 +465,7 @@ class StorePlanner:
         if not found:
             return
         job_id, refused = self._store(
-            [_Offer(each.key, each.parent, each.block, group_of(each.key)) for each in found], None, now
+            [_Offer(each.key, each.parent, (each.block,), group_of(each.key)) for each in found], None, now
         )
         if job_id is not None:
             self._free_back_off.accept()
@@ -479,15 +498,24 @@ class StorePlanner:
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
         for group, positions in by_group.items():
-            keys, blocks = request.keys[group], gpu_blocks[group]
-            named = zip(keys.of(positions), keys.before(positions), map(blocks.__getitem__, positions), strict=True)
+            keys, blocks = request.keys[group], self._gpu_blocks(group, gpu_blocks[group], positions)
+            named = zip(keys.of(positions), keys.before(positions), blocks, strict=True)
             found |= {(group, at): _Offer(*each, group, at) for each, at in zip(named, positions, strict=True)}
         return [found[place] for place in self._in_order(found)]
+
+    def _gpu_blocks(self, group: int, table: Sequence[int], positions: Iterable[int]) -> list[tuple[int, ...]]:
+        """Return the GPU blocks that some blocks of a group have; none of one that is not all
+        there. ``table``: the group's, 0: not there."""
+        each = self._geometry.groups[group].gpu_blocks
+        if each == 1:
+            return [(block,) if block else () for block in map(table.__getitem__, positions)]
+        found = (tuple(table[at * each : (at + 1) * each]) for at in positions)
+        return [blocks if all(blocks) else () for blocks in found]
 
     def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
         """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
         as near as the first tier is."""
-        on_gpu = [offer for offer in offers if offer.gpu_block]
+        on_gpu = [offer for offer in offers if offer.gpu_blocks]
         keys = [offer.key for offer in on_gpu]
         self._ages.end(keys)
         return [(on_gpu[at], row) for at, row in self._copies.missing(self._target, keys)]
@@ -579,9 +607,9 @@ class StorePlanner:
         blocks = [(offer.key, offer.parent, row) for offer, row, _ in taken]
         rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in taken])
         moves, details = [], []
-        for row, ((key, parent, gpu_block, group, position), _, slot) in zip(rows, taken, strict=True):
-            moves.append(Move(key, generations[row], gpu_block, {tier: slot}, parent))
-            details.append(MoveDetail(row, group, position, None, tier))
+        for row, (offer, _, slot) in zip(rows, taken, strict=True):
+            moves.append(Move(offer.key, generations[row], offer.gpu_blocks, {tier: slot}, offer.parent))
+            details.append(MoveDetail(row, offer.group, offer.position, None, tier))
         request_id = None if request is None else request.request_id
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
         if watched:

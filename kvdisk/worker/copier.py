@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from itertools import accumulate, cycle, pairwise, product
+from itertools import accumulate, cycle, groupby, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
+from kvdisk.messages import NO_BLOCK
 from kvdisk.worker.copies import Event, Passed, Slots
 from kvdisk.worker.cudart import cuda_runtime, forget_error, is_out_of_memory, relax_captures
 
@@ -53,23 +54,26 @@ class LayerBlocks:
     """The blocks of one KV-cache group.
 
     ``layers``: per layer a uint8 tensor of shape (num_blocks, layer_bytes), contiguous in the
-    second dimension, with any stride in the first. A payload is the layers' bytes one after the
-    other, in this order, and padding, which no copy touches; without layers all of it is. The
-    tensors are vLLM's; they must live as long as copies are asked for.
+    second dimension, with any stride in the first. ``per_slot``: blocks that a slot has. A block's
+    bytes are its layers', one after the other, in this order; a payload is the bytes of
+    ``per_slot`` blocks, one after the other, and padding, which no copy touches; without layers all
+    of it is. The tensors are vLLM's; they must live as long as copies are asked for.
 
-    ``rows``: uint8 (num_blocks, payload_bytes), where all of a block lies together as in a payload;
+    ``rows``: uint8 (num_blocks, block_bytes), where all of a block lies together as in a payload;
     else None. ``row_bytes``: of the smallest row that ``rectangles`` yields. ``farthest``: from a
     layer to the next in a stack, at most.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], per_slot: int = 1) -> None:
         for layer in layers:
             assert layer.dtype == torch.uint8, layer.dtype
             assert layer.dim() == 2 and layer.stride(1) == 1, (layer.shape, layer.stride())
             assert layer.shape[0] == layers[0].shape[0], "layers of one group have the same blocks"
             assert layer.device == layers[0].device
         offsets = list(accumulate((int(layer.shape[1]) for layer in layers), initial=0))
-        self.payload_bytes = offsets.pop()
+        self.per_slot = per_slot
+        self.block_bytes = offsets.pop()
+        self.payload_bytes = per_slot * self.block_bytes
         self.layers = tuple(layers)
         self.block_count = int(layers[0].shape[0]) if layers else 0
         kinds: dict[Any, list[int]] = {}
@@ -86,7 +90,7 @@ class LayerBlocks:
             for layer, offset in zip(layers, offsets, strict=True)
         )
         self.rows = (
-            first.as_strided((first.shape[0], self.payload_bytes), first.stride())
+            first.as_strided((first.shape[0], self.block_bytes), first.stride())
             if together and first is not None
             else None
         )
@@ -98,25 +102,63 @@ class LayerBlocks:
         ]
         self.farthest = max((stack.blocks.stride(1) for stack in self.stacks), default=0)
         layer_bytes = min((int(layer.shape[1]) for layer in layers), default=0)
-        self.row_bytes = layer_bytes if self.rows is None else self.payload_bytes
+        self.row_bytes = layer_bytes if self.rows is None else self.block_bytes
 
     def rectangles(self, blocks: Sequence[int], address: int, slot_bytes: int) -> Iterator[_Rectangle]:
-        """Yield what lies at regular distances in blocks and in as many payloads, the first of them
-        at ``address``: runs of blocks that lie as payloads do, or layers of one block."""
+        """Yield what lies at regular distances in blocks and in their payloads, the first of these
+        at ``address``: runs of blocks that lie as in payloads, or layers of one block.
+
+        ``blocks``: see ``Copier``.
+        """
         if self._row_places is not None:
             first, pitch = self._row_places
-            for start, count in contiguous_runs(blocks, len(blocks)):
-                of_slots = Rows(address + start * slot_bytes, slot_bytes)
-                yield Rows(first + blocks[start] * pitch, pitch), of_slots, self.payload_bytes, count
+            for block, place, apart, count in self._runs(blocks, slot_bytes):
+                yield Rows(first + block * pitch, pitch), Rows(address + place, apart), self.block_bytes, count
             return
         for first, of_block, apart, count, layer_bytes, offset, distance in self._stack_places:
             for at, block in enumerate(blocks):
-                of_slot = Rows(address + at * slot_bytes + offset, distance)
-                yield Rows(first + block * of_block, apart), of_slot, layer_bytes, count
+                if block != NO_BLOCK:
+                    slot, place = divmod(at, self.per_slot)
+                    of_slot = Rows(address + slot * slot_bytes + place * self.block_bytes + offset, distance)
+                    yield Rows(first + block * of_block, apart), of_slot, layer_bytes, count
+
+    def _runs(self, blocks: Sequence[int], slot_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield runs of blocks that lie at regular distances in slots: the first block, its place
+        there in bytes, those from each to the next, and how many they are."""
+        if self.per_slot == 1:
+            for start, count in contiguous_runs(blocks, len(blocks)):
+                yield blocks[start], start * slot_bytes, slot_bytes, count
+            return
+        for slot in range(len(blocks) // self.per_slot):
+            of_slot = blocks[slot * self.per_slot : (slot + 1) * self.per_slot]
+            for start, some in _filled(of_slot):
+                for at, count in contiguous_runs(some, len(some)):
+                    yield some[at], slot * slot_bytes + (start + at) * self.block_bytes, self.block_bytes, count
+
+    def places(self, blocks: Sequence[int]) -> Iterator[tuple[int, slice, Sequence[int]]]:
+        """Yield the blocks at each place in slots: bytes of the payload before it, and runs of
+        slots that have one there.
+
+        ``blocks``: see ``Copier``.
+        """
+        for place in range(self.per_slot):
+            for start, some in _filled(blocks[place :: self.per_slot]):
+                yield place * self.block_bytes, slice(start, start + len(some)), some
 
     def widened(self, part: torch.Tensor) -> torch.Tensor:
         """View a stack, or its part of slots, as the largest words that divide it: faster."""
         return part.view(self._word)
+
+
+def _filled(blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the runs of blocks without NO_BLOCK: where each starts, and the blocks."""
+    if NO_BLOCK not in blocks:
+        yield 0, blocks
+        return
+    for is_filled, run in groupby(range(len(blocks)), lambda at: blocks[at] != NO_BLOCK):
+        places = list(run)
+        if is_filled:
+            yield places[0], blocks[places[0] : places[-1] + 1]
 
 
 def _regular_runs(layers: Sequence[torch.Tensor], offsets: Sequence[int], places: list[int]) -> Iterator[list[int]]:
@@ -154,11 +196,12 @@ def _widest_word(stacks: Sequence[Stack]) -> torch.dtype:
     return words[math.gcd(16, *sizes)]
 
 
-def _payload_part(slots: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """Return a stack's part of slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes)."""
+def _payload_part(slots: torch.Tensor, stack: Stack, place: int) -> torch.Tensor:
+    """Return a stack's part of slots (n, slot_bytes), as uint8 (n, layer count, layer_bytes).
+    ``place``: of the block in the payload, in bytes."""
     shape = (slots.shape[0], *stack.blocks.shape[1:])
     strides = (slots.stride(0), stack.distance, 1)
-    return slots.as_strided(shape, strides, slots.storage_offset() + HEADER_BYTES + stack.offset)
+    return slots.as_strided(shape, strides, slots.storage_offset() + HEADER_BYTES + place + stack.offset)
 
 
 def _slot_runs(slots: Slots, most: int) -> Iterator[tuple[int, int]]:
@@ -182,6 +225,11 @@ def _runs(slots: Slots, most_bytes: int | None = None) -> Iterator[tuple[slice, 
         yield slice(at, at + some), every[slots.indices[at] : slots.indices[at] + some]
 
 
+def _of(run: slice, blocks: Sequence[int], layers: LayerBlocks) -> Sequence[int]:
+    """Return the blocks of some slots."""
+    return blocks[run.start * layers.per_slot : run.stop * layers.per_slot]
+
+
 _Copy = Callable[[int, Sequence[int], Slots, Event | None], Event | None]
 _CopyBack = Callable[[int, Slots, Sequence[int], Event | None], Event | None]
 
@@ -196,7 +244,7 @@ class Way(NamedTuple):
 
 
 class HostCopier:
-    """Moves whole blocks between vLLM's tensors and slots of an arena. This one is the CPU
+    """``Copier`` of vLLM's blocks: between its tensors and slots of an arena. This one is the CPU
     platform's: it copies at once, on the mover's thread.
 
     ``groups``: the blocks of each KV-cache group, in order of their index. Only the payload of
@@ -234,14 +282,16 @@ class HostCopier:
         slots: Slots,
         after: Event | None = None,  # noqa: ARG002
     ) -> Event | None:
-        """Start copying GPU blocks, by their ids, to as many slots, once ``after`` has passed.
+        """Start copying GPU blocks to slots, once ``after`` has passed; ``blocks``: see ``Copier``.
 
         None: the GPU has no memory for it now, and nothing of it is under way.
         """
-        at = torch.tensor(blocks)
+        layers = self.groups[group]
         for run, target in _runs(slots):
-            for stack in self.groups[group].stacks:
-                torch.index_select(stack.blocks, 0, at[run], out=_payload_part(target, stack))
+            for place, some, found in layers.places(_of(run, blocks, layers)):
+                at = torch.tensor(found)
+                for stack in layers.stacks:
+                    torch.index_select(stack.blocks, 0, at, out=_payload_part(target[some], stack, place))
         return Passed()
 
     def scatter(
@@ -251,14 +301,16 @@ class HostCopier:
         blocks: Sequence[int],
         after: Event | None = None,  # noqa: ARG002
     ) -> Event | None:
-        """Start copying slots to as many GPU blocks, once ``after`` has passed.
+        """Start copying slots to GPU blocks, once ``after`` has passed; ``blocks``: see ``Copier``.
 
         A forward pass launched once the copy is done sees them. None: as of ``gather``.
         """
-        at = np.array(blocks)
+        layers = self.groups[group]
         for run, source in _runs(slots):
-            for stack in self.groups[group].stacks:
-                stack.blocks.numpy()[at[run]] = _payload_part(source, stack).numpy()
+            for place, some, found in layers.places(_of(run, blocks, layers)):
+                at = np.array(found)
+                for stack in layers.stacks:
+                    stack.blocks.numpy()[at] = _payload_part(source[some], stack, place).numpy()
         return Passed()
 
 
@@ -473,10 +525,11 @@ class CudaCopier(HostCopier):
             with self._lanes.on(lane):
                 if after is not None and lane not in used:
                     self._lanes.wait(lane, after)
-                at = self._numbers[lane].put(blocks[part])
-                for stack in layers.stacks:
-                    target = layers.widened(_payload_part(scratch, stack))
-                    torch.index_select(layers.widened(stack.blocks), 0, at, out=target)
+                for place, some_slots, found in layers.places(_of(part, blocks, layers)):
+                    at = self._numbers[lane].put(found)
+                    for stack in layers.stacks:
+                        target = layers.widened(_payload_part(scratch[some_slots], stack, place))
+                        torch.index_select(layers.widened(stack.blocks), 0, at, out=target)
                 for in_slots, in_scratch in _link_copies(some, scratch):
                     in_slots.copy_(in_scratch, non_blocking=True)
             used[lane] = None
@@ -496,14 +549,15 @@ class CudaCopier(HostCopier):
         layers, used = self.groups[group], dict[Lane, None]()
         for lane, part, some, scratch in self._parts(Lane.LOAD, slots):
             with self._lanes.on(lane):
-                at = self._numbers[lane].put(blocks[part])
                 for in_slots, in_scratch in _link_copies(some, scratch):
                     in_scratch.copy_(in_slots, non_blocking=True)
                 if after is not None and lane not in used:
                     self._lanes.wait(lane, after)
-                for stack in layers.stacks:
-                    target = layers.widened(stack.blocks)
-                    target.index_copy_(0, at, layers.widened(_payload_part(scratch, stack)))
+                for place, some_slots, found in layers.places(_of(part, blocks, layers)):
+                    at = self._numbers[lane].put(found)
+                    for stack in layers.stacks:
+                        source = layers.widened(_payload_part(scratch[some_slots], stack, place))
+                        layers.widened(stack.blocks).index_copy_(0, at, source)
             used[lane] = None
         return self._end_of(used)
 
@@ -534,10 +588,10 @@ class CudaCopier(HostCopier):
             return found
         slot_bytes, first = memory.slot_sizes[slots.size_class], memory.address_of(slots.size_class) + HEADER_BYTES
         assert HEADER_BYTES + layers.payload_bytes <= slot_bytes, "slots of another size"
-        for at, count in _slot_runs(slots, len(blocks)):
+        for at, count in _slot_runs(slots, len(slots.indices)):
             address = first + slots.indices[at] * slot_bytes
-            found += layers.rectangles(blocks[at : at + count], address, slot_bytes)
-        return found if layers.payload_bytes * len(blocks) >= least_bytes * len(found) else []
+            found += layers.rectangles(_of(slice(at, at + count), blocks, layers), address, slot_bytes)
+        return found if layers.block_bytes * len(blocks) >= least_bytes * len(found) else []
 
     def _copy_straight(
         self,

@@ -49,6 +49,9 @@ class Slots(NamedTuple):
 class Copier(Protocol):
     """Moves whole blocks between an engine's memory and slots of an arena.
 
+    A slot has one or several of the engine's blocks, always as many in a group. ``blocks``: the ids
+    of those of the first slot, then of the next; NO_BLOCK for one that a scatter leaves as it is.
+
     Only the payload of slots takes part, though a gather may overwrite their headers. From a call
     until the event that it returns has passed, the copier owns the slots and blocks.
     ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
@@ -64,16 +67,16 @@ class Copier(Protocol):
         """Let the model's next work begin after every gather so far. No wait on the host."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
-        """Start copying blocks, by their ids, to as many slots, once ``after`` has passed. None:
-        there is no memory for it now, and nothing of it is under way."""
+        """Start copying blocks to slots, once ``after`` has passed. None: there is no memory for it
+        now, and nothing of it is under way."""
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event | None:
-        """Start copying slots to as many blocks, once ``after`` has passed. None: as of
-        ``gather``."""
+        """Start copying slots to blocks, once ``after`` has passed. None: as of ``gather``."""
 
 
 class RowCopier:
-    """``Copier`` of blocks that are rows of host memory. It copies at once, on the mover's thread.
+    """``Copier`` of blocks that are rows of host memory, one to a slot. It copies at once, on the
+    mover's thread.
 
     ``rows``: uint8 (row count, row bytes). ``payload_bytes``: by KV-cache group, how much of a row
     a block of it has, from the row's start; what lies behind it is left alone.

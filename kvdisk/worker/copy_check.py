@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.worker")
 
+_MOST_SLOTS = 3
+"""That take part, of each group."""
+
 
 def check_copies(copier: HostCopier, staging: Arena, size_classes: Sequence[int]) -> None:
     """Copy blocks of each group to slots and back, by each way, and compare the bytes.
 
-    The first two blocks and the last one take part, and have their own bytes again at the end.
+    The first blocks and the last one take part, and have their own bytes again at the end.
     ``staging``: not used yet; ``size_classes``: of the groups' slots in it. On the model's thread,
     before a mover has the copier. A straight way that fails is given up, with a warning. Raises
     ConfigError where blocks cannot be copied otherwise.
@@ -62,9 +65,12 @@ def _check(copier: HostCopier, staging: Arena, size_classes: Sequence[int]) -> N
 def _brings_all(copier: HostCopier, way: Way, group: int, staging: Arena, size_class: int) -> bool:
     """Whether a few blocks come to slots, and from there to other blocks, as they were."""
     layers = copier.groups[group]
-    count = layers.block_count
-    blocks = sorted({0, min(1, count - 1), count - 1})[: staging.slot_counts[size_class]]
-    slots, payload = list(range(len(blocks))), slice(HEADER_BYTES, HEADER_BYTES + layers.payload_bytes)
+    each, last = layers.per_slot, layers.block_count - 1
+    most = min(_MOST_SLOTS, staging.slot_counts[size_class], layers.block_count // each)
+    if not most:
+        return True  # no slot can be filled
+    blocks = [*range(most * each - 1), last]
+    slots, payload = list(range(most)), slice(HEADER_BYTES, HEADER_BYTES + layers.payload_bytes)
     before = _read(layers, blocks)
     numbers = np.random.default_rng(group).integers(0, 256, before.shape, np.uint8)
     expected, targets, in_slots = torch.from_numpy(numbers), blocks[::-1], staging.tensor(size_class)[: len(slots)]
@@ -95,11 +101,12 @@ def _wait(event: Event | None) -> None:
 
 def _read(layers: LayerBlocks, blocks: Sequence[int]) -> torch.Tensor:
     """Return the payloads of blocks, in host memory of their own: without any index kernel."""
-    return torch.stack([torch.cat([layer[block].cpu() for layer in layers.layers]) for block in blocks])
+    found = torch.stack([torch.cat([layer[block].cpu() for layer in layers.layers]) for block in blocks])
+    return found.view(-1, layers.payload_bytes)
 
 
 def _write(layers: LayerBlocks, blocks: Sequence[int], payloads: torch.Tensor) -> None:
-    for block, payload in zip(blocks, payloads, strict=True):
+    for block, payload in zip(blocks, payloads.view(len(blocks), layers.block_bytes), strict=True):
         parts = payload.split([int(layer.shape[1]) for layer in layers.layers])
         for layer, part in zip(layers.layers, parts, strict=True):
             layer[block].copy_(part)

@@ -54,7 +54,7 @@ class RequestLoads:
                 load = self._load_of[job.id] = self._loads.setdefault(job.request_id, _Load())
                 load.jobs.add(job.id)
                 load.more = job.more
-                load.blocks += [move.block for move in job.moves]
+                load.blocks += [block for move in job.moves for block in move.filled_blocks]
                 self._jobs[job.id] = job
 
     def void(self, job_ids: Iterable[JobId]) -> None:
@@ -75,7 +75,7 @@ class RequestLoads:
                 assert job.request_id is not None
                 load = names[job.request_id] = self._load_of[job_id]
                 load.jobs.remove(job_id)
-                load.failed += [job.moves[position].block for position in positions]
+                load.failed += [block for position in positions for block in job.moves[position].filled_blocks]
         found: dict[str, list[int]] = {}
         for name, load in names.items():
             if not load.jobs and not load.more:

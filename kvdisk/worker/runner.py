@@ -442,7 +442,7 @@ class Runner:
 
             lane = Lane.STORE if part.route.gathers else Lane.LOAD
             return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
-        blocks = [work.job.moves[position].block for position in part.positions]
+        blocks = [block for position in part.positions for block in work.job.moves[position].gpu_blocks]
         slots = Slots(part.memory, part.size_class, part.slots)
         if part.leg is Leg.GATHER:
             return copier.gather(part.group, blocks, slots, work.after)

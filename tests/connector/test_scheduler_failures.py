@@ -226,4 +226,4 @@ def test_an_engine_may_take_less_than_it_was_promised(engines, local, taken, mon
     (load,) = bench.jobs_of(JobKind.LOAD, "r1")
     bench.assert_waits(request, (local + taken) * BLOCK_TOKENS)
     assert [move.key for move in load.moves] == bench.keys("r1")[local : local + taken]
-    assert [move.block for move in load.moves] == bench.table("r1")[local : local + taken]
+    assert [block for move in load.moves for block in move.gpu_blocks] == bench.table("r1")[local : local + taken]

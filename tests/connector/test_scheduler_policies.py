@@ -43,7 +43,7 @@ def test_a_victim_is_saved_though_its_blocks_are_given_away_in_the_same_call(eng
     assert output.kv_connector_metadata.plan.urgent == (store.id,)
     assert bench.stored() == bench.keys("b")[:5], "all that is full, generated tokens too"
     assert [move.parent for move in store.moves] == [None, *bench.keys("b")[:4]]
-    assert bench.table("a")[-1] == store.moves[-1].block, "its last block is the other request's by now"
+    assert bench.table("a")[-1] == store.moves[-1].gpu_blocks[-1], "its last block is the other request's by now"
     bench.finish("a", "b", count=60)
     # What was left in the GPU's cache is used, and the rest is loaded: only the last token is
     # computed again.

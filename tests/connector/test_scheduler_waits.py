@@ -129,7 +129,9 @@ def test_a_queued_request_finds_its_blocks_in_memory(restarted, prefetch):
     promotions = bench.jobs_of(JobKind.PROMOTE)
     wanted = [bench.keys(name) for name in "ab"] if prefetch else []
     assert [[move.key for move in job.moves] for job in promotions] == wanted, "in order of arrival"
-    assert all(move.block == -1 and {*move.slots} == {Tier.CPU, Tier.NVME} for job in promotions for move in job.moves)
+    assert all(
+        not move.gpu_blocks and {*move.slots} == {Tier.CPU, Tier.NVME} for job in promotions for move in job.moves
+    )
     bench.finish(*"ab")
     assert bench.counters().get("prefetched_blocks", 0) == 2 * BLOCKS * prefetch
     assert read(bench)[0] == (["cpu"] if prefetch else ["nvme, kept"]) * BLOCKS

@@ -223,7 +223,7 @@ def test_blocks_of_a_load_in_flight_are_kept_until_it_has_ended(engines, groups,
     bench.add("gone", PROMPT)
     bench.step()
     assert entered.wait(WAIT_S)
-    held = {move.block for job in bench.jobs_of(JobKind.LOAD) for move in job.moves}
+    held = {block for job in bench.jobs_of(JobKind.LOAD) for move in job.moves for block in move.gpu_blocks}
     raised = Plant("manager", "take_plan").put(bench, monkeypatch)
     bench.step()
     assert raised

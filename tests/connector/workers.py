@@ -338,7 +338,7 @@ class Rank:
         """Spoil what a job is about to read, if the bench wants it."""
         bench = self._bench
         if job.kind is JobKind.LOAD:
-            self.unsound.difference_update(move.block for move in job.moves)
+            self.unsound.difference_update(block for move in job.moves for block in move.gpu_blocks)
         if bench.fail_rank in {-1, self._number} and bench.fail_of in {"", job.request_id}:
             spoilt: Sequence[int] = bench.fail.get(job.kind, ())
             for at in spoilt[: 1 if bench.damage == "cut" else None]:

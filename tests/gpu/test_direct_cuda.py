@@ -127,7 +127,7 @@ class Worker:
 
 
 def moves(order) -> list[Move]:
-    return [Move(make_block_key(b.to_bytes(32, "big"), 0), 7, b, {Tier.NVME: Slot(0, b)}) for b in order]
+    return [Move(make_block_key(b.to_bytes(32, "big"), 0), 7, (b,), {Tier.NVME: Slot(0, b)}) for b in order]
 
 
 @pytest.mark.parametrize("stored", WAYS)

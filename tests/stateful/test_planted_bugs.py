@@ -142,7 +142,7 @@ def free_late_slots_of(kind: JobKind) -> Plant:
 
 
 def unwatch_moving_windows(sources: StoreSources, record: Any) -> None:
-    sources._context.unwatch([move.block for move in record.job.moves if move.key[-2:] != bytes(2)])
+    sources._context.unwatch([move.gpu_blocks[0] for move in record.job.moves if move.key[-2:] != bytes(2)])
 
 
 def forget_fence(real: Real, *args: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey
+from kvdisk.geometry import GroupGeometry
 from kvdisk.index.base import Answer, ForeignCopy, SegmentRecord
 from support.fake_requests import value_of
 from support.fake_slots import TORN, Content
@@ -28,13 +29,15 @@ class FakeHome:
     copies: dict[BlockKey, ForeignCopy] = field(default_factory=dict)
     contents: dict[int, list[Content]] = field(default_factory=dict)
 
-    def store(self, key: BlockKey, place: int, generation: int, ranks: int, torn_rank: int | None) -> None:
+    def store(
+        self, key: BlockKey, place: int, generation: int, ranks: int, torn_rank: int | None, group: GroupGeometry
+    ) -> None:
         """Store what a block must hold, on every rank but one that broke off, in the slot that
         ``place`` wraps to. The record of what it held before goes."""
         slot = place % self.segment.slot_count
         self.copies = {other: copy for other, copy in self.copies.items() if copy.slot_index != slot}
         self.copies[key] = ForeignCopy(self.home_id, self.segment, slot, generation, stored_s=0)
-        values = [value_of(key, 0, rank) for rank in range(ranks)]
+        values = [value_of(key, 0, rank, group) for rank in range(ranks)]
         self.contents[slot] = [Content(0, key, generation, value, value) for value in values]
         if torn_rank is not None:
             self.contents[slot][torn_rank] = self.contents[slot][torn_rank]._replace(payload=TORN)

@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import BY_KEY_OVER, BlockKey, JobId, Slot, Tier, make_block_key
-from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
+from kvdisk.blocks import BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of, make_block_key
+from kvdisk.geometry import Geometry
+from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
 from kvdisk.worker.request_loads import RequestLoads
 from kvdisk.worker.routes import Leg, route_of
 from support.fake_engine import StepWork
 from support.fake_neighbours import FakeHome, FakeNeighbours
 from support.fake_remote import FakeRemote
-from support.fake_requests import value_of
+from support.fake_requests import BESIDE, value_of, values_of
 from support.fake_slots import ROTTEN, TORN, Content
 
 _DEVICE_LEGS = frozenset({Leg.WRITE, Leg.READ})
@@ -73,8 +74,16 @@ class FakeRank:
     fenced stores it copies in a step before it gives them up.
     """
 
-    def __init__(self, rank: int, neighbours: FakeNeighbours | None = None, remote: FakeRemote | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        geometry: Geometry,
+        neighbours: FakeNeighbours | None = None,
+        remote: FakeRemote | None = None,
+    ) -> None:
         self.rank = rank
+        self._groups = geometry.groups
+        self._geometry = geometry
         self.remote = remote if remote is not None else FakeRemote()
         self.neighbours = neighbours if neighbours is not None else FakeNeighbours([])
         self._foreign: dict[int, FakeHome] = {}
@@ -98,7 +107,7 @@ class FakeRank:
         """Return this rank after its process was killed, and what it had at the device has ended:
         the drive is left."""
         self.end_all_late()
-        survivor = FakeRank(self.rank, self.neighbours, self.remote)
+        survivor = FakeRank(self.rank, self._geometry, self.neighbours, self.remote)
         survivor.drive = dict(self.drive)
         survivor.segments = dict(self.segments)
         return survivor
@@ -139,8 +148,14 @@ class FakeRank:
                 self._void.discard(job_id)
                 for at, move in enumerate(moves):
                     if at not in bad:
-                        self._check(move.block, move.key, "has loaded")
+                        self._check_loaded(move)
         return report, self._loads.end(ended)
+
+    def _check_loaded(self, move: Move) -> None:
+        values = values_of(move.key, self._weights, self.rank, self._groups[group_of(move.key)])
+        for block, right in zip(move.gpu_blocks, values, strict=True):
+            found = right if block == NO_BLOCK else self.gpu.get(block)
+            assert found == right, f"rank {self.rank} has loaded {found!r} where {right!r} should be"
 
     def _check(self, block: int, key: BlockKey, what: str) -> None:
         found, right = self.gpu.get(block), value_of(key, self._weights, self.rank)
@@ -301,7 +316,7 @@ class FakeRank:
 
     def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
         content = (self.arena if tier is Tier.CPU else self.drive).get(slot)
-        value = value_of(key, weights, self.rank)
+        value = value_of(key, weights, self.rank, self._groups[group_of(key)])
         right = content is not None and content.holds(epoch, key, generation, value)
         assert right, f"{tier.name} {slot} of rank {self.rank} has {content}, not {key!r} {generation} {value!r}"
 
@@ -318,7 +333,9 @@ class FakeRank:
 
     def _users(self, block_id: int, leg: Leg) -> list[JobId]:
         works = self._works.items()
-        return [job_id for job_id, work in works for way in work.ways if way.move.block == block_id and leg in way.legs]
+        return [
+            job_id for job_id, work in works for way in work.ways if block_id in way.move.gpu_blocks and leg in way.legs
+        ]
 
     # -- legs ----------------------------------------------------------------------------------
 
@@ -327,7 +344,8 @@ class FakeRank:
         leg, move, content = way.legs.popleft(), way.move, self._in_memory(way)
         way.begun = True
         if leg is Leg.GATHER:
-            self._keep(way, content._replace(payload=self.gpu[move.block]))
+            payload = BESIDE.join(self.gpu[block] for block in move.gpu_blocks)
+            self._keep(way, content._replace(payload=payload))
             self._note_copied(work)
         elif leg is Leg.SEAL:
             self._keep(way, Content(work.job.epoch, move.key, move.generation, content.payload, content.payload))
@@ -356,9 +374,14 @@ class FakeRank:
             return None if content.summed == content.payload else Reason.CHECKSUM
         else:
             assert leg is Leg.SCATTER
-            assert not self.readers_of(move.block), "a load writes a block that a store has still to read"
-            self.gpu[move.block] = content.payload
+            self._fill(move, content)
         return None
+
+    def _fill(self, move: Move, content: Content) -> None:
+        for block, value in zip(move.gpu_blocks, content.payload.split(BESIDE), strict=True):
+            if block != NO_BLOCK:
+                assert not self.readers_of(block), "a load writes a block that a store has still to read"
+                self.gpu[block] = value
 
     def _transfer(self, way: _Way, leg: Leg, *, torn: bool = False) -> None:
         """Move a block between memory and drive, or half of it."""

@@ -5,12 +5,15 @@ does them."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvdisk.blocks import BlockKey, group_of, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from support.fake_pool import FakePool
+
+BESIDE = " | "
+"""Between what the GPU blocks of one block hold."""
 
 
 class Status(Enum):
@@ -62,8 +65,23 @@ def key_of(request: FakeRequest, group: GroupGeometry, position: int, tokens: in
     return make_block_key(request.hash_of(end if tokens is None else min(end, tokens)), group.group)
 
 
-def value_of(key: BlockKey, weights: int, rank: int) -> str:
-    """Return what the block of a key holds on a rank."""
+def engine_geometry(geometry: Geometry) -> Geometry:
+    """Return the sizes of the engine's own blocks, several of which may be one of kvdisk's."""
+    own = [replace(group, block_tokens=group.gpu_block_tokens, gpu_blocks=1) for group in geometry.groups]
+    return replace(geometry, groups=tuple(own))
+
+
+def values_of(key: BlockKey, weights: int, rank: int, group: GroupGeometry) -> list[str]:
+    """Return what the GPU blocks of a block hold on a rank."""
+    text = key[:-2].decode()
+    ends = range(len(text) - group.block_tokens + group.gpu_block_tokens, len(text) + 1, group.gpu_block_tokens)
+    return [f"w{weights} r{rank} g{group_of(key)} {text[:end]}" for end in ends]
+
+
+def value_of(key: BlockKey, weights: int, rank: int, group: GroupGeometry | None = None) -> str:
+    """Return what the block of a key holds on a rank; without ``group`` the GPU's block."""
+    if group is not None:
+        return BESIDE.join(values_of(key, weights, rank, group))
     return f"w{weights} r{rank} g{group_of(key)} {key[:-2].decode()}"
 
 

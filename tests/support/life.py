@@ -13,7 +13,7 @@ from kvdisk.recovery import excess
 from support.fake_engine import FakeEngine, Phase
 from support.fake_neighbours import FakeNeighbours
 from support.fake_remote import FakeRemote
-from support.fake_requests import FakeRequest
+from support.fake_requests import FakeRequest, engine_geometry
 from support.manager_parts import ManagerParts, Sizes, layout_of
 from support.manager_watch import ManagerWatch
 
@@ -47,7 +47,7 @@ class Life:
         as ``sizes`` says."""
         self.lives += 1
         sizes, self.ranks = self.sizes, self.start_ranks()
-        self.engine = FakeEngine(sizes.geometry, sizes.block_count, self.ranks, sizes.most_running)
+        self.engine = FakeEngine(engine_geometry(sizes.geometry), sizes.block_count, self.ranks, sizes.most_running)
         self.engine.now, self.engine.zeroes, self.engine.drift = self.now, sizes.zeroes, self.drift
         limited = sizes if segments is None else replace(sizes, segments=segments)
         if sizes.has_nvme:

@@ -138,7 +138,9 @@ class LocalRank:
         assert job.request_id is not None
         for position, move in enumerate(job.moves):
             if position not in result.failed:
-                self._check(group_of(move.key), move.block, move.key[:-2], f"was told that {job.request_id} loaded")
+                self._check(
+                    group_of(move.key), move.gpu_blocks[0], move.key[:-2], f"was told that {job.request_id} loaded"
+                )
         self._loaded |= self._loads.end({job.id: result.failed})
 
     def _write(self, group: int, block: int, content: bytes) -> None:

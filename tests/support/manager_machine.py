@@ -80,7 +80,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
 
     def start_ranks(self) -> list[FakeRank]:
         return [rank.survivor() for rank in self.ranks] or [
-            FakeRank(at, self.neighbours, self.remote) for at in range(RANKS)
+            FakeRank(at, self.sizes.geometry, self.neighbours, self.remote) for at in range(RANKS)
         ]
 
     # -- requests ------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
             key = make_block_key(text[: (position + 1) * group.block_tokens].encode(), group.group)
             self.neighbour_generation -= 1
             torn_rank = position % RANKS if torn else None
-            self.neighbours.homes[0].store(key, first + position, self.neighbour_generation, RANKS, torn_rank)
+            self.neighbours.homes[0].store(key, first + position, self.neighbour_generation, RANKS, torn_rank, group)
 
     @precondition(lambda self: self.neighbours.waiting)
     @rule(count=st.integers(1, 4))
@@ -281,7 +281,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
             for position in range(min(blocks, len(text) // group.block_tokens)):
                 key = make_block_key(text[: (position + 1) * group.block_tokens].encode(), group.group)
                 for rank in range(RANKS):
-                    value = value_of(key, 0, rank)
+                    value = value_of(key, 0, rank, group)
                     content = Content(FILE_EPOCH, key, 2**50, value, TORN if torn and rank else value)
                     self.remote.objects.setdefault((FILE_EPOCH, key, rank), content)
 

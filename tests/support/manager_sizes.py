@@ -7,13 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvdisk.config import EVICTIONS, Config
-from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.geometry import Geometry, GroupGeometry, in_units
 from support.manager_parts import Sizes, two_tiers
 
 RANKS = 2
 
 _ONE_GROUP = Geometry((GroupGeometry(0, 2, 4096),), RANKS, 2)
 _TWO_GROUPS = Geometry((GroupGeometry(0, 4, 8192), GroupGeometry(1, 2, 4096, window_tokens=4)), RANKS, 2)
+_UNITS = Geometry(in_units((GroupGeometry(0, 2, 4096),), 4), RANKS, 2)
+_WINDOW_UNITS = Geometry(in_units((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 2048, window_tokens=8)), 4), RANKS, 2)
 _PROMPTS = ("aab", "aabb", "aabbt", "aabbcc", "aabbcct", "aabbddt", "eet", "eefft")
 _QUEUED = ("aabbt", "aabbccddt", "eeffgghht", "aabbiikkt", "llmmoott", "eefft")
 _LONG_PROMPTS = ("aabbt", "aabbccddt", "aabbccdd", "aabbeefft", "gghht", "aabbcct")
@@ -80,6 +82,19 @@ SPILLOVER_QUEUE = Sizes(
 SPILLOVER_NVME = Sizes(
     _ONE_GROUP, _config(store_policy="spillover", cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 8, (), (3,), 2, _PROMPTS
 )
+_WHOLE_UNITS = ("aabb", "aabbt", "aabbccddt", "aabbcc", "aabbccddeefft", "gghhiijjt", "gghht", "kkllmmnnoot")
+UNITS = Sizes(_UNITS, _config(), 14, (3,), (2,), 2, _WHOLE_UNITS)
+UNITS_NVME = Sizes(_UNITS, _config(cpu_bytes=0, store_decode=True), 14, (), (3,), 2, _WHOLE_UNITS, 4, zeroes=True)
+UNITS_WINDOW = Sizes(_WINDOW_UNITS, _config(store_decode=True), 20, (3, 3), (2, 2), 2, _WHOLE_UNITS, 5)
+UNITS_REMOTE = Sizes(_WINDOW_UNITS, _config(**_REMOTE, cpu_admission="reuse(2)"), 20, (3, 3), (2, 2), 2, _WHOLE_UNITS)
+UNITS_ON_PREEMPTION = Sizes(
+    _UNITS, _config(store_policy="on_preemption"), 12, (4,), (2,), 2, _WHOLE_UNITS, 4, zeroes=True
+)
+UNITS_QUEUE = Sizes(
+    _WINDOW_UNITS, _config(lookup_wait_s=0.5), 20, (4, 4), (6, 6), 2, _WHOLE_UNITS, 2, most_running=1, stored=3
+)
+UNIT_SIZES = (UNITS, UNITS_NVME, UNITS_WINDOW, UNITS_REMOTE, UNITS_ON_PREEMPTION, UNITS_QUEUE)
+"""Two of the engine's blocks are one of kvdisk's."""
 EVICTION_SIZES = {
     f"{kind}, {name}": replace(sizes, config=replace(sizes.config, eviction=name))
     for name in EVICTIONS

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
+from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
@@ -41,6 +42,11 @@ FIRST_BACK_OFF_S = 1.0
 class WatchedRank(Protocol):
     def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
         """Assert that a slot holds a block."""
+
+
+def _gpu_blocks(group: GroupGeometry, table: Sequence[int], at: int) -> Sequence[int]:
+    """Return the GPU blocks that a block of a group has, 0 for those that are not there."""
+    return table[at * group.gpu_blocks : (at + 1) * group.gpu_blocks]
 
 
 @dataclass
@@ -234,7 +240,7 @@ class ManagerWatch(Watch):
             key_of(request, group, position)
             for group, table in zip(self.sizes.geometry.groups, request.table, strict=True)
             for position in range(tokens // group.block_tokens)
-            if table[position]
+            if all(_gpu_blocks(group, table, position))
         ]
 
     def _is_held(self, key: BlockKey) -> bool:
@@ -252,7 +258,7 @@ class ManagerWatch(Watch):
         if preempted or plan.fence or plan.void:
             self.note(f"preempted {list(preempted)}, fence {plan.fence}, void {plan.void}")
         for job in plan.jobs:
-            moves = [(move.key, move.generation, move.block, dict(move.slots)) for move in job.moves]
+            moves = [(move.key, move.generation, move.gpu_blocks, dict(move.slots)) for move in job.moves]
             self.note(f"plan {job.kind.name} {job.id}: {moves or job.segment or job.home}")
         self.preempted += len(preempted)
         self.note_progress()
@@ -345,7 +351,7 @@ class ManagerWatch(Watch):
                 self._check_saved(job, plan, preempted)
             elif name == "spillover":
                 for move in job.moves:
-                    block = self.engine.pool.get_block(move.block)
+                    block = self.engine.pool.get_block(*move.gpu_blocks)
                     assert block.key == move.key, "a block is stored under another name than it has"
                     assert block.ref_cnt == 0, "a block is stored that was not free"
 
@@ -357,12 +363,14 @@ class ManagerWatch(Watch):
         for move in job.moves:
             group = self.sizes.geometry.groups[group_of(move.key)]
             places = {
-                key_of(request, group, at): table[group.group][at] for at in range(computed // group.block_tokens)
+                key_of(request, group, at): _gpu_blocks(group, table[group.group], at)
+                for at in range(computed // group.block_tokens)
             }
             assert move.key in places, "a block is stored that the victim had not computed"
             # 0: the window has left it behind in the very step that preempts, and nobody has
             # written to it yet.
-            assert places[move.key] in {0, move.block}, "a block is stored that the victim did not hold"
+            held = zip(places[move.key], move.gpu_blocks, strict=True)
+            assert all(was in {0, block} for was, block in held), "a block is stored that the victim did not hold"
         self._saved.setdefault(owner, set()).update(move.key for move in job.moves)
 
     def _check_victim(self, request: FakeRequest, local_tokens: int, answer: int, limit: int | None) -> None:
@@ -371,7 +379,7 @@ class ManagerWatch(Watch):
         if not saved or len(groups) > 1:
             return
         most = len(request.tokens) - 1 if limit is None else min(len(request.tokens) - 1, limit)
-        catalog, end = self.parts.catalog, local_tokens
+        catalog, end = self.parts.catalog, local_tokens // groups[0].block_tokens * groups[0].block_tokens
         while end + groups[0].block_tokens <= most:
             key = key_of(request, groups[0], end // groups[0].block_tokens)
             if key not in saved or catalog.readable_tier(catalog.find(key)) is None:

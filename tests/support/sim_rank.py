@@ -260,7 +260,7 @@ class SimRank(LocalRank):
         moves += [move for work in runner._waiting if work.job.kind is JobKind.STORE for move in work.job.moves]
         inbox = [job for plan, _, _ in self.mover._inbox for job in plan.jobs if job.kind is JobKind.STORE]
         moves += [move for job in inbox for move in job.moves]
-        return self.copier.reads(block_id) or any(move.block == block_id for move in moves)
+        return self.copier.reads(block_id) or any(block_id in move.gpu_blocks for move in moves)
 
     def writers_of(self, block_id: int) -> list[JobId]:
         """Return the loads into a GPU block that the rank has not reported."""
@@ -268,7 +268,7 @@ class SimRank(LocalRank):
 
     def _users(self, block_id: int, kind: JobKind) -> list[JobId]:
         found = [job for job in self._jobs.values() if job.kind is kind]
-        return [job.id for job in found if any(move.block == block_id for move in job.moves)]
+        return [job.id for job in found if any(block_id in move.gpu_blocks for move in job.moves)]
 
     # -- time ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ class SmallEngine(Life):
         self.begin(sizes, MemoryIndex())
 
     def start_ranks(self) -> list[FakeRank]:
-        self.rank = self.ranks[0].survivor() if self.ranks else FakeRank(0, self.neighbours)
+        self.rank = self.ranks[0].survivor() if self.ranks else FakeRank(0, self.sizes.geometry, self.neighbours)
         return [self.rank]
 
     def live(self, segments: int | None = None) -> None:

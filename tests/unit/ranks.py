@@ -228,7 +228,9 @@ def move(
     slots = {tier: slot for tier, slot in slots.items() if slot is not None}
     if remote:
         slots[Tier.REMOTE] = BY_KEY
-    return Move(make_block_key(number.to_bytes(32, "big"), group), fields.pop("generation", 7), block, slots, **fields)
+    return Move(
+        make_block_key(number.to_bytes(32, "big"), group), fields.pop("generation", 7), (block,), slots, **fields
+    )
 
 
 def keeping(move: Move, slot: Slot) -> Move:

@@ -140,7 +140,7 @@ def test_a_neighbours_block_is_as_old_as_its_record_says(age_s, served):
     home = FakeHome("n" * 32, SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, 16, 0))
     bench.advance(5000.0)
     for place, key in enumerate(keys_of(PROMPT)):
-        home.store(key, place, 7 + place, 1, None)
+        home.store(key, place, 7 + place, 1, None, GEOMETRY.groups[0])
         home.copies[key] = home.copies[key]._replace(stored_s=int(bench.now) - age_s)
     bench.neighbours.homes.append(home)
     bench.step()

@@ -15,6 +15,7 @@ import torch
 from ranks import CpuLanes
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
+from kvdisk.messages import NO_BLOCK
 from kvdisk.worker import arena as arenas
 from kvdisk.worker import copier as copiers
 from kvdisk.worker import cudart
@@ -160,6 +161,39 @@ def test_there_and_back(layout, which, slots, monkeypatch):
     for target, source in zip(targets, sources, strict=True):
         assert payload(layers, target) == before[source]
     assert not any(any(payload(layers, block)) for block in range(BLOCKS) if block not in targets)
+    arena.close()
+
+
+@pytest.mark.parametrize("layout", STACKS)
+@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["host", "scratch of one slot", "scratch of five", "straight"])
+@pytest.mark.parametrize("blocks", [range(12), [9, 4, 5, 6, 0, 19, 18, 17, 2, 3, 14, 13]], ids=["a run", "scattered"])
+def test_slots_of_several_blocks_there_and_back(layout, which, blocks, monkeypatch):
+    """A scatter may leave some of a slot's blocks as they are."""
+    torch.manual_seed(3)
+    if which == 3:
+        which = 2
+        monkeypatch.setattr(copiers, "STRAIGHT_BYTES", 0)
+        monkeypatch.setattr(copiers, "STRAIGHT_ROW_BYTES", 0)
+        monkeypatch.setattr(arenas, "PIECE_BYTES", 5 * 8192)
+    layers, slots = layout(), [3, 4, 9, 1]
+    groups = [LayerBlocks(layers, per_slot=3)]
+    arena = arena_for(*groups)
+    copier = make_copiers(groups)[which]
+    before = [payload(layers, block) for block in range(BLOCKS)]
+    copier.gather(0, blocks, Slots(arena, 0, slots)).synchronize()
+    size = groups[0].payload_bytes
+    for at, slot in enumerate(slots):
+        expected = b"".join(before[block] for block in blocks[3 * at : 3 * at + 3])
+        assert bytes(arena.view(0, slot)[HEADER_BYTES : HEADER_BYTES + size]) == expected
+        assert not any(arena.view(0, slot)[HEADER_BYTES + size :])
+
+    for layer in layers:
+        layer.zero_()
+    targets = [NO_BLOCK, NO_BLOCK, 10, 11, 12, 13, 14, NO_BLOCK, 8, 7, 6, NO_BLOCK]
+    copier.scatter(0, Slots(arena, 0, slots), targets).synchronize()
+    right = {target: before[block] for target, block in zip(targets, blocks, strict=True) if target != NO_BLOCK}
+    for block in range(BLOCKS):
+        assert payload(layers, block) == right.get(block, bytes(groups[0].block_bytes))
     arena.close()
 
 

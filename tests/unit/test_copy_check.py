@@ -50,9 +50,10 @@ def straight(monkeypatch):
 @pytest.mark.usefixtures("straight")
 @pytest.mark.parametrize("layout", STACKS)
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_right_copies_leave_everything_as_it_was(staging_of, layout, on_gpu):
+@pytest.mark.parametrize("per_slot", [1, 3])
+def test_right_copies_leave_everything_as_it_was(staging_of, layout, on_gpu, per_slot):
     layers, others = layout(), separate_layers()
-    groups = [LayerBlocks(others), LayerBlocks([]), LayerBlocks(layers)]
+    groups = [LayerBlocks(others), LayerBlocks([]), LayerBlocks(layers, per_slot)]
     before = [layer.clone() for layer in (*layers, *others)]
     lanes = CpuLanes()
     check_copies(CudaCopier(groups, lanes, 0) if on_gpu else HostCopier(groups), *staging_of(groups))
@@ -60,9 +61,10 @@ def test_right_copies_leave_everything_as_it_was(staging_of, layout, on_gpu):
     assert bool(lanes.rows) == on_gpu, "rows were copied, too"
 
 
+@pytest.mark.parametrize("per_slot", [1, 2])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_cache_of_few_blocks_is_tried_as_well(staging_of, blocks):
-    groups = [LayerBlocks([random_bytes(blocks, 512)])]
+def test_a_cache_of_few_blocks_is_tried_as_well(staging_of, blocks, per_slot):
+    groups = [LayerBlocks([random_bytes(blocks, 512)], per_slot)]
     check_copies(HostCopier(groups), *staging_of(groups))
 
 

@@ -20,7 +20,9 @@ def test_what_another_engine_evicted_meanwhile_is_counted_as_that_and_as_nothing
     bench = TierBench((16,), (64,), nvme_admission="all", min_load_tokens=0, most_running=1)
     home = FakeHome("n" * 32, SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, 16, 0))
     for place, key in enumerate(keys_of(PROMPT)):
-        home.store(key, place, 7 + place, 1, 0)  # the index names it, and the slot holds something else
+        home.store(
+            key, place, 7 + place, 1, 0, GEOMETRY.groups[0]
+        )  # the index names it, and the slot holds something else
     bench.neighbours.homes.append(home)
     bench.step()
     running = bench.add("z", finishing=not queued)

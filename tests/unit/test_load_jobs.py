@@ -109,7 +109,7 @@ def test_a_reset_fails_all_of_it(bench, steps):
 
 
 def job(number: int, blocks: tuple[int, ...], *, more: bool) -> Job:
-    moves = tuple(Move(make_block_key(b"%d" % block, 0), 1, block) for block in blocks)
+    moves = tuple(Move(make_block_key(b"%d" % block, 0), 1, (block,)) for block in blocks)
     return Job(JobId(number), JobKind.LOAD, moves, request_id="r", more=more)
 
 

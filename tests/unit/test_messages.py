@@ -30,7 +30,8 @@ def load_of(count: int) -> Job:
         {},
     ]
     moves = [
-        Move(key(at), at * 5, at + 1, sources[at % len(sources)], key(at - 1) if at else None) for at in range(count)
+        Move(key(at), at * 5, (at + 1, at + 2)[: 1 + at % 2], sources[at % len(sources)], key(at - 1) if at else None)
+        for at in range(count)
     ]
     return Job(JobId(7), JobKind.LOAD, tuple(moves), epoch=2, request_id="a", arrival=3, more=True)
 
@@ -41,7 +42,7 @@ def load_of(count: int) -> Job:
         load_of(1),
         load_of(40),
         Job(JobId(8), JobKind.OPEN_SEGMENT, segment=SegmentSpec(3, 4096, 10)),
-        Job(JobId(9), JobKind.STORE, (Move(key(1), 1, 5),)),
+        Job(JobId(9), JobKind.STORE, (Move(key(1), 1, (5,)),)),
     ],
 )
 def test_a_plan_arrives_as_it_was_sent(job):

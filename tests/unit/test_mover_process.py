@@ -83,7 +83,7 @@ class Rank:
 
 def move(row: int, group: int = 0, into: int | None = None) -> Move:
     key = make_block_key(f"block {row}".encode().ljust(32), group)
-    return Move(key, 1, row if into is None else into, {Tier.NVME: Slot(group, row)})
+    return Move(key, 1, (row if into is None else into,), {Tier.NVME: Slot(group, row)})
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ class Sharing(TierBench):
         super().__init__(cpu_slots, nvme_slots, **how)
 
     def start_ranks(self) -> list[FakeRank]:
-        self.rank = self.ranks[0].survivor() if self.ranks else FakeRank(0, self.neighbours, self.remote)
+        self.rank = (
+            self.ranks[0].survivor() if self.ranks else FakeRank(0, self.sizes.geometry, self.neighbours, self.remote)
+        )
         return [self.rank]
 
     def make_remote(self) -> FakeRemote:
