@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, RSWASpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvdisk.blocks import Tier
+from kvdisk.blocks import Tier, group_of
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import Job, JobKind, Plan, Report
@@ -354,7 +354,8 @@ class Rank:
             self.ours.worker._parts.memory[0].view(*slots[Tier.CPU])[place] ^= 1
         else:
             (path,) = self._bench.store.glob(f"homes/*/segments/{slots[Tier.NVME].segment}/rank{self._number}.kv")
-            (slot_bytes,) = self._bench.connector.scheduler._geometry.slot_sizes
+            group = group_of(job.moves[at].key)
+            slot_bytes = self._bench.connector.scheduler._geometry.groups[group].slot_bytes
             offset = slot_offset(slot_bytes, slots[Tier.NVME].index) + place
             with path.open("r+b") as file:
                 if damage == "cut":

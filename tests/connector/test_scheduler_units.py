@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units of several of vLLM's blocks, on vLLM's real scheduler and kvdisk's real workers. ``Bench``
+compares every byte that a step reads, and that the prefix cache has."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from schedulers import BLOCK_TOKENS, Bench, Engines, prompt_of
+from test_scheduler_stages import handshakes, tell
+
+from kvdisk.blocks import Tier, group_of
+from kvdisk.errors import ConfigError
+from kvdisk.messages import NO_BLOCK, JobKind
+
+UNIT_TOKENS = 2 * BLOCK_TOKENS
+TOKENS = 3 * UNIT_TOKENS + 5
+WINDOW = {"window_tokens": 5 * BLOCK_TOKENS}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": WINDOW,
+    "window alone": {**WINDOW, "window_only": True},
+    "two sizes": {"two_sizes": True},
+    "MLA, two ranks": {"latent": True, "ranks": 2},
+    "stages": {"by_stage": True, "stages": 2},
+    "states": {"state_tokens": BLOCK_TOKENS},
+    "no prefix cache": {"prefix_caching": False},
+    "pipelined": {"pipelined": True},
+}
+
+
+def make(engines: Engines, unit_tokens: int | str = UNIT_TOKENS, extra: Any = None, **more: Any) -> Bench:
+    bench: Bench = engines.make(extra={"unit_tokens": unit_tokens, **dict(extra or {})}, **more)
+    return bench
+
+
+def loads(bench: Bench, name: str) -> list[tuple[int, ...]]:
+    return [move.gpu_blocks for job in bench.jobs_of(JobKind.LOAD, name) for move in job.moves]
+
+
+def test_a_hit_ends_with_a_unit(engines):
+    bench = make(engines)
+    bench.serve("a", prompt_of(1, TOKENS + BLOCK_TOKENS))
+    assert bench.stored() == bench.keys("a")[1:6:2], "a unit has the name of its last block"
+    bench.forget()
+    bench.serve("b", prompt_of(1, TOKENS + BLOCK_TOKENS))
+    assert bench.counters()["hit_tokens.cpu"] == 3 * UNIT_TOKENS
+    assert [len(blocks) for blocks in loads(bench, "b")] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("nvme", [False, True])
+def test_of_a_unit_that_the_gpu_has_in_part_the_rest_is_loaded(engines, nvme):
+    bench = make(engines, nvme=nvme)
+    bench.warm(1, tokens=TOKENS)
+    bench.serve("short", prompt_of(1, 3 * BLOCK_TOKENS + 1))
+    bench.serve("b", prompt_of(1, TOKENS))
+    found = loads(bench, "b")
+    assert [blocks.count(NO_BLOCK) for blocks in found] == [1, 0] and found[0][0] == NO_BLOCK
+    assert bench.counters()["loaded_blocks"] == len([*loads(bench, "short"), *found])
+
+
+def test_a_window_loads_the_units_that_it_reads(engines):
+    """vLLM takes no block before the window: of the unit that it begins in, none for a part."""
+    bench = make(engines, num_blocks=128, **WINDOW)
+    bench.warm(1, tokens=8 * UNIT_TOKENS + 5)
+    bench.serve("b", prompt_of(1, 8 * UNIT_TOKENS + 5))
+    moves = [move for job in bench.jobs_of(JobKind.LOAD) for move in job.moves if group_of(move.key) == 1]
+    assert [[block == NO_BLOCK for block in move.gpu_blocks] for move in moves] == [
+        [True, False],
+        [False, False],
+        [False, False],
+    ]
+    assert bench.counters()["hit_tokens.cpu"] == 8 * UNIT_TOKENS
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_unit_that_cannot_be_read_is_computed_whole(engines, bad):
+    bench = make(engines)
+    bench.warm(1, tokens=TOKENS)
+    bench.fail = {JobKind.LOAD: (bad,)}
+    bench.add("b", prompt_of(1, TOKENS), max_tokens=3)
+    while not bench.scheduler.failed_recving_kv_req_ids:
+        bench.step()
+    assert bench.step().num_scheduled_tokens == {"b": TOKENS - bad * UNIT_TOKENS}
+    bench.fail = {}
+    bench.finish("b", count=3)
+    assert bench.counters()["failed_loads"] == 1
+
+
+def test_a_victims_units_come_back(engines):
+    bench = make(engines, num_blocks=13, extra={"store_policy": "on_preemption"})
+    for name, number in (("a", 1), ("b", 2)):
+        bench.add(name, prompt_of(number, 3 * UNIT_TOKENS - 5), max_tokens=2 * UNIT_TOKENS)
+    bench.run(steps=2000)
+    counters = bench.counters()
+    assert counters["hit_tokens.cpu"] >= 2 * UNIT_TOKENS and not counters.get("failed_loads")
+
+
+@pytest.mark.parametrize("store_decode", [True, False])
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_with_a_drafter_a_hit_has_one_unit_less(engines, method, store_decode):
+    """Its layers know the KV of the last tokens only by those that follow."""
+    more = {"drafter": True, "drafts": 3, "max_batched_tokens": 96}
+    bench = make(engines, method=method, extra={"store_decode": store_decode}, **more)
+    for name in ("first", "second"):
+        for number in (1, 2):
+            bench.add(f"{name} {number}", prompt_of(number, TOKENS), max_tokens=2 * UNIT_TOKENS)
+        bench.run()
+        bench.forget()
+    assert bench.counters()["hit_tokens.cpu"] == 2 * 2 * UNIT_TOKENS
+    assert {len(blocks) for number in (1, 2) for blocks in loads(bench, f"second {number}")} == {2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traffic(engines, kind):
+    """Prompts that share beginnings of any length, over a GPU that is too small for them, aborted,
+    failed and forgotten as it comes."""
+    chance, more = random.Random(kind), dict(KINDS[kind])
+    policy = "on_compute" if kind != "plain" else "on_preemption"
+    extra = {"store_decode": True, "store_policy": policy, "cpu_bytes": "1MiB"}
+    num_blocks = 60 if more else 30
+    bench = make(engines, **{"nvme": True, "extra": extra, "num_blocks": num_blocks, "max_batched_tokens": 96} | more)
+    if {"two_sizes", "stages"} & {*more}:
+        tell(bench, *handshakes(bench))
+    for at in range(60):
+        beginning = prompt_of(chance.randrange(3), chance.randrange(1, 9 * BLOCK_TOKENS))
+        name = f"r{at}"
+        bench.add(name, beginning + prompt_of(100 + at, chance.randrange(1, 40)), max_tokens=chance.randrange(1, 50))
+        bench.fail = {JobKind.LOAD: (chance.randrange(3),)} if chance.random() < 0.1 else {}
+        bench.step(chance.randrange(1, 8))
+        if chance.random() < 0.1 and name in bench.scheduler.requests:
+            bench.abort(name)
+        if chance.random() < 0.2:
+            bench.finish()
+            bench.forget(*([Tier.CPU] if chance.random() < 0.5 else []))
+    bench.fail = {}
+    bench.finish()
+    counters = bench.counters()
+    assert counters.get("hit_tokens.cpu", 0) + counters.get("hit_tokens.nvme", 0) > 5 * UNIT_TOKENS, counters
+    sizes = {len(move.gpu_blocks) for job in bench.jobs_of(JobKind.STORE) for move in job.moves}
+    assert max(sizes) == 2
+
+
+def test_a_reset_leaves_no_unit(engines):
+    bench = make(engines)
+    bench.warm(1, tokens=TOKENS)
+    bench.weights += 1
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    bench.serve("b", prompt_of(1, TOKENS))
+    assert not loads(bench, "b")
+
+
+def test_units_are_a_namespace_of_their_own(engines):
+    make(engines, nvme=True).warm(1, tokens=TOKENS)
+    engines.end()
+    other = engines.make(nvme=True)
+    other.serve("b", prompt_of(1, TOKENS))
+    assert not loads(other, "b")
+    engines.end()
+    same = make(engines, nvme=True)
+    same.serve("b", prompt_of(1, TOKENS))
+    assert len(loads(same, "b")) == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "engine", "said"),
+    [
+        ({"unit_tokens": 48}, {}, "unit_tokens 48 fits no KV-cache group of this model, whose blocks have 32 tokens"),
+        ({"store_policy": "spillover"}, {}, "store_policy 'spillover' stores vLLM's blocks one by one"),
+        ({}, {"events": True}, "KV-cache events name vLLM's blocks one by one"),
+    ],
+)
+def test_what_units_cannot_be_had_with(engines, extra, engine, said):
+    with pytest.raises(ConfigError, match=said):
+        make(engines, extra=extra, **engine)
+
+
+@pytest.mark.parametrize(("extra", "engine"), [({"store_policy": "spillover"}, {}), ({}, {"events": True})])
+def test_there_auto_is_one_block(engines, extra, engine):
+    bench = make(engines, "auto", extra, **engine)
+    bench.serve("a", prompt_of(1))
+    assert bench.connector.scheduler._geometry.groups[0].gpu_blocks == 1
+
+
+def test_auto_goes_by_bytes_and_tokens_of_each_group(engines):
+    bench = make(engines, "auto", **WINDOW)
+    assert [group.block_tokens for group in bench.connector.scheduler._geometry.groups] == [128, 64]
