@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.errors import ConfigError
+from kvdisk.geometry import AUTO
 
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("GiB") say, and Kubernetes ("G", "Gi")
@@ -41,6 +42,15 @@ def parse_bytes(key: str, value: Any) -> int:
     if match is None or match[2].lower() not in _UNITS or match[2] == "m":
         raise ConfigError(f"{key} must be a size in bytes such as 1073741824 or '500GiB', not {value!r}.")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_unit(key: str, value: Any) -> int | str:
+    """Read the tokens of a unit: a number, also as text, or ``AUTO``. Raises ConfigError."""
+    if value == AUTO or (type(value) is int and value > 0):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, str) and value.isdecimal() and int(value):
+        return int(value)
+    raise ConfigError(f"{key} must be 'auto' or a number of tokens, not {value!r}.")
 
 
 def _parse_dirs(key: str, value: Any) -> tuple[Path, ...]:
@@ -102,9 +112,6 @@ _parse_tokens = _checked(
     "'auto' or a whole number that is not negative",
     lambda value: value == "auto" or (type(value) is int and value >= 0),
     lambda value: None if value == "auto" else value,
-)
-_parse_unit = _checked(
-    "'auto' or a number of tokens", lambda value: value == "auto" or (type(value) is int and value > 0)
 )
 _parse_remote_admission = _checked(
     "'all' or 'reuse(n)' with n from 1 to 16", lambda value: value == "all" or re.fullmatch(_REUSE, str(value))
@@ -329,7 +336,7 @@ class Config:
     Default: none
     Example: 604800
     """
-    unit_tokens: int | str | None = _setting(None, _parse_unit)
+    unit_tokens: int | str | None = _setting(None, parse_unit)
     """Tokens of a unit: several of vLLM's blocks that are stored, found and loaded as one. A hit
     ends with a unit, and so loses half of one; it costs the scheduler a fraction, and so do index
     and memory. `"auto"`: up to 128 tokens, in units of 1 MiB on a rank at most, by KV-cache group.

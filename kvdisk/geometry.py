@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from kvdisk.errors import ConfigError
+
 FORMAT_VERSION = 1
 ALIGNMENT = 4096
 """O_DIRECT alignment, in bytes, of memory, offsets and lengths."""
@@ -27,6 +29,7 @@ LEAST_FILLED = 0.8
 UNIT_BYTES = 1 << 20
 """Of one rank's part of a unit of several blocks, where units go by their size. Drives reach their
 rate with reads of this size."""
+AUTO = "auto"
 MOST_UNIT_TOKENS = 128
 """Of such a unit. A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
 EPOCH_LIMIT = 2**63
@@ -209,27 +212,43 @@ def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
     return tuple(found)
 
 
-def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | None) -> tuple[GroupGeometry, ...]:
+def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[GroupGeometry, ...]:
     """Return groups whose blocks are units of several of the engine's, with ``unit_tokens`` each;
-    None: of at most ``UNIT_BYTES`` on a rank, and at most ``MOST_UNIT_TOKENS``.
+    ``AUTO``: of at most ``UNIT_BYTES`` on a rank, and at most ``MOST_UNIT_TOKENS``.
 
     Some keep the engine's blocks: recurrent states; those whose blocks are as large, or do not
     divide ``unit_tokens``; and what reads less than two units. The engine frees a block when nobody
-    reads its tokens any more, and all of a unit must be there when its last token is known.
+    reads its tokens any more, and all of a unit must be there when its last token is known. Raises
+    ConfigError where a number fits no group.
     """
-    found = []
-    for group in groups:
-        if unit_tokens is not None:
-            count = unit_tokens // group.block_tokens if unit_tokens % group.block_tokens == 0 else 1
-            count = count if _may_have(group, count) else 1
-        else:
-            most = min(MOST_UNIT_TOKENS // group.block_tokens, UNIT_BYTES // max(1, group.payload_bytes))
-            count = 1 << max(0, most.bit_length() - 1)  # so that units of several groups end together
-            while not _may_have(group, count):
-                count //= 2
-        tokens, payload_bytes = count * group.block_tokens, count * group.payload_bytes
-        found.append(replace(group, block_tokens=tokens, payload_bytes=payload_bytes, gpu_blocks=count))
-    return tuple(found)
+    if unit_tokens == AUTO:
+        return tuple(_unit_of(group, _fitting(group)) for group in groups)
+    wanted = int(unit_tokens)
+    counts = [wanted // group.block_tokens if wanted % group.block_tokens == 0 else 0 for group in groups]
+    if not any(_may_have(group, count) for group, count in zip(groups, counts, strict=True)):
+        sizes = " or ".join(map(str, sorted({group.block_tokens for group in groups})))
+        raise ConfigError(
+            f"unit_tokens {wanted} fits no KV-cache group of this model, whose blocks have {sizes} tokens: it must be "
+            "a multiple of that, and at most half of what a sliding window reads; 'auto' finds one."
+        )
+    return tuple(
+        _unit_of(group, count if _may_have(group, count) else 1) for group, count in zip(groups, counts, strict=True)
+    )
+
+
+def _fitting(group: GroupGeometry) -> int:
+    """Return how many blocks of a group are a unit of ``AUTO``: a power of two, so that those of
+    several groups end together."""
+    most = min(MOST_UNIT_TOKENS // group.block_tokens, UNIT_BYTES // max(1, group.payload_bytes))
+    count = 1 << max(0, most.bit_length() - 1)
+    while not _may_have(group, count):
+        count //= 2
+    return count
+
+
+def _unit_of(group: GroupGeometry, count: int) -> GroupGeometry:
+    tokens, payload_bytes = count * group.block_tokens, count * group.payload_bytes
+    return replace(group, block_tokens=tokens, payload_bytes=payload_bytes, gpu_blocks=count)
 
 
 def _may_have(group: GroupGeometry, count: int) -> bool:

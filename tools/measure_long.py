@@ -72,14 +72,17 @@ WIRE = ("to the workers: dump", "- load, on each", "- MB")
 
 
 class Ours:
-    """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given."""
+    """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given. ``unit``: blocks
+    that are one of ours."""
 
-    def __init__(self, cache: Any, pool: BlockPool, blocks: int, store_dir: Path | None) -> None:
+    def __init__(self, cache: Any, pool: BlockPool, blocks: int, store_dir: Path | None, unit: int = 1) -> None:
         drive: dict[str, Any] = {}
         if store_dir is not None:
             slots = 3 * blocks * 2 * short.PAYLOAD_BYTES
             drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": slots}
-        config = Config(cpu_bytes=blocks * 2 * short.PAYLOAD_BYTES, store_decode=True, **drive)
+        unit_tokens = unit * BLOCK_TOKENS if unit > 1 else None
+        size = blocks // unit * (unit * short.PAYLOAD_BYTES + short.PAYLOAD_BYTES)
+        config = Config(cpu_bytes=size, store_decode=True, unit_tokens=unit_tokens, **drive)
         # No worker has made the segments' files that the upkeep would miss.
         mock.patch("kvdisk.upkeep.HomeWatch.lost_segments", return_value=frozenset()).start()
         with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
@@ -334,6 +337,8 @@ def sides(store_dir: Path) -> dict[str, tuple[Callable[[Engine, int], Any], bool
         "with NVMe": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, store_dir), True),
         "vLLM, 1 a chunk": (lambda engine, blocks: Theirs(engine.cache, blocks, 1), False),
         "vLLM, 16 a chunk": (lambda engine, blocks: Theirs(engine.cache, blocks, 16), False),
+        "kvdisk, 16 a unit": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, None, 16), False),
+        "with NVMe, 16": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, store_dir, 16), True),
     }
 
 

@@ -35,7 +35,7 @@ from kvdisk.cli.output import (
     share,
 )
 from kvdisk.cli.output import size as in_words
-from kvdisk.config import Config, parse_bytes
+from kvdisk.config import Config, parse_bytes, parse_unit
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
 
@@ -47,6 +47,11 @@ _MODEL_FIELDS = ("kind", "kv_heads", "head_elements", "mla", "dtype", "longest_t
 _GROUP_FIELDS = ("group", "window_tokens", "block_tokens", "payload_bytes", "slot_bytes")
 
 
+_BlockSize = Annotated[
+    int | None,
+    typer.Option(metavar="TOKENS", min=1, max=_MOST_BLOCK_TOKENS, help="As vLLM's. Default: 16, with MLA 64."),
+]
+_Unit = Annotated[str | None, typer.Option(metavar="N|auto", help="Tokens of a unit; see the setting unit_tokens.")]
 _Prefill = Annotated[
     float | None,
     typer.Option(metavar="TOKENS", min=1, help="Computed in a second: what a remote store's link must carry."),
@@ -151,12 +156,10 @@ def size(
         int | None,
         typer.Option(metavar="TOKENS", min=1, help="Of a conversation; at most the model's, or 32,768."),
     ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", min=1, max=_MOST_BLOCK_TOKENS, help="As vLLM's. Default: 16, with MLA 64."),
-    ] = None,
+    block_size: _BlockSize = None,
     dtype: Annotated[str | None, typer.Option(help="As vLLM's dtype, where that is not the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")] = "auto",
+    unit_tokens: _Unit = None,
     drives: Annotated[
         int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="How many directories store_dirs has.")
     ] = 1,
@@ -188,7 +191,8 @@ def size(
         known = read_model(model, dtype, kv_dtype)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
         stages = known.stages(pp)
-        geometry, filled, writes = known.geometry(tp, block_size, stages), known.filled(stages), _writes(write_rate)
+        geometry = known.geometry(tp, block_size, stages, _unit(unit_tokens))
+        filled, writes = known.filled(stages), _writes(write_rate)
         answer = _answer(known, geometry, stages, tokens)
         answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens, filled) if cpu else None
         answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens, filled) if nvme else None
@@ -219,6 +223,10 @@ def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_t
         context_tokens=context_tokens,
         notes=list(model.notes),
     )
+
+
+def _unit(text: str | None) -> int | str | None:
+    return None if text is None else parse_unit("--unit-tokens", text)
 
 
 def _endurance(text: str, writes: Writes | None) -> Endurance:

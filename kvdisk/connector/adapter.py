@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, fields
+from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -54,7 +55,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdisk.blocks import GROUP_BYTES, HIT_TIERS, BlockKey, Medium, Tier, group_of, make_block_key
 from kvdisk.context import HandedState, KVCacheBlockView
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, GroupGeometry, in_units, share_slots
+from kvdisk.geometry import AUTO, Geometry, GroupGeometry, in_units, share_slots
 from kvdisk.worker.host_memory import Deployment
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ _REACHES: dict[type[KVCacheSpec], Callable[[Any], _Reach]] = {
 }
 """The kinds that are supported. Exact classes: a subclass may keep its KV in another way."""
 
+_IS_NULL = attrgetter("is_null")
 _PLAIN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TOKEN_MAJOR = ("LBNHC", "BLNHC")
@@ -524,22 +526,10 @@ def geometry_of(
         )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
     if unit_tokens is not None:
-        groups = _in_units(groups, unit_tokens)
+        groups = list(in_units(groups, unit_tokens))
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
     replicated = ranks > 1 and ranks_are_alike(vllm_config, kv_cache_config)
     return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
-
-
-def _in_units(groups: list[GroupGeometry], unit_tokens: int | str) -> list[GroupGeometry]:
-    found = list(in_units(groups, None if unit_tokens == "auto" else int(unit_tokens)))
-    if unit_tokens != "auto" and not any(group.block_tokens == unit_tokens for group in found):
-        sizes = sorted({group.block_tokens for group in groups})
-        raise ConfigError(
-            f"unit_tokens {unit_tokens} fits no KV-cache group of this model, whose blocks have "
-            f"{' or '.join(map(str, sizes))} tokens: it must be a multiple of them, and at most half of what a window "
-            "reads; 'auto' finds one."
-        )
-    return found
 
 
 def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:
@@ -552,7 +542,7 @@ def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:
         why = "KV-cache events name vLLM's blocks one by one"
     if not why or config.unit_tokens is None:
         return config.unit_tokens
-    if config.unit_tokens != "auto":
+    if config.unit_tokens != AUTO:
         raise ConfigError(f"unit_tokens {config.unit_tokens} cannot be used: {why}.")
     return None
 
@@ -746,10 +736,14 @@ def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
 
     A block that has a hash already was filled before: its KV is there.
     """
-    return [
-        [0 if block.is_null or block.block_hash is not None else block.block_id for block in group]
-        for group in blocks.blocks
-    ]
+    return [_unfilled(group) for group in blocks.blocks]
+
+
+def _unfilled(group: Sequence[KVCacheBlock]) -> list[int]:
+    nulls = list(map(_IS_NULL, group))  # most of a window's: to find where they end costs a quarter
+    first = nulls.index(False) if False in nulls else len(nulls)
+    filled = [0 if block.is_null or block.block_hash is not None else block.block_id for block in group[first:]]
+    return [0] * first + filled
 
 
 class BlockTable(Sequence[int]):

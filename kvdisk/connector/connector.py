@@ -35,6 +35,7 @@ from kvdisk.connector.adapter import (
     refuse_unsupported,
     refuse_version,
     sleeps,
+    units_of,
     wanted_layout,
 )
 from kvdisk.connector.identity import refuse_nameless
@@ -113,6 +114,7 @@ def refuse_early(transfer: KVTransferConfig, vllm_config: VllmConfig | None) -> 
     refuse_deployment(vllm_config, transfer.kv_role)
     if vllm_config.cache_config.enable_prefix_caching is False:
         refuse_store_policy(config.store_policy, vllm_config)
+    units_of(config, vllm_config)
     if config.store_dirs or config.remote is not None:
         refuse_nameless(vllm_config)
     _refuse_gds_that_sleeps(config, vllm_config)

@@ -108,7 +108,7 @@ def fingerprint_of(
         "hash": [algorithm, os.environ.get("PYTHONHASHSEED")],
         "hash_chain": hash_chain(algorithm),
         "platform": _platform_facts(vllm_config),
-    }
+    } | ({"units": list(units)} if any(count > 1 for count in units) else {})
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
         facts["max_model_len"] = model.max_model_len
@@ -119,8 +119,6 @@ def fingerprint_of(
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
         facts["media"]["files"] = _processor_digest(_model_folder(model))
     facts |= _context_facts(vllm_config, kv_cache_config)
-    if any(count > 1 for count in units):
-        facts["units"] = list(units)
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
     text = json.dumps(facts, sort_keys=True, default=str)

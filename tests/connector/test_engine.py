@@ -167,6 +167,31 @@ def _check_metrics(engine: EngineChild, warm: Sequence[Answer]) -> None:
     assert ours["queued_jobs"] == ours["uncommitted_changes"] == 0, "an idle engine's gauges are of now"
 
 
+def test_units_of_two_blocks(tiny_llama, tmp_path):
+    """Before and after a restart; the GPU's own hit ends within a unit."""
+    store, unit_tokens = tmp_path / "store", 2 * BLOCK_TOKENS
+    config = _with_store(store, unit_tokens=unit_tokens)
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **LIMITS) as engine:
+        long, exact = (tokens_of(engine.generate(prompts, together=False)) for prompts in (LONG, [EXACT]))
+        preempted = tokens_of(engine.generate(PREEMPTED, 100))
+        engine.reset()
+        warm = engine.generate(LONG, together=False)
+        assert tokens_of(warm) == long
+        units = len(LONG[0]) // unit_tokens
+        assert warm[0].cached == units * unit_tokens and engine.counters()["loaded_blocks"] >= units
+        engine.drain()
+    assert (verdict := verify.verify_store([store])).engine_stores[0].blocks > units and not verdict.wrong
+    engine = EngineChild(tiny_llama, tmp_path / "log", extra_config=config, **LIMITS | FEW_BLOCKS)
+    with engine:
+        assert tokens_of(engine.generate(LONG[::-1], together=False)) == long[::-1]
+        (again,) = engine.generate([EXACT])
+        assert [again.tokens] == exact and again.cached == len(EXACT) - unit_tokens
+        assert tokens_of(engine.generate(PREEMPTED, 100)) == preempted
+        assert engine.metrics()["num_preemptions"] > 0
+        counters = engine.counters()
+        assert counters["hit_tokens.nvme"] > 0 and not counters.get("failed_loads")
+
+
 def test_two_ranks_of_which_one_dies(tiny_llama, tmp_path):
     store = tmp_path / "store"
     config = _with_store(store, cpu_bytes=0)  # each load is one from the drive

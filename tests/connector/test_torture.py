@@ -32,19 +32,38 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         STORE | {"cpu_bytes": 0, "store_policy": "on_preemption"},
     ),
     "spillover": ({}, STORE | {"cpu_bytes": "3MiB", "store_decode": True, "store_policy": "spillover"}),
+    "units of two blocks": (
+        FEW_BLOCKS,
+        {
+            "cpu_bytes": "2MiB",
+            "nvme_bytes": 12 * MIB,
+            "segment_bytes": 300_000,
+            "unit_tokens": 64,
+            "store_decode": True,
+        },
+    ),
+    "victims saved, units of two blocks": (
+        FEW_BLOCKS,
+        STORE | {"cpu_bytes": "4MiB", "store_policy": "on_preemption", "unit_tokens": 64},
+    ),
     "no waiting, few pins, least staging": (
         {"async_scheduling": False},
         STORE | {"cpu_bytes": "3MiB", "lookup_wait_s": 0, "staging_bytes": 0},
     ),
 }
 
-RESTARTED = {"tiny segments, evictions"}
-LAZY = ("victims saved, tiny GPU pool", "victims saved, no CPU tier", "spillover")
+RESTARTED = {"tiny segments, evictions", "units of two blocks"}
+LAZY = (
+    *("victims saved, tiny GPU pool", "victims saved, no CPU tier", "victims saved, units of two blocks"),
+    "spillover",
+)
 BOTH = [
     *(("llama", name) for name in WORKLOADS if name not in LAZY),
+    ("llama", "victims saved, units of two blocks"),
     # With several KV-cache groups those that fill and empty the tiers most, and those that store
     # little or late.
     *(("gemma3", name) for name in ("tiny GPU pool, preemptions", "tiny segments, evictions", *LAZY)),
+    ("gemma3", "units of two blocks"),
 ]
 
 

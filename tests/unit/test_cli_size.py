@@ -104,6 +104,16 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks, monke
         assert one.tokens % 64 == 0 and one.blocks == one.tokens // 64 * len(geometry.groups)
 
 
+def test_units_leave_less_to_headers_and_the_index(tmp_path):
+    arguments = ["--model", written(tmp_path / "model", LLAMA), "--tp", "8", "--nvme", "1TiB"]
+    plain, units = run_json("size", *arguments), run_json("size", *arguments, "--unit-tokens", "auto")
+    assert [found["groups"][0]["block_tokens"] for found in (plain, units)] == [16, 64]
+    assert plain["nvme"]["blocks"] // 4 < units["nvme"]["blocks"] * 1.02
+    assert units["nvme"]["tokens"] > plain["nvme"]["tokens"]
+    refused = run_here("size", *arguments, "--unit-tokens", "24")
+    assert refused.exit_code == 2 and "unit_tokens 24 fits no KV-cache group" in " ".join(refused.stderr.split())
+
+
 def test_the_report_and_its_json(tmp_path):
     """In a process of its own, where neither vLLM nor torch can be loaded."""
     arguments = ["--model", written(tmp_path / "model", LLAMA), "--tp", "4", "--nvme", "1TiB", "--cpu", "64GiB"]

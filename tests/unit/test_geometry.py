@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdisk.geometry import Geometry, GroupGeometry, contiguous_runs, share_slots
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import AUTO, Geometry, GroupGeometry, contiguous_runs, in_units, share_slots
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 5))
@@ -47,3 +49,42 @@ def test_recurrent_states_take_what_prompts_use():
     assert large / small == pytest.approx(20480 / 12288)
     assert geometry.tokens_in((10, 170, 10)) == 10 * 256, "the states of a class of their own end first"
     assert geometry.tokens_in((100, 170, 100)) == 160 * 16, "160 blocks of attention, and a state for each 16 of them"
+
+
+KIB = 1024
+FULL, WINDOW = GroupGeometry(0, 16, 64 * KIB), GroupGeometry(0, 16, 64 * KIB, window_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("group", "unit_tokens", "count"),
+    [
+        (FULL, 64, 4),
+        (FULL, 16, 1),
+        (FULL, AUTO, 8),
+        (replace(FULL, payload_bytes=300 * KIB), AUTO, 2),
+        (replace(FULL, payload_bytes=2048 * KIB), AUTO, 1),
+        (replace(FULL, block_tokens=256), AUTO, 1),
+        (WINDOW, 64, 4),
+        (WINDOW, AUTO, 4),
+        (replace(WINDOW, volatile_tokens=3), AUTO, 2),
+        (replace(FULL, chunk_tokens=96), AUTO, 2),
+        (replace(FULL, window_tokens=2, state_tokens=256), AUTO, 1),
+    ],
+)
+def test_units(group, unit_tokens, count):
+    (unit,) = in_units([group], unit_tokens)
+    assert unit.gpu_blocks == count and unit.gpu_block_tokens == group.block_tokens
+    assert (unit.block_tokens, unit.payload_bytes) == (count * group.block_tokens, count * group.payload_bytes)
+
+
+@pytest.mark.parametrize(
+    ("group", "unit_tokens"),
+    [(FULL, 24), (FULL, 8), (WINDOW, 128), (replace(FULL, window_tokens=2, state_tokens=256), 64)],
+)
+def test_units_that_no_group_can_have(group, unit_tokens):
+    with pytest.raises(ConfigError, match=f"unit_tokens {unit_tokens} fits no KV-cache group"):
+        in_units([group], unit_tokens)
+
+
+def test_groups_that_cannot_have_a_unit_keep_their_blocks():
+    assert [group.gpu_blocks for group in in_units([FULL, WINDOW], 128)] == [8, 1]
