@@ -933,8 +933,7 @@ class BlockPoolContext:
 
     def unwatch(self, block_ids: Iterable[int]) -> None:
         """See ``SchedulerContext``."""
-        for block_id in block_ids:
-            self._pool._reuse_watchers.remove(block_id, self._note)
+        self._pool._reuse_watchers.remove(block_ids, self._note)
 
     def take_reused(self) -> Sequence[int]:
         """See ``SchedulerContext``."""
@@ -982,10 +981,11 @@ class _Watchers(dict[int, Any]):
             for block_id in block_ids:
                 self[block_id] = watcher
 
-    def remove(self, block_id: int, watcher: _Watcher) -> None:
-        """Forget one watcher of a block. It may not be there."""
-        before = self.get(block_id)
-        if before == watcher:
-            del self[block_id]
-        elif isinstance(before, _CallAll) and watcher in before:
-            before.remove(watcher)
+    def remove(self, block_ids: Iterable[int], watcher: _Watcher) -> None:
+        """Forget one watcher of some blocks. It may not be there."""
+        for block_id in block_ids:
+            before = self.get(block_id)
+            if before is watcher:
+                del self[block_id]
+            elif isinstance(before, _CallAll) and watcher in before:
+                before.remove(watcher)
