@@ -569,7 +569,7 @@ def assemble_worker(
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.populate import Populating
-    from kvdisk.worker.routes import Resources
+    from kvdisk.worker.resources import Resources
 
     ranks = deployment or Deployment(geometry.rank_count)
     check_host_memory(_host_bytes_of_rank(config, geometry, geometry.rank_count), ranks)
@@ -613,7 +613,7 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.populate import Populating
-    from kvdisk.worker.routes import Resources
+    from kvdisk.worker.resources import Resources
 
     assert geometry.rank_count == 1 and config.cpu_bytes == 0, "rows are of one rank, without a CPU tier"
     assert config.remote is None, "blocks are sent to a remote store from the CPU tier"

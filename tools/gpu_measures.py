@@ -33,7 +33,8 @@ from kvdisk.messages import HomeSpec, Job, JobKind, Move, Plan, SegmentSpec
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import OpenFile, Resources
+from kvdisk.worker.resources import Resources
+from kvdisk.worker.routes import OpenFile
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvdisk.blocks import JobId
 from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
-from kvdisk.worker.routes import Resources
+from kvdisk.worker.resources import Resources
 from kvdisk.worker.runner import PART_BYTES, Runner
 
 if TYPE_CHECKING:

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job is made of: parts of one route each, run leg by leg, with the staging they borrow."""
+"""What a job is made of: parts of one route each, run leg by leg."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cache, cached_property
-from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdisk.blocks import KEPT_TIERS, Medium, Slot, Tier, group_of
-from kvdisk.device.base import Device
-from kvdisk.geometry import Geometry
+from kvdisk.blocks import KEPT_TIERS, Medium, Slot, Tier
 from kvdisk.messages import Job, JobKind, Move, Reason
-from kvdisk.remote.base import Objects
-from kvdisk.worker.arena import Arena, SlotMemory
+from kvdisk.worker.arena import SlotMemory
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copies import Copier, Event
-    from kvdisk.worker.direct import Direct
-    from kvdisk.worker.files import SegmentFiles
+    from kvdisk.worker.copies import Event
 
 
 class Staging(Enum):
@@ -33,43 +27,6 @@ class Staging(Enum):
 
 Memory = Tier | Staging
 """Where the slots of a part lie: in a tier of the MEMORY medium, or in staging."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Resources:
-    """What one rank moves bytes with.
-
-    ``arenas``: of each tier of the MEMORY medium that there is; ``staging``: at least one slot of
-    each size class where there is an NVMe tier. ``direct``: the way straight between drive and GPU,
-    where ``device`` has one. All memory stays the caller's, who closes it after the mover.
-    ``device``, ``files`` and ``remote``, the store that hosts share, become the mover's, which
-    closes them. ``checksum_threads``: that seal and verify slots in host memory, several parts at
-    once; 0: the mover's own thread does it.
-    """
-
-    geometry: Geometry
-    rank: int
-    arenas: Mapping[Tier, Arena]
-    staging: Arena
-    copier: Copier
-    device: Device
-    files: SegmentFiles
-    direct: Direct | None = None
-    remote: Objects | None = None
-    checksum_threads: int = 0
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.rank < self.geometry.rank_count
-        assert all(tier.medium is Medium.MEMORY for tier in self.arenas)
-        assert all(slots.slot_sizes == self.geometry.slot_sizes for slots in self.memories.values())
-
-    @property
-    def memories(self) -> dict[Memory, SlotMemory]:
-        """All slots that the device moves, where they lie."""
-        found: dict[Memory, SlotMemory] = {Staging.HOST: self.staging, **dict(self.arenas.items())}
-        if self.direct is not None:
-            found[Staging.GPU] = self.direct.staging
-        return found
 
 
 class Leg(IntEnum):
@@ -306,105 +263,3 @@ class OpenFile(NamedTuple):
 
 
 NO_DRIVE = -1
-
-
-class PartCutter:
-    """Cuts jobs into parts of about ``part_bytes``, and lends them staging.
-
-    A part through staging takes at most a quarter of it for a load and an eighth for a store, or a
-    load from the remote store. Stores leave half to loads. The mover's thread calls everything.
-    """
-
-    def __init__(self, resources: Resources, part_bytes: int) -> None:
-        self._resources = resources
-        # To the nearest, since the header makes slots a little longer than a power of two.
-        self._slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
-        self._memories = resources.memories
-        self._free: dict[Memory, list[list[int]]] = {
-            memory: [list(range(count)) for count in slots.slot_counts]
-            for memory, slots in self._memories.items()
-            if isinstance(memory, Staging)
-        }
-
-    def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
-        """Cut a job into parts, and set ``work.left``; moves without a source fail with ABSENT.
-
-        Where the KV is the same on every rank, what another rank writes to the drive has ended well
-        here, unmoved. ``files``: by segment. What lies on several drives is taken from each in
-        turn, so that the parts under way read from, or write to, all of them.
-        """
-        resources, moves = self._resources, work.job.moves
-        geometry, direct = resources.geometry, resources.direct
-        found: dict[tuple[Route, int, int], list[int]] = {}
-        others = 0
-        for position, move in enumerate(moves):
-            route = route_of(work.job.kind, move)
-            if route is None:
-                work.failed[position] = Reason.ABSENT
-            elif route.is_shared and not geometry.writes(resources.rank, route.slow_slot(move).segment):
-                others += 1
-            else:
-                group = 0 if len(geometry.groups) == 1 else group_of(move.key)
-                if direct is not None and route.staged and route.on_drive:
-                    route = direct.route(route, geometry.size_classes[group], move)
-                file = files.get(route.slow_slot(move).segment) if route.on_drive else None
-                drive = NO_DRIVE if file is None else file.drive
-                found.setdefault((route, group, drive), []).append(position)
-        work.left = len(moves) - len(work.failed) - others
-        lanes = [self._cut_lane(work, *lane, positions) for lane, positions in found.items()]
-        return [part for turn in zip_longest(*lanes) for part in turn if part is not None]
-
-    def cut_by_host(self, part: Part, positions: list[int]) -> list[Part]:
-        """Return parts that load some moves of a direct part through host memory."""
-        assert part.route.slow is not None
-        route = route_between(JobKind.LOAD, part.route.slow)
-        assert route is not None
-        return self._cut_lane(part.work, route, part.group, part.drive, positions)
-
-    def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Part]:
-        """Return parts of one route, group and drive, in the order of their slots."""
-        moves, size_class = work.job.moves, self._resources.geometry.size_classes[group]
-        count = self._slots[size_class]
-        assert route.memory in self._memories, f"a move names a slot of {route.memory}, which is not there"
-        memory = self._memories[route.memory]
-        of_tier = None if isinstance(route.memory, Staging) else route.memory
-        if route.staged:
-            assert memory.slot_counts[size_class], "there is no staging for this size of slot"
-            share = 4 if route.reads and route.on_drive else 8
-            count = min(count, max(1, memory.slot_counts[size_class] // share))
-        order = route.slow if route.slow is not None else of_tier
-        assert order is not None
-        ordered = sorted(positions, key=lambda at: moves[at].slots[order])
-        parts = []
-        for start in range(0, len(ordered), count):
-            part = Part(work, route, group, drive, size_class, memory, ordered[start : start + count])
-            if of_tier is not None:
-                part.slots = [moves[position].slots[of_tier].index for position in part.positions]
-            parts.append(part)
-        return parts
-
-    def lend(self, part: Part, under_way: Iterable[Part]) -> bool:
-        """Lend a part its staging, where it needs any; return False where it has to wait. What is
-        late of ``under_way`` holds no other store up."""
-        if part.route.staged:
-            memory, size_class, count = part.route.memory, part.size_class, len(part.positions)
-            free = self._free[memory][size_class]
-            of_stores = sum(
-                len(other.staging)
-                for other in under_way
-                if other.route.writes and other.route.memory is memory and other.size_class == size_class
-                if not other.late
-            )
-            half = part.memory.slot_counts[size_class] // 2  # the first store goes, however little there is
-            if count > len(free) or (part.route.writes and of_stores and of_stores + count > half):
-                return False
-            part.staging, part.slots = free[:count], free[:count]
-            del free[:count]
-        return True
-
-    def give_back(self, part: Part) -> None:
-        """Take a part's staging back, if it has any: nothing touches it any more."""
-        if part.staging:
-            free = self._free[part.route.memory][part.size_class]
-            free.extend(part.staging)
-            free.sort()  # so that parts find neighbours

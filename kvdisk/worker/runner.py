@@ -26,10 +26,12 @@ from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.arena_io import copy_slots
 from kvdisk.worker.copies import Slots
+from kvdisk.worker.cutter import PartCutter
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
 from kvdisk.worker.remote_io import RemoteIo
-from kvdisk.worker.routes import Leg, Part, PartCutter, Resources, Route, Work
+from kvdisk.worker.resources import Resources
+from kvdisk.worker.routes import Leg, Part, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from kvdisk.worker.copier import CudaCopier, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import OpenFile, Resources
+from kvdisk.worker.resources import Resources
+from kvdisk.worker.routes import OpenFile
 
 pytestmark = pytest.mark.gpu
 LAYERS, LAYER_BYTES, BLOCKS = 8, 32768, 64

@@ -21,10 +21,11 @@ from kvdisk.messages import Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
 from kvdisk.worker.copies import Event, Passed, Slots
+from kvdisk.worker.cutter import PartCutter
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import PartCutter, Resources
+from kvdisk.worker.resources import Resources
 from support.addressed_device import AddressedDevice, CpuLanes
 from support.fake_engine import StepWork
 from support.fake_remote import SimObjects, SimRemote

@@ -22,7 +22,8 @@ from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
-from kvdisk.worker.routes import OpenFile, Resources
+from kvdisk.worker.resources import Resources
+from kvdisk.worker.routes import OpenFile
 
 GPU_BLOCKS = 48
 LAYERS = (3, 1)

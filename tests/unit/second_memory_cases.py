@@ -15,7 +15,7 @@ from support.live_model import LiveModel
 
 from kvdisk.blocks import KEPT_TIERS
 from kvdisk.worker import routes
-from kvdisk.worker.routes import Resources
+from kvdisk.worker.resources import Resources
 
 CPU, FAR, NVME = KEPT_TIERS
 WAYS = ("cpu_to_far", "far_to_cpu", "far_to_nvme", "nvme_to_cpu")

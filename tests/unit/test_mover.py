@@ -8,7 +8,8 @@ from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
 from kvdisk.blocks import JobId, Slot
 from kvdisk.messages import Job, JobKind, Plan
 from kvdisk.worker import runner
-from kvdisk.worker.routes import NO_DRIVE, OpenFile, PartCutter, Work
+from kvdisk.worker.cutter import PartCutter
+from kvdisk.worker.routes import NO_DRIVE, OpenFile, Work
 from kvdisk.worker.runner import Runner
 
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank moves bytes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvdisk.blocks import Medium, Tier
+from kvdisk.device.base import Device
+from kvdisk.geometry import Geometry
+from kvdisk.remote.base import Objects
+from kvdisk.worker.arena import Arena, SlotMemory
+from kvdisk.worker.routes import Memory, Staging
+
+if TYPE_CHECKING:
+    from kvdisk.worker.copies import Copier
+    from kvdisk.worker.direct import Direct
+    from kvdisk.worker.files import SegmentFiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resources:
+    """What one rank moves bytes with.
+
+    ``arenas``: of each tier of the MEMORY medium that there is; ``staging``: at least one slot of
+    each size class where there is an NVMe tier. ``direct``: the way straight between drive and GPU,
+    where ``device`` has one. All memory stays the caller's, who closes it after the mover.
+    ``device``, ``files`` and ``remote``, the store that hosts share, become the mover's, which
+    closes them. ``checksum_threads``: that seal and verify slots in host memory, several parts at
+    once; 0: the mover's own thread does it.
+    """
+
+    geometry: Geometry
+    rank: int
+    arenas: Mapping[Tier, Arena]
+    staging: Arena
+    copier: Copier
+    device: Device
+    files: SegmentFiles
+    direct: Direct | None = None
+    remote: Objects | None = None
+    checksum_threads: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.geometry.rank_count
+        assert all(tier.medium is Medium.MEMORY for tier in self.arenas)
+        assert all(slots.slot_sizes == self.geometry.slot_sizes for slots in self.memories.values())
+
+    @property
+    def memories(self) -> dict[Memory, SlotMemory]:
+        """All slots that the device moves, where they lie."""
+        found: dict[Memory, SlotMemory] = {Staging.HOST: self.staging, **dict(self.arenas.items())}
+        if self.direct is not None:
+            found[Staging.GPU] = self.direct.staging
+        return found
