@@ -14,7 +14,7 @@ from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
 
 from kvdisk.blocks import KEPT_TIERS
-from kvdisk.worker import routes
+from kvdisk.worker import resources
 from kvdisk.worker.resources import Resources
 
 CPU, FAR, NVME = KEPT_TIERS
@@ -28,7 +28,7 @@ def test_blocks_go_down_and_come_back_from_each_tier(
     windowed: bool, ranks: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``threads``: that copy between the two memories, as on a GPU machine."""
-    monkeypatch.setattr(routes, "Resources", lambda *parts: Resources(*parts[:-1], threads))
+    monkeypatch.setattr(resources, "Resources", lambda *parts: Resources(*parts[:-1], threads))
     model = LiveModel(windowed=windowed, ranks=ranks)
     config = model.config(str(tmp_path / "store"), blocks=60, nvme_admission="all")
     counted: Counter[str] = Counter()
