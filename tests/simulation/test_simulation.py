@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import ENVIRONMENT
 from support.low_bounds import lower_bounds
-from support.simulator import PICKS, REMOTE_PICKS, Simulation, run_seeds
+from support.simulator import PICKS, REMOTE_PICKS, UNIT_PICKS, Simulation, run_seeds
 
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.runner import Runner
@@ -61,6 +61,18 @@ def test_a_remote_store_that_fails_serves_what_is_right() -> None:
     wanted += ["get ABSENT", "hit_blocks.remote", "sent_blocks", "remote_rejects", "a kill", "a reset", *REMOTE_PICKS]
     missing = [what for what in wanted if not counts[what]]
     assert not missing, f"it never happened, so nothing is shown about it: {missing}"
+
+
+def test_units_of_several_blocks() -> None:
+    counts = run_seeds(0, 40, units=True)
+    wanted = ["a reset", "a kill", "an abort", "preempted", "LOAD CHECKSUM", "LOAD whole", "STORE late", *UNIT_PICKS]
+    missing = [what for what in wanted if not counts[what]]
+    assert not missing, f"it never happened, so nothing is shown about it: {missing}"
+
+
+@pytest.mark.torture
+def test_units_of_several_blocks_for_long() -> None:
+    run_seeds(SHIFT, 400, units=True)
 
 
 @pytest.mark.parametrize("remote", [False, True])

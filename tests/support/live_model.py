@@ -18,7 +18,7 @@ import numpy as np
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of
 from kvdisk.config import Config
-from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
+from kvdisk.geometry import Geometry, GroupGeometry, in_units, segment_file_bytes
 from kvdisk.index.lmdb_index import map_bytes_for
 from support.fake_requests import FakeRequest
 
@@ -47,7 +47,9 @@ class LiveModel:
     of the first group.
 
     ``windowed``: a second group, of a sliding window of 8 tokens, whose blocks have twice the
-    tokens and other bytes. ``replicated``: every rank computes the same KV.
+    tokens and other bytes. ``replicated``: every rank computes the same KV. ``unit``: how many of
+    the engine's blocks are one of kvdisk's, in the first group; more than one where the hash of a
+    text is the text.
     """
 
     name: str = "model"
@@ -55,6 +57,7 @@ class LiveModel:
     windowed: bool = False
     payload_bytes: int = 3000
     replicated: bool = False
+    unit: int = 1
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -62,6 +65,8 @@ class LiveModel:
         groups = [GroupGeometry(0, HASH_TOKENS, self.payload_bytes)]
         if self.windowed:
             groups.append(GroupGeometry(1, 2 * HASH_TOKENS, self.payload_bytes * 2 + 1000, window_tokens=8))
+        if self.unit > 1:
+            groups = list(in_units(groups, self.unit * HASH_TOKENS))
         return Geometry(tuple(groups), self.ranks, HASH_TOKENS, self.replicated)
 
     @property
@@ -69,19 +74,31 @@ class LiveModel:
         alone = replace(self, ranks=1, replicated=False)  # as alike as replicas, however many there are
         return sha256(repr(alone if self.replicated else self).encode()).digest()
 
+    def _gpu_payload_bytes(self, group: int) -> int:
+        sizes = self.geometry.groups[group]
+        return sizes.payload_bytes // sizes.gpu_blocks
+
     def layer_bytes(self, group: int) -> tuple[int, ...]:
         """Return the bytes of each layer of a group: two, of unequal length."""
-        total = self.geometry.groups[group].payload_bytes
+        total = self._gpu_payload_bytes(group)
         return (total // 3, total - total // 3)
 
     def content(self, weights: int, digest: bytes, group: int, rank: int) -> bytes:
-        """Return what a block with this hash holds on a rank."""
+        """Return what a block of the engine's with this hash holds on a rank."""
         part = self.geometry.part_of(rank)
-        return _content(f"{self.name} {weights} {group} {part}", digest, self.geometry.groups[group].payload_bytes)
+        return _content(f"{self.name} {weights} {group} {part}", digest, self._gpu_payload_bytes(group))
+
+    def digests_of(self, key: BlockKey) -> list[bytes]:
+        """Return the hashes of the engine's blocks that the block of a key has."""
+        digest, group = key[:-GROUP_BYTES], self.geometry.groups[group_of(key)]
+        if group.gpu_blocks == 1:
+            return [digest]
+        first = len(digest) - group.block_tokens
+        return [digest[: first + end] for end in range(HASH_TOKENS, group.block_tokens + 1, HASH_TOKENS)]
 
     def content_of(self, weights: int, key: BlockKey, rank: int) -> bytes:
         """Return what the block of a key holds on a rank."""
-        return self.content(weights, key[:-GROUP_BYTES], group_of(key), rank)
+        return b"".join(self.content(weights, digest, group_of(key), rank) for digest in self.digests_of(key))
 
     def config(self, store: str, *, blocks: int, segment_blocks: int = 8, **values: object) -> Config:
         """Return a configuration whose cap leaves room for about ``blocks`` blocks of each group on

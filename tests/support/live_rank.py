@@ -20,7 +20,7 @@ import torch
 from kvdisk.assembly import WorkerParts, assemble_worker
 from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
-from kvdisk.messages import Job, JobKind, JobResult, Plan, Report
+from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Plan, Report
 from kvdisk.worker.request_loads import RequestLoads
 from support.fake_engine import StepWork
 from support.live_model import LiveModel
@@ -138,9 +138,9 @@ class LocalRank:
         assert job.request_id is not None
         for position, move in enumerate(job.moves):
             if position not in result.failed:
-                self._check(
-                    group_of(move.key), move.gpu_blocks[0], move.key[:-2], f"was told that {job.request_id} loaded"
-                )
+                for block, digest in zip(move.gpu_blocks, self._model.digests_of(move.key), strict=True):
+                    if block != NO_BLOCK:
+                        self._check(group_of(move.key), block, digest, f"was told that {job.request_id} loaded")
         self._loaded |= self._loads.end({job.id: result.failed})
 
     def _write(self, group: int, block: int, content: bytes) -> None:

@@ -17,7 +17,7 @@ from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, check_slot
 from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
-from kvdisk.messages import Job, JobKind, JobResult, Report
+from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
 from kvdisk.worker.copies import Event, Passed, Slots
@@ -131,7 +131,9 @@ class SimCopier(HostCopier):
 
     def _run(self, kind: str, blocks: Sequence[int], copy: Callable[[], object]) -> None:
         for block in blocks:
-            assert self._users[kind](block), f"a {kind} touches block {block}, and its job has been reported"
+            assert block == NO_BLOCK or self._users[kind](block), (
+                f"a {kind} touches block {block}, and its job has been reported"
+            )
         copy()
 
 
@@ -204,7 +206,11 @@ class SimRank(LocalRank):
     def _make(self, config: Config, _: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
         geometry, world = self.sizes.geometry, self._world
         users = {"gather": self.readers_of, "scatter": self.writers_of}
-        self.copier = SimCopier([LayerBlocks(group) for group in layers], world, users)
+        self.copier = SimCopier(
+            [LayerBlocks(group, sizes.gpu_blocks) for group, sizes in zip(layers, geometry.groups, strict=True)],
+            world,
+            users,
+        )
         files = SimFiles(self.drive, world.weather, world.rng, world.note)
         self.device = SimDevice(rank, self.drive, files, world.weather, world.rng, world.note)
         self.arena = Arena(geometry.slot_sizes, self.sizes.cpu_slots, pin=False) if self.sizes.has_cpu else None

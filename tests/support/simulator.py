@@ -44,6 +44,7 @@ def _config(**changes: object) -> Config:
 
 _ONE = LiveModel(payload_bytes=200)
 _TWO = LiveModel(payload_bytes=2000, windowed=True)
+_UNITS = LiveModel(payload_bytes=700, windowed=True, unit=2)
 _REMOTE = {"remote": "s3://nowhere", "remote_admission": "all"}
 SHAPES = {
     "two tiers": (_ONE, Sizes(_ONE.geometry, _config(), 14, (5,), (4,), 3, ())),
@@ -56,11 +57,14 @@ SHAPES = {
         _ONE,
         Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None, **_REMOTE), 14, (5,), (), 0, ()),
     ),
+    "units": (_UNITS, Sizes(_UNITS.geometry, _config(), 18, (8,), (5,), 3, ())),
+    "units, NVMe only": (_UNITS, Sizes(_UNITS.geometry, _config(cpu_bytes=0), 18, (), (5,), 3, ())),
     "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, ())),
 }
 """Models and sizes by name; a seed picks one."""
 PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only", "NVMe only", "memory only")
 """The names, as often as they shall come."""
+UNIT_PICKS = ("units", "units, NVMe only")
 REMOTE_PICKS = ("remote", "remote, and a window", "remote and memory only")
 
 
@@ -79,9 +83,10 @@ class Simulation(Life):
         *,
         straight: bool = False,
         remote: bool = False,
+        units: bool = False,
     ) -> None:
         self.seed = seed
-        self._option = " --straight" * straight + " --remote" * remote
+        self._option = " --straight" * straight + " --remote" * remote + " --units" * units
         self._rng = random.Random(seed)
         self._on_event = on_event
         self._hash = blake2b(digest_size=16)
@@ -90,7 +95,7 @@ class Simulation(Life):
         self._weather = Weather()
         chooser = random.Random(seed) if straight else None
         self._world = World(self._rng, self._weather, self.note, lambda: self.now, chooser)
-        self._shape = self._rng.choice(REMOTE_PICKS if remote else PICKS)
+        self._shape = self._rng.choice(REMOTE_PICKS if remote else UNIT_PICKS if units else PICKS)
         self._model, sizes = SHAPES[self._shape]
         self._tree = PromptTree(3, 6, 26)
         self._pace = self._rng.choice((2, 4, 8, 16))
@@ -355,11 +360,13 @@ _NAMES = tuple(_ACTIONS)
 _WEIGHTS = tuple(weight for weight, _ in _ACTIONS.values())
 
 
-def run_seeds(first: int, count: int, *, straight: bool = False, remote: bool = False) -> Counter[str]:
+def run_seeds(
+    first: int, count: int, *, straight: bool = False, remote: bool = False, units: bool = False
+) -> Counter[str]:
     """Run so many seeds; return what happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
-        simulation = Simulation(seed, straight=straight, remote=remote)
+        simulation = Simulation(seed, straight=straight, remote=remote, units=units)
         simulation.run()
         total.update(simulation.counts)
     return total
@@ -372,11 +379,16 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--straight", action="store_true", help="move some blocks straight between drive and GPU")
     parser.add_argument("--remote", action="store_true", help="share blocks in a remote store")
+    parser.add_argument("--units", action="store_true", help="let two of the engine's blocks be one")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the trace says more
     for seed in range(options.seed, options.seed + options.count):
         simulation = Simulation(
-            seed, print if options.trace else None, straight=options.straight, remote=options.remote
+            seed,
+            print if options.trace else None,
+            straight=options.straight,
+            remote=options.remote,
+            units=options.units,
         )
         digest = simulation.run()
         print(f"seed {seed}: {digest} {dict(sorted(simulation.counts.items()))}")
