@@ -50,7 +50,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import nameless_file
 from kvdisk.errors import ConfigError
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.runner import MOST_READS, PART_BYTES
+from kvdisk.worker.runner import BATCH_BYTES, MOST_READS
 
 THREADS = (1, 4, 8, 16)
 """Counts that vLLM's files are measured with. Its default is 16 for each direction."""
@@ -90,7 +90,7 @@ class Case:
     @property
     def depth(self) -> int:
         """As many blocks as the mover has at the device at once, within reason."""
-        return min(max(MOST_READS * PART_BYTES // self.block_bytes, 4), 256, self.block_count)
+        return min(max(MOST_READS * BATCH_BYTES // self.block_bytes, 4), 256, self.block_count)
 
     @property
     def words(self) -> str:

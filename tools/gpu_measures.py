@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 STAGING_BYTES = 128 * MIB
-PART_BYTES, MOST_PARTS = 8 * MIB, 4
+BATCH_BYTES, MOST_BATCHES = 8 * MIB, 4
 JOB_BYTES, MOST_JOBS = 32 * MIB, 4
 """Of a store or load, as of a long prompt; and how many are under way."""
 SCRATCH_BYTES = 64 * MIB
@@ -614,11 +614,11 @@ class DriveAlone:
 
     def __init__(self, directory: Path, block_bytes: int, file_bytes: int) -> None:
         self._slot_bytes = HEADER_BYTES + block_bytes
-        self._each = max(1, round(PART_BYTES / self._slot_bytes))
+        self._each = max(1, round(BATCH_BYTES / self._slot_bytes))
         self._count = max(self._each, file_bytes // self._slot_bytes // self._each * self._each)
         self.moved_bytes = self._count * block_bytes
         self._files, self._device = OneSegment(directory), PosixDevice()
-        self._arena = Arena([self._slot_bytes], [MOST_PARTS * self._each], pin=False)
+        self._arena = Arena([self._slot_bytes], [MOST_BATCHES * self._each], pin=False)
         with ExitStack() as undo:
             undo.callback(self.close)
             self._fd = self._files.open_segment(SegmentSpec(0, self._slot_bytes, self._count)).fd
@@ -647,10 +647,10 @@ class DriveAlone:
     def _move(self, op: Op) -> None:
         waiting: list[int] = []
         for start in range(0, self._count, self._each):
-            while len(waiting) >= MOST_PARTS:
+            while len(waiting) >= MOST_BATCHES:
                 ended = {outcome.ticket for outcome in self._device.poll(1.0)}
                 waiting = [ticket for ticket in waiting if ticket not in ended]
-            buffer = self._arena.view(0, start // self._each % MOST_PARTS * self._each, self._each)
+            buffer = self._arena.view(0, start // self._each % MOST_BATCHES * self._each, self._each)
             transfer = Transfer(self._fd, slot_offset(self._slot_bytes, start), (buffer,))
             waiting.append(self._device.submit(op, [transfer]))
         await_batches(self._device, waiting)

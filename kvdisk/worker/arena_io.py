@@ -7,20 +7,20 @@ from __future__ import annotations
 import numpy as np
 
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.routes import Leg, Part
+from kvdisk.worker.routes import Batch, Leg
 
 
-def copy_slots(part: Part, slow: Arena) -> None:
-    """Copy what a part reads from the slow tier, or writes to it, as its leg says. Any thread; the
+def copy_slots(batch: Batch, slow: Arena) -> None:
+    """Copy what a batch reads from the slow tier, or writes to it, as its leg says. Any thread; the
     interpreter's lock is let go.
 
-    ``slow``: the arena of that tier. The slots are the part's until this returns.
+    ``slow``: the arena of that tier. The slots are the batch's until this returns.
     """
-    moves, size_class = part.work.job.moves, part.size_class
-    for position, slot in zip(part.positions, part.slots, strict=True):
-        fast_view = np.frombuffer(part.memory.view(size_class, slot), np.uint8)
-        slow_view = np.frombuffer(slow.view(size_class, part.route.slow_slot(moves[position]).index), np.uint8)
-        if part.leg is Leg.READ:
+    moves, size_class = batch.work.job.moves, batch.size_class
+    for position, slot in zip(batch.positions, batch.slots, strict=True):
+        fast_view = np.frombuffer(batch.memory.view(size_class, slot), np.uint8)
+        slow_view = np.frombuffer(slow.view(size_class, batch.route.slow_slot(moves[position]).index), np.uint8)
+        if batch.leg is Leg.READ:
             np.copyto(fast_view, slow_view)
         else:
             np.copyto(slow_view, fast_view)

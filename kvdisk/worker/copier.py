@@ -336,7 +336,7 @@ STRAIGHT_ROW_BYTES = 16 << 10
 _MOST_PITCH = 2**31 - 1
 COPY_BYTES = 2 << 20
 """Of a copy over the link, at most: vLLM's own, of a few KiB in each step, wait behind one such,
-about 40 us at 50 GB/s, and not behind a part. Not measured."""
+about 40 us at 50 GB/s, and not behind a batch. Not measured."""
 
 
 class CudaLanes:
@@ -394,7 +394,8 @@ class CudaLanes:
 
 
 MOST_NUMBERS = 16 << 10
-"""Of blocks, on their way to a lane's kernels: those of several parts, however small a slot is."""
+"""Of blocks, on their way to a lane's kernels: those of several batches, however small a slot
+is."""
 
 
 def _in_pieces(rectangles: Iterable[_Rectangle]) -> Iterator[_Rectangle]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job is cut into parts, and what staging each borrows."""
+"""How a job is cut into batches, and what staging each borrows."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import zip_longest
 from kvdisk.blocks import group_of
 from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.resources import Resources
-from kvdisk.worker.routes import NO_DRIVE, Memory, OpenFile, Part, Route, Staging, Work, route_between, route_of
+from kvdisk.worker.routes import NO_DRIVE, Batch, Memory, OpenFile, Route, Staging, Work, route_between, route_of
 
 
-class PartCutter:
-    """Cuts jobs into parts of about ``part_bytes``, and lends them staging.
+class BatchCutter:
+    """Cuts jobs into batches of about ``batch_bytes``, and lends them staging.
 
-    A part through staging takes at most a quarter of it for a load and an eighth for a store, or a
+    A batch through staging takes at most a quarter of it for a load and an eighth for a store, or a
     load from the remote store. Stores leave half to loads. The mover's thread calls everything.
     """
 
-    def __init__(self, resources: Resources, part_bytes: int) -> None:
+    def __init__(self, resources: Resources, batch_bytes: int) -> None:
         self._resources = resources
         # To the nearest, since the header makes slots a little longer than a power of two.
-        self._slots = [max(1, round(part_bytes / size)) for size in resources.geometry.slot_sizes]
+        self._slots = [max(1, round(batch_bytes / size)) for size in resources.geometry.slot_sizes]
         self._memories = resources.memories
         self._free: dict[Memory, list[list[int]]] = {
             memory: [list(range(count)) for count in slots.slot_counts]
@@ -30,12 +30,12 @@ class PartCutter:
             if isinstance(memory, Staging)
         }
 
-    def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Part]:
-        """Cut a job into parts, and set ``work.left``; moves without a source fail with ABSENT.
+    def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Batch]:
+        """Cut a job into batches, and set ``work.left``; moves without a source fail with ABSENT.
 
         Where the KV is the same on every rank, what another rank writes to the drive has ended well
         here, unmoved. ``files``: by segment. What lies on several drives is taken from each in
-        turn, so that the parts under way read from, or write to, all of them.
+        turn, so that the batches under way read from, or write to, all of them.
         """
         resources, moves = self._resources, work.job.moves
         geometry, direct = resources.geometry, resources.direct
@@ -56,17 +56,17 @@ class PartCutter:
                 found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
         lanes = [self._cut_lane(work, *lane, positions) for lane, positions in found.items()]
-        return [part for turn in zip_longest(*lanes) for part in turn if part is not None]
+        return [batch for turn in zip_longest(*lanes) for batch in turn if batch is not None]
 
-    def cut_by_host(self, part: Part, positions: list[int]) -> list[Part]:
-        """Return parts that load some moves of a direct part through host memory."""
-        assert part.route.slow is not None
-        route = route_between(JobKind.LOAD, part.route.slow)
+    def cut_by_host(self, batch: Batch, positions: list[int]) -> list[Batch]:
+        """Return batches that load some moves of a direct batch through host memory."""
+        assert batch.route.slow is not None
+        route = route_between(JobKind.LOAD, batch.route.slow)
         assert route is not None
-        return self._cut_lane(part.work, route, part.group, part.drive, positions)
+        return self._cut_lane(batch.work, route, batch.group, batch.drive, positions)
 
-    def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Part]:
-        """Return parts of one route, group and drive, in the order of their slots."""
+    def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Batch]:
+        """Return batches of one route, group and drive, in the order of their slots."""
         moves, size_class = work.job.moves, self._resources.geometry.size_classes[group]
         count = self._slots[size_class]
         assert route.memory in self._memories, f"a move names a slot of {route.memory}, which is not there"
@@ -79,19 +79,19 @@ class PartCutter:
         order = route.slow if route.slow is not None else of_tier
         assert order is not None
         ordered = sorted(positions, key=lambda at: moves[at].slots[order])
-        parts = []
+        batches = []
         for start in range(0, len(ordered), count):
-            part = Part(work, route, group, drive, size_class, memory, ordered[start : start + count])
+            batch = Batch(work, route, group, drive, size_class, memory, ordered[start : start + count])
             if of_tier is not None:
-                part.slots = [moves[position].slots[of_tier].index for position in part.positions]
-            parts.append(part)
-        return parts
+                batch.slots = [moves[position].slots[of_tier].index for position in batch.positions]
+            batches.append(batch)
+        return batches
 
-    def lend(self, part: Part, under_way: Iterable[Part]) -> bool:
-        """Lend a part its staging, where it needs any; return False where it has to wait. What is
+    def lend(self, batch: Batch, under_way: Iterable[Batch]) -> bool:
+        """Lend a batch its staging, where it needs any; return False where it has to wait. What is
         late of ``under_way`` holds no other store up."""
-        if part.route.staged:
-            memory, size_class, count = part.route.memory, part.size_class, len(part.positions)
+        if batch.route.staged:
+            memory, size_class, count = batch.route.memory, batch.size_class, len(batch.positions)
             free = self._free[memory][size_class]
             of_stores = sum(
                 len(other.staging)
@@ -99,16 +99,16 @@ class PartCutter:
                 if other.route.writes and other.route.memory is memory and other.size_class == size_class
                 if not other.late
             )
-            half = part.memory.slot_counts[size_class] // 2  # the first store goes, however little there is
-            if count > len(free) or (part.route.writes and of_stores and of_stores + count > half):
+            half = batch.memory.slot_counts[size_class] // 2  # the first store goes, however little there is
+            if count > len(free) or (batch.route.writes and of_stores and of_stores + count > half):
                 return False
-            part.staging, part.slots = free[:count], free[:count]
+            batch.staging, batch.slots = free[:count], free[:count]
             del free[:count]
         return True
 
-    def give_back(self, part: Part) -> None:
-        """Take a part's staging back, if it has any: nothing touches it any more."""
-        if part.staging:
-            free = self._free[part.route.memory][part.size_class]
-            free.extend(part.staging)
-            free.sort()  # so that parts find neighbours
+    def give_back(self, batch: Batch) -> None:
+        """Take a batch's staging back, if it has any: nothing touches it any more."""
+        if batch.staging:
+            free = self._free[batch.route.memory][batch.size_class]
+            free.extend(batch.staging)
+            free.sort()  # so that batches find neighbours

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 FASTER = 1.1
 """So many times as fast as through host memory has it to be."""
-PART_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20
 BUDGET_S = 1.0
 _MOST_ROUNDS = 5
 MOST_FAILED_READS = 16
-"""With so many parts of reads in which the drive failed, nothing goes this way until the next
+"""With so many batches of reads in which the drive failed, nothing goes this way until the next
 start: each costs a second read."""
 
 
@@ -79,7 +79,7 @@ class Direct:
         self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
 
     def note_failed_read(self) -> bool:
-        """The drive has failed moves of a part that was read this way; return whether that was the
+        """The drive has failed moves of a batch that was read this way; return whether that was the
         one too many."""
         self._failed_reads += 1
         return self._failed_reads == MOST_FAILED_READS
@@ -176,7 +176,7 @@ class _Trial:
 
     ``fd``: a file of its own, on the drive that moves are made to. ``device``: of both kinds of
     memory; closed at the end, unless it is silent. ``arena``: host staging of the same sizes. Both
-    memories' bytes are overwritten. Only the drive's times are compared: a copy of one part hides
+    memories' bytes are overwritten. Only the drive's times are compared: a copy of one batch hides
     behind that of the next.
     """
 
@@ -229,8 +229,8 @@ class _Trial:
                 host.zero_()
             self._staging.settle()  # the device does not wait for this thread's stream
             for op in (Op.WRITE, Op.READ):
-                batch = [Transfer(self._fd, 0, (self._slots(op is straight, size_class, 0, 2),))]
-                if await_batches(self._device, [self._device.submit(op, batch)]):
+                transfers = [Transfer(self._fd, 0, (self._slots(op is straight, size_class, 0, 2),))]
+                if await_batches(self._device, [self._device.submit(op, transfers)]):
                     return f"a {op.value} that was tried failed {'straight' if op is straight else 'in host memory'}"
             if straight is Op.READ:
                 host.copy_(gpu)
@@ -257,7 +257,7 @@ class _Trial:
     def _speed(self, size_class: int, count: int, op: Op, direct: bool) -> float:
         """Move every slot twice, with its neighbours and alone; return bytes per second."""
         slot_bytes = self._arena.slot_sizes[size_class]
-        each = max(1, PART_BYTES // slot_bytes)
+        each = max(1, BATCH_BYTES // slot_bytes)
         places = self._random.sample(range(count), count)
         began_s = time.monotonic()
         for alone in (False, True):
@@ -265,11 +265,11 @@ class _Trial:
             for start in range(0, count, each):
                 slots = range(start, min(start + each, count))
                 moved = [(places[slot], slot, 1) for slot in slots] if alone else [(start, start, len(slots))]
-                batch = [
+                transfers = [
                     Transfer(self._fd, place * slot_bytes, (self._slots(direct, size_class, slot, slot_count),))
                     for place, slot, slot_count in moved
                 ]
-                tickets.add(self._device.submit(op, batch))
+                tickets.add(self._device.submit(op, transfers))
             await_batches(self._device, tickets)
         return 2 * count * slot_bytes / max(time.monotonic() - began_s, 1e-9)
 

@@ -13,7 +13,7 @@ from kvdisk.blocks import JobId
 from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.resources import Resources
-from kvdisk.worker.runner import PART_BYTES, Runner
+from kvdisk.worker.runner import BATCH_BYTES, Runner
 
 if TYPE_CHECKING:
     from kvdisk.worker.copies import Event
@@ -34,7 +34,7 @@ class Mover:
     ``fingerprint``: of the namespace until a home is open; any will do where no tier outlives the
     process. ``io_deadline_s``: what has not started so long after ``submit`` fails, and so do the
     moves of a batch that is so long at the device: late, until the device has ended it.
-    ``part_bytes``: aim for the size of a part. ``threaded``: False for simulations, which call
+    ``batch_bytes``: aim for the size of a batch. ``threaded``: False for simulations, which call
     ``turn`` themselves.
 
     The model's thread calls everything but ``turn``; no call waits for a transfer but ``wait_any``
@@ -49,7 +49,7 @@ class Mover:
         io_deadline_s: float,
         fingerprint: bytes = bytes(FINGERPRINT_BYTES),
         clock: Callable[[], float] = time.monotonic,
-        part_bytes: int = PART_BYTES,
+        batch_bytes: int = BATCH_BYTES,
         threaded: bool = True,
     ) -> None:
         self._copier = resources.copier
@@ -61,7 +61,7 @@ class Mover:
             fingerprint=fingerprint,
             io_deadline_s=io_deadline_s,
             clock=clock,
-            part_bytes=part_bytes,
+            batch_bytes=batch_bytes,
             threaded=threaded,
         )
         # Under the condition's lock, which nobody holds while waiting for anything:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts at the remote store: a slot is an object, and each ends within the store's own deadline."""
+"""Batches at the remote store: a slot is an object, and each ends within the store's own
+deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from kvdisk.blocks import BY_KEY_OVER, Tier
 from kvdisk.geometry import Geometry, Namespace
 from kvdisk.messages import Reason
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result, object_name
-from kvdisk.worker.routes import Leg, Part
+from kvdisk.worker.routes import Batch, Leg
 from kvdisk.worker.slot_headers import SlotHeaders
 
 _REASONS = {
@@ -22,40 +23,40 @@ _REASONS = {
 
 
 class RemoteIo:
-    """Moves parts between memory and the remote store. ``headers``: has the fingerprint. The
+    """Moves batches between memory and the remote store. ``headers``: has the fingerprint. The
     mover's thread calls everything."""
 
     def __init__(self, objects: Objects, geometry: Geometry, rank: int, headers: SlotHeaders) -> None:
         self._objects = objects
         self._part, self._part_count = geometry.part_of(rank), geometry.part_count
         self._headers = headers
-        self._parts: dict[int, Part] = {}
+        self._batches: dict[int, Batch] = {}
         self._has_told = False
         """The pause that is under way was reported."""
 
     @property
     def busy(self) -> bool:
-        """Whether a part is under way."""
-        return bool(self._parts)
+        """Whether a batch is under way."""
+        return bool(self._batches)
 
-    def send(self, part: Part) -> None:
-        """Start a part. Until ``ended`` yields it, the store has its slots."""
-        batch = [
-            RemoteObject(self.name_of(part, position), part.memory.view(part.size_class, slot))
-            for position, slot in zip(part.positions, part.slots, strict=True)
+    def send(self, batch: Batch) -> None:
+        """Start a batch. Until ``ended`` yields it, the store has its slots."""
+        objects = [
+            RemoteObject(self.name_of(batch, position), batch.memory.view(batch.size_class, slot))
+            for position, slot in zip(batch.positions, batch.slots, strict=True)
         ]
         op = ObjectOp.GET
-        if part.leg is Leg.WRITE:
-            moves = part.work.job.moves
-            over = {moves[position].slots[Tier.REMOTE] == BY_KEY_OVER for position in part.positions}
+        if batch.leg is Leg.WRITE:
+            moves = batch.work.job.moves
+            over = {moves[position].slots[Tier.REMOTE] == BY_KEY_OVER for position in batch.positions}
             assert len(over) == 1, "a job that writes some objects over, and others not"
             op = ObjectOp.REPLACE if over.pop() else ObjectOp.PUT
         self._has_told &= op is not ObjectOp.GET  # if that begins a pause, it is another one
-        self._parts[self._objects.submit(op, batch)] = part
+        self._batches[self._objects.submit(op, objects)] = batch
 
-    def name_of(self, part: Part, position: int) -> str:
+    def name_of(self, batch: Batch, position: int) -> str:
         """Return the name of the object of a move."""
-        job = part.work.job
+        job = batch.work.job
         namespace = Namespace(self._headers.fingerprint, job.epoch)
         return object_name(namespace, job.moves[position].key, self._part, self._part_count)
 
@@ -65,15 +66,15 @@ class RemoteIo:
         told, self._has_told = self._has_told, pause_s > 0
         return 0.0 if told else pause_s
 
-    def ended(self, wait_s: float) -> Iterator[tuple[Part, dict[int, Reason]]]:
-        """Yield the parts that have ended, with the moves that failed; wait up to ``wait_s`` for
+    def ended(self, wait_s: float) -> Iterator[tuple[Batch, dict[int, Reason]]]:
+        """Yield the batches that have ended, with the moves that failed; wait up to ``wait_s`` for
         the first."""
-        for outcome in self._objects.poll(wait_s) if self._parts else ():
-            part = self._parts.pop(outcome.ticket)
-            results = zip(part.positions, outcome.results, strict=True)
-            yield part, {position: _REASONS[result] for position, result in results if result is not Result.OK}
+        for outcome in self._objects.poll(wait_s) if self._batches else ():
+            batch = self._batches.pop(outcome.ticket)
+            results = zip(batch.positions, outcome.results, strict=True)
+            yield batch, {position: _REASONS[result] for position, result in results if result is not Result.OK}
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._parts.clear()
+        self._batches.clear()
         self._objects.close()

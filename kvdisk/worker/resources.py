@@ -28,7 +28,7 @@ class Resources:
     each size class where there is an NVMe tier. ``direct``: the way straight between drive and GPU,
     where ``device`` has one. All memory stays the caller's, who closes it after the mover.
     ``device``, ``files`` and ``remote``, the store that hosts share, become the mover's, which
-    closes them. ``checksum_threads``: that seal and verify slots in host memory, several parts at
+    closes them. ``checksum_threads``: that seal and verify slots in host memory, several batches at
     once; 0: the mover's own thread does it.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job is made of: parts of one route each, run leg by leg."""
+"""What a job is made of: batches of one route each, run leg by leg."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Staging(Enum):
-    """Slots that a part borrows where no tier's serve it: in host memory, or on the GPU. Of those
+    """Slots that a batch borrows where no tier's serve it: in host memory, or on the GPU. Of those
     on the GPU only the headers are ever in host memory."""
 
     HOST = 1
@@ -26,7 +26,7 @@ class Staging(Enum):
 
 
 Memory = Tier | Staging
-"""Where the slots of a part lie: in a tier of the MEMORY medium, or in staging."""
+"""Where the slots of a batch lie: in a tier of the MEMORY medium, or in staging."""
 
 
 class Leg(IntEnum):
@@ -49,7 +49,7 @@ class Leg(IntEnum):
 class Route:
     """A way of a move: the kind of its job, its legs, and where its slots lie.
 
-    ``memory``: where a part's slots are while it goes. ``slow``: the tier that READ or WRITE is
+    ``memory``: where a batch's slots are while it goes. ``slow``: the tier that READ or WRITE is
     from or to; None: it has neither leg. There is one object of each route: compare them by ``is``.
     """
 
@@ -198,7 +198,7 @@ class Work:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Batch:
     """Moves of one job that go together, by one route and, of one group, to or from one drive.
 
     ``positions``: moves that have not failed, in the order of their slots. ``slots``: where in
@@ -207,7 +207,7 @@ class Part:
     a direct route ``memory`` is GPU staging.
 
     ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``copy``: its
-    end, where it is a copy, or on another thread; ``batch``: the positions of the moves in each
+    end, where it is a copy, or on another thread; ``transfers``: the positions of the moves in each
     transfer, where it is at the device. ``late``: its moves have failed, and the device still owns
     its slots.
     """
@@ -224,7 +224,7 @@ class Part:
     begun: int = 0
     began_s: float = 0.0
     copy: Event | None = None
-    batch: list[list[int]] = field(default_factory=list)
+    transfers: list[list[int]] = field(default_factory=list)
     late: bool = False
 
     @property

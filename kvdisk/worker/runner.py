@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs jobs leg by leg: what ``Mover`` does on its thread. No thread, lock or clock of its own.
 
-Work is taken in parts of a few MiB and the queues are looked at between parts, so that a load waits
-for the parts under way and never for a long store. Several parts are under way at once: while one
-is verified and scattered, the next one's read is in flight. The bounds below are numbers of parts.
+Work is taken in batches of a few MiB and the queues are looked at between batches, so that a load
+waits for the batches under way and never for a long store. Several batches are under way at once:
+while one is verified and scattered, the next one's read is in flight. The bounds below are numbers
+of batches.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.arena_io import copy_slots
 from kvdisk.worker.copies import Slots
-from kvdisk.worker.cutter import PartCutter
+from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
 from kvdisk.worker.remote_io import RemoteIo
 from kvdisk.worker.resources import Resources
-from kvdisk.worker.routes import Leg, Part, Route, Work
+from kvdisk.worker.routes import Batch, Leg, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.worker")
 
-PART_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20
 MOST_READS = 4
 """Read batches at the device; promotions start only below half of it."""
 MOST_WRITES = 8
-"""Parts from gather to the end of their write: some are gathered and sealed while others are
+"""Batches from gather to the end of their write: some are gathered and sealed while others are
 written. The device gives the kernel no more of them than the drive needs."""
 MOST_LATE, MOST_LATE_WRITES = 16, 4
 """So many late reads of a drive stop every batch there: it does not answer; so many late writes
@@ -82,7 +83,7 @@ class Runner:
     """See the module. One thread calls everything but ``give_up``, ``halt`` and those of sleep.
 
     ``fingerprint``: of the namespace until a home is named. ``io_deadline_s``: how long a batch may
-    be at the device. ``part_bytes``: aim for the size of a part. ``threaded``: see ``FileJobs``.
+    be at the device. ``batch_bytes``: aim for the size of a batch. ``threaded``: see ``FileJobs``.
     ``given_up``: stores of which no copy from the GPU may begin any more.
     """
 
@@ -93,7 +94,7 @@ class Runner:
         fingerprint: bytes,
         io_deadline_s: float,
         clock: Callable[[], float],
-        part_bytes: int,
+        batch_bytes: int,
         threaded: bool,
     ) -> None:
         self.given_up: set[JobId] = set()
@@ -119,15 +120,15 @@ class Runner:
             resources.files, resources.device, self._log, uses=self._device_io.uses, threaded=threaded
         )
         self._works: dict[JobId, Work] = {}
-        self._queues: dict[tuple[Route, bool], list[Part]] = {}
-        """Parts that have not started, by route and whether they are urgent; in order in each."""
+        self._queues: dict[tuple[Route, bool], list[Batch]] = {}
+        """Batches that have not started, by route and whether they are urgent; in order in each."""
         self._soonest_s = math.inf
         """No job's deadline that has not been looked at is sooner."""
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
-        self._under_way: list[Part] = []
-        """Parts that have started and not ended, late ones too."""
-        self._parts = PartCutter(resources, part_bytes)
+        self._under_way: list[Batch] = []
+        """Batches that have started and not ended, late ones too."""
+        self._batches = BatchCutter(resources, batch_bytes)
         self._direct = resources.direct
         self._stopping = False
         self._threads = None
@@ -167,28 +168,28 @@ class Runner:
                 self._fence(work)
 
     def _fence(self, work: Work) -> None:
-        parts = self._take_queued(lambda part: part.work is work)
+        batches = self._take_queued(lambda batch: batch.work is work)
         work.urgent = work.fenced = True
         self._fail_unstarted(Reason.OVERWRITTEN, lambda each, _: each is work)
-        self._enqueue(parts)
+        self._enqueue(batches)
 
     def has_launched(self, job_id: JobId) -> bool:
         """Whether every copy from the GPU of a job that was added has begun, or never will."""
         work = self._works.get(job_id)
         return work is None or (
-            work not in self._waiting and not any(part.work is work and part.route.gathers for part in self.queued)
+            work not in self._waiting and not any(batch.work is work and batch.route.gathers for batch in self.queued)
         )
 
     def _admit(self, work: Work) -> None:
-        parts = self._parts.cut(work, self._files.open)
+        batches = self._batches.cut(work, self._files.open)
         if work.left == 0:
             self._finish(work)
-        self._enqueue(parts)
+        self._enqueue(batches)
 
-    def _enqueue(self, parts: Iterable[Part]) -> None:
-        """Let parts wait for their turn."""
-        for part in parts:
-            insort(self._queues.setdefault((part.route, part.work.urgent), []), part, key=_urgency)
+    def _enqueue(self, batches: Iterable[Batch]) -> None:
+        """Let batches wait for their turn."""
+        for batch in batches:
+            insort(self._queues.setdefault((batch.route, batch.work.urgent), []), batch, key=_urgency)
 
     def _note_files(self, ended: Iterable[tuple[Job, Reason | None]]) -> bool:
         """Finish ended jobs of files, and admit what waited for them; return whether any ended."""
@@ -209,9 +210,9 @@ class Runner:
     # -- turns ---------------------------------------------------------------------------------
 
     @property
-    def queued(self) -> list[Part]:
-        """The parts that have not started."""
-        return [part for parts in self._queues.values() for part in parts]
+    def queued(self) -> list[Batch]:
+        """The batches that have not started."""
+        return [batch for batches in self._queues.values() for batch in batches]
 
     @property
     def idle(self) -> bool:
@@ -228,12 +229,13 @@ class Runner:
         """Whether a copy that goes on has to be asked for its end; not one that waits for the
         model's work, which takes as long as a step."""
         return any(
-            part.copy is not None and (part.leg not in _ON_BLOCKS or part.work.after is None or part.work.after.query())
-            for part in self._under_way
+            batch.copy is not None
+            and (batch.leg not in _ON_BLOCKS or batch.work.after is None or batch.work.after.query())
+            for batch in self._under_way
         )
 
     def turn(self, now_s: float, wait_s: float = 0.0) -> bool:
-        """Note what has ended, and start one part at most. Return whether anything happened.
+        """Note what has ended, and start one batch at most. Return whether anything happened.
 
         ``wait_s``: how long to wait for the device, where something is at it and nothing has ended;
         where nothing is, for the remote store.
@@ -271,8 +273,8 @@ class Runner:
         thread. What would begin fails as CANCELLED; the rest goes on."""
         with self._touching:
             self._unmapped = True
-        for part in list(self._under_way):
-            copy = part.copy
+        for batch in list(self._under_way):
+            copy = batch.copy
             if copy is not None:
                 copy.synchronize()
 
@@ -283,10 +285,10 @@ class Runner:
     def await_copies(self) -> None:
         """Begin nothing more, and wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
-        for part in self._under_way:
+        for batch in self._under_way:
             with suppress(Exception):  # a GPU that fails copies nothing any more
-                if part.copy is not None:
-                    part.copy.synchronize()
+                if batch.copy is not None:
+                    batch.copy.synchronize()
 
     def close(self) -> None:
         """Close device and files, after ``await_copies``. Waits for what has begun, and reports
@@ -302,27 +304,27 @@ class Runner:
         self._resources.device.close()
 
     def _start(self) -> bool:
-        """Start the first part that can be. One that cannot holds up its route."""
-        for part in sorted((parts[0] for parts in self._queues.values() if parts), key=_urgency):
-            route, work = part.route, part.work
-            if self._has_room(route, work.urgent) and self._parts.lend(part, self._under_way):
+        """Start the first batch that can be. One that cannot holds up its route."""
+        for batch in sorted((batches[0] for batches in self._queues.values() if batches), key=_urgency):
+            route, work = batch.route, batch.work
+            if self._has_room(route, work.urgent) and self._batches.lend(batch, self._under_way):
                 self._queues[route, work.urgent].pop(0)
-                self._under_way.append(part)
-                self._advance(part)
+                self._under_way.append(batch)
+                self._advance(batch)
                 return True
             if work.fenced or (route.gathers and work.job.id in self.given_up):
                 self._queues[route, work.urgent].pop(0)
-                self._fail(work, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
+                self._fail(work, dict.fromkeys(batch.positions, Reason.OVERWRITTEN))
                 return True
         return False
 
     def _has_room(self, route: Route, urgent: bool) -> bool:
-        """Whether one more part of a route may be under way."""
-        others = [part for part in self._under_way if not part.late]
-        reads = sum(part.leg is Leg.READ and part.route.slow is route.slow for part in others)
-        writes = sum(part.route.writes and part.route.slow is route.slow for part in others)
-        of_stores = sum(part.route.gathers and part.copy is not None for part in others)
-        of_loads = sum(part.route.scatters and part.copy is not None for part in others)
+        """Whether one more batch of a route may be under way."""
+        others = [batch for batch in self._under_way if not batch.late]
+        reads = sum(batch.leg is Leg.READ and batch.route.slow is route.slow for batch in others)
+        writes = sum(batch.route.writes and batch.route.slow is route.slow for batch in others)
+        of_stores = sum(batch.route.gathers and batch.copy is not None for batch in others)
+        of_loads = sum(batch.route.scatters and batch.copy is not None for batch in others)
         summing = self._resources.checksum_threads
         return (
             not (route.reads and reads >= (MOST_READS // 2 if route.kind is JobKind.PROMOTE else MOST_READS))
@@ -338,9 +340,9 @@ class Runner:
             return False  # the usual case, in which the queue is not looked at
         failed = self._fail_unstarted(
             Reason.DEADLINE,
-            lambda work, part: work.deadline_s < now_s or (part and (part.drive, part.route.writes) in stuck),
+            lambda work, batch: work.deadline_s < now_s or (batch and (batch.drive, batch.route.writes) in stuck),
         )
-        left = [part.work.deadline_s for part in self.queued] + [work.deadline_s for work in self._waiting]
+        left = [batch.work.deadline_s for batch in self.queued] + [work.deadline_s for work in self._waiting]
         self._soonest_s = min(left, default=math.inf)
         if failed:
             self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
@@ -348,7 +350,7 @@ class Runner:
 
     def _stuck(self) -> set[tuple[int, bool]]:
         """Return the drives that are given no more reads (False) or writes (True)."""
-        late = Counter((part.drive, part.leg is Leg.WRITE) for part in self._under_way if part.late)
+        late = Counter((batch.drive, batch.leg is Leg.WRITE) for batch in self._under_way if batch.late)
         found: set[tuple[int, bool]] = set()
         for (drive, writes), count in late.items():
             if count >= (MOST_LATE_WRITES if writes else MOST_LATE):
@@ -358,265 +360,269 @@ class Runner:
     def _give_up_late(self, now_s: float) -> bool:
         """Fail the moves of batches that are too long at the device. Their memory stays taken."""
         overdue = [
-            part
-            for part in self._under_way
-            if part.batch and not part.late and part.began_s < now_s - self._io_deadline_s
+            batch
+            for batch in self._under_way
+            if batch.transfers and not batch.late and batch.began_s < now_s - self._io_deadline_s
         ]
-        for part in overdue:
-            late = dict.fromkeys(part.positions, Reason.DEADLINE)
+        for batch in overdue:
+            late = dict.fromkeys(batch.positions, Reason.DEADLINE)
             self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
             self._stats.add("late_moves", len(late))
-            part.late = True
-            self._fail(part.work, late)
+            batch.late = True
+            self._fail(batch.work, late)
         return bool(overdue)
 
     # -- legs ----------------------------------------------------------------------------------
 
-    def _advance(self, part: Part) -> None:
-        """Take a part from leg to leg until it waits for copier or device, or has ended.
+    def _advance(self, batch: Batch) -> None:
+        """Take a batch from leg to leg until it waits for copier or device, or has ended.
 
         What has started ends as usual; when stopping, no further leg starts.
         """
-        legs, direct = part.route.legs, part.route.direct
-        while part.positions and part.begun < len(legs):
-            if part.begun == 1 and part.route.gathers:
-                self._note_copied(part.work)
-            part.begun += 1
-            part.began_s = self._clock()
-            if part.leg is Leg.CHECK or (part.leg is Leg.SEAL and not direct):
-                if not self._sum(part):
+        legs, direct = batch.route.legs, batch.route.direct
+        while batch.positions and batch.begun < len(legs):
+            if batch.begun == 1 and batch.route.gathers:
+                self._note_copied(batch.work)
+            batch.begun += 1
+            batch.began_s = self._clock()
+            if batch.leg is Leg.CHECK or (batch.leg is Leg.SEAL and not direct):
+                if not self._sum(batch):
                     return
-            elif part.begun > 1 and self._stopping:
-                self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
-            elif self._send(part) if part.leg in {Leg.READ, Leg.WRITE} else self._copy(part):
+            elif batch.begun > 1 and self._stopping:
+                self._drop(batch, dict.fromkeys(batch.positions, Reason.CANCELLED))
+            elif self._send(batch) if batch.leg in {Leg.READ, Leg.WRITE} else self._copy(batch):
                 return
-        self._end(part)
+        self._end(batch)
 
-    def _send(self, part: Part) -> bool:
-        """Send a part to the device, the remote store, or another arena; return whether it is
+    def _send(self, batch: Batch) -> bool:
+        """Send a batch to the device, the remote store, or another arena; return whether it is
         there."""
-        if part.route.in_memory:
-            assert part.route.slow is not None
-            arena = self._resources.arenas[part.route.slow]
+        if batch.route.in_memory:
+            assert batch.route.slow is not None
+            arena = self._resources.arenas[batch.route.slow]
             if self._threads is None:
-                copy_slots(part, arena)
-                self._count(part, len(part.positions))
+                copy_slots(batch, arena)
+                self._count(batch, len(batch.positions))
                 return False
-            part.copy = ThreadDone(self._threads.submit(copy_slots, part, arena))
-        elif part.route.by_key:
+            batch.copy = ThreadDone(self._threads.submit(copy_slots, batch, arena))
+        elif batch.route.by_key:
             assert self._remote_io is not None, "a move names the remote store, and there is none"
-            self._remote_io.send(part)
-        elif (part.drive, part.leg is Leg.WRITE) in self._stuck():
-            self._drop(part, dict.fromkeys(part.positions, Reason.DEADLINE))
+            self._remote_io.send(batch)
+        elif (batch.drive, batch.leg is Leg.WRITE) in self._stuck():
+            self._drop(batch, dict.fromkeys(batch.positions, Reason.DEADLINE))
         else:
-            self._drop(part, self._device_io.send(part, self._files.open))
-        return bool(part.positions)
+            self._drop(batch, self._device_io.send(batch, self._files.open))
+        return bool(batch.positions)
 
-    def _copy(self, part: Part) -> bool:
+    def _copy(self, batch: Batch) -> bool:
         """Start a leg on copier or GPU, unless its store was given up; return whether it runs."""
-        if part.leg in _ON_BLOCKS and part.memory.is_pageable and part.work.after is not None:
-            part.work.after.synchronize()  # or the copy would wait for it, and who gives stores up for the locks
-        with self._touching, self._gathering if part.leg is Leg.GATHER else nullcontext():
+        if batch.leg in _ON_BLOCKS and batch.memory.is_pageable and batch.work.after is not None:
+            batch.work.after.synchronize()  # or the copy would wait for it, and who gives stores up for the locks
+        with self._touching, self._gathering if batch.leg is Leg.GATHER else nullcontext():
             if self._unmapped:
-                self._drop(part, dict.fromkeys(part.positions, Reason.CANCELLED))
+                self._drop(batch, dict.fromkeys(batch.positions, Reason.CANCELLED))
                 return False
-            if part.leg is Leg.GATHER and part.work.job.id in self.given_up:
-                self._drop(part, dict.fromkeys(part.positions, Reason.OVERWRITTEN))
+            if batch.leg is Leg.GATHER and batch.work.job.id in self.given_up:
+                self._drop(batch, dict.fromkeys(batch.positions, Reason.OVERWRITTEN))
                 return False
-            part.copy = copy = self._copy_begun(part)
+            batch.copy = copy = self._copy_begun(batch)
         if copy is None:
             text = "the GPU has no memory left for copies: blocks are not stored, or computed instead of loaded"
             self._log.warn("gpu memory", text)
-            self._drop(part, dict.fromkeys(part.positions, Reason.NO_GPU_MEMORY))
+            self._drop(batch, dict.fromkeys(batch.positions, Reason.NO_GPU_MEMORY))
             return False
-        return not self._has_copied(part, copy)
+        return not self._has_copied(batch, copy)
 
-    def _copy_begun(self, part: Part) -> Event | None:
+    def _copy_begun(self, batch: Batch) -> Event | None:
         """Start the copy; None: the GPU has no memory for it."""
-        copier, work = self._resources.copier, part.work
-        if part.leg in {Leg.SUM, Leg.SEAL}:
+        copier, work = self._resources.copier, batch.work
+        if batch.leg in {Leg.SUM, Leg.SEAL}:
             assert self._direct is not None
             staging = self._direct.staging
-            if part.leg is Leg.SEAL:
-                self._headers.seal(part)
-                return staging.start_headers(part.size_class, part.slots)
+            if batch.leg is Leg.SEAL:
+                self._headers.seal(batch)
+                return staging.start_headers(batch.size_class, batch.slots)
             from kvdisk.worker.copier import Lane  # imports torch
 
-            lane = Lane.STORE if part.route.gathers else Lane.LOAD
-            return staging.start_sums(part.size_class, part.slots, self._payload_bytes(part), lane)
-        blocks = [block for position in part.positions for block in work.job.moves[position].gpu_blocks]
-        slots = Slots(part.memory, part.size_class, part.slots)
-        if part.leg is Leg.GATHER:
-            return copier.gather(part.group, blocks, slots, work.after)
-        return copier.scatter(part.group, slots, blocks, work.after)
+            lane = Lane.STORE if batch.route.gathers else Lane.LOAD
+            return staging.start_sums(batch.size_class, batch.slots, self._payload_bytes(batch), lane)
+        blocks = [block for position in batch.positions for block in work.job.moves[position].gpu_blocks]
+        slots = Slots(batch.memory, batch.size_class, batch.slots)
+        if batch.leg is Leg.GATHER:
+            return copier.gather(batch.group, blocks, slots, work.after)
+        return copier.scatter(batch.group, slots, blocks, work.after)
 
-    def _has_copied(self, part: Part, copy: Event) -> bool:
+    def _has_copied(self, batch: Batch, copy: Event) -> bool:
         """Note a copy, or a seal or check on another thread, that has ended."""
         if not copy.query():
             return False
         copy.synchronize()
-        part.copy = None
-        if isinstance(copy, ThreadDone) and part.leg in _SUMS:
-            self._note_summed(part, copy.future.result())
+        batch.copy = None
+        if isinstance(copy, ThreadDone) and batch.leg in _SUMS:
+            self._note_summed(batch, copy.future.result())
         else:
-            self._count(part, len(part.positions))
+            self._count(batch, len(batch.positions))
         return True
 
     def _reap_copies(self) -> bool:
-        copying = [(part, part.copy) for part in self._under_way if part.copy is not None]
-        ended = [part for part, copy in copying if self._has_copied(part, copy)]
-        for part in ended:
-            self._advance(part)
+        copying = [(batch, batch.copy) for batch in self._under_way if batch.copy is not None]
+        ended = [batch for batch, copy in copying if self._has_copied(batch, copy)]
+        for batch in ended:
+            self._advance(batch)
         return bool(ended)
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
-        for part, failed in self._device_io.ended(outcomes, self._files.open):
-            if part.late:
-                self._end_late(part)
+        for batch, failed in self._device_io.ended(outcomes, self._files.open):
+            if batch.late:
+                self._end_late(batch)
                 continue
-            self._count(part, len(part.positions) - len(failed))
-            self._drop(part, self._leave_direct(part, failed) if failed and part.route.direct else failed)
-            self._advance(part)
+            self._count(batch, len(batch.positions) - len(failed))
+            self._drop(batch, self._leave_direct(batch, failed) if failed and batch.route.direct else failed)
+            self._advance(batch)
 
     def _reap_remote(self, wait_s: float) -> bool:
-        """Go on with the parts that the remote store has ended; return whether there were any.
+        """Go on with the batches that the remote store has ended; return whether there were any.
 
-        Where it failed a job in part, nothing more of that is started: it would hold the request
+        Where it failed a job in batch, nothing more of that is started: it would hold the request
         for as long again, and what follows in the prompt is computed anyway."""
         ended = [] if self._remote_io is None else list(self._remote_io.ended(wait_s))
-        for part, failed in ended:
-            self._count(part, len(part.positions) - len(failed))
+        for batch, failed in ended:
+            self._count(batch, len(batch.positions) - len(failed))
             for position in [at for at, reason in failed.items() if reason is Reason.HEADER]:
-                self._warn_of_object(part, position, "length or seal")
-            self._drop(part, failed)
-            self._advance(part)
-        broken = {part.work.job.id for part, failed in ended if not _UNANSWERED.isdisjoint(failed.values())}
+                self._warn_of_object(batch, position, "length or seal")
+            self._drop(batch, failed)
+            self._advance(batch)
+        broken = {batch.work.job.id for batch, failed in ended if not _UNANSWERED.isdisjoint(failed.values())}
         if broken:
             self._fail_unstarted(
                 Reason.CANCELLED,
-                lambda work, part: part and work.job.id in broken and part.route.by_key,
+                lambda work, batch: batch and work.job.id in broken and batch.route.by_key,
             )
         return bool(ended)
 
-    def _count(self, part: Part, moved: int) -> None:
+    def _count(self, batch: Batch, moved: int) -> None:
         """Count what a leg has moved between two kinds of memory, and how long it took."""
-        at_device = part.leg in {Leg.READ, Leg.WRITE}
-        if not moved or (part.route.direct and not at_device):
+        at_device = batch.leg in {Leg.READ, Leg.WRITE}
+        if not moved or (batch.route.direct and not at_device):
             return
-        near = part.route.fast.label
-        slow = "" if part.route.slow is None else part.route.slow.label
+        near = batch.route.fast.label
+        slow = "" if batch.route.slow is None else batch.route.slow.label
         route = {
             Leg.GATHER: f"gpu_to_{near}",
             Leg.SCATTER: f"{near}_to_gpu",
             Leg.READ: f"{slow}_to_{near}",
             Leg.WRITE: f"{near}_to_{slow}",
-        }[part.leg]
-        moved_bytes = moved * (part.slot_bytes if at_device else self._payload_bytes(part))
+        }[batch.leg]
+        moved_bytes = moved * (batch.slot_bytes if at_device else self._payload_bytes(batch))
         self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
-        self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - part.began_s))
-        if at_device and part.route.on_drive:
-            counter = "drive_read_bytes" if part.leg is Leg.READ else "drive_written_bytes"
-            self._stats.add(f"{counter}.{part.drive}", moved_bytes)
+        self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - batch.began_s))
+        if at_device and batch.route.on_drive:
+            counter = "drive_read_bytes" if batch.leg is Leg.READ else "drive_written_bytes"
+            self._stats.add(f"{counter}.{batch.drive}", moved_bytes)
 
-    def _payload_bytes(self, part: Part) -> int:
-        return self._resources.geometry.groups[part.group].payload_bytes
+    def _payload_bytes(self, batch: Batch) -> int:
+        return self._resources.geometry.groups[batch.group].payload_bytes
 
-    def _sum(self, part: Part) -> bool:
-        """Seal or verify a part's slots; return whether that has ended."""
-        act = self._headers.check if part.leg is Leg.CHECK else self._headers.seal
-        if self._threads is None or part.route.direct:
-            self._note_summed(part, act(part))
+    def _sum(self, batch: Batch) -> bool:
+        """Seal or verify a batch's slots; return whether that has ended."""
+        act = self._headers.check if batch.leg is Leg.CHECK else self._headers.seal
+        if self._threads is None or batch.route.direct:
+            self._note_summed(batch, act(batch))
             return True
-        part.copy = ThreadDone(self._threads.submit(act, part))
+        batch.copy = ThreadDone(self._threads.submit(act, batch))
         return False
 
-    def _note_summed(self, part: Part, found: tuple[dict[int, Reason], list[int]] | None) -> None:
+    def _note_summed(self, batch: Batch, found: tuple[dict[int, Reason], list[int]] | None) -> None:
         """Note the end of a seal (None), or what a check found."""
         bad, unknown = found or ({}, [])
-        self._load_by_host(part, unknown)
+        self._load_by_host(batch, unknown)
         for position, reason in bad.items():
-            move = part.work.job.moves[position]
-            if part.route.by_key:
-                self._warn_of_object(part, position, "header" if reason is Reason.HEADER else "checksum")
+            move = batch.work.job.moves[position]
+            if batch.route.by_key:
+                self._warn_of_object(batch, position, "header" if reason is Reason.HEADER else "checksum")
             else:
                 self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")
-        self._drop(part, bad)
+        self._drop(batch, bad)
 
-    def _warn_of_object(self, part: Part, position: int, what: str) -> None:
+    def _warn_of_object(self, batch: Batch, position: int, what: str) -> None:
         assert self._remote_io is not None
-        name = self._remote_io.name_of(part, position)
+        name = self._remote_io.name_of(batch, position)
         self._log.warn(f"object's {what}", f"wrong {what}: object {name} of the remote store is not used")
 
-    def _leave_direct(self, part: Part, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
+    def _leave_direct(self, batch: Batch, failed: Mapping[int, Reason]) -> Mapping[int, Reason]:
         """The drive has failed moves on the GPU's way: use it less, and load them by the host's.
 
         Returns the failures that stay.
         """
         assert self._direct is not None
         broken = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
-        if part.route.reads:
+        if batch.route.reads:
             if broken and self._direct.note_failed_read():
                 self._log.warn(
                     "direct reads",
                     "reads straight to the GPU keep failing: all blocks go through host memory until the next start",
                 )
-            self._load_by_host(part, broken)
+            self._load_by_host(batch, broken)
             return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}
         if broken:
             self._direct.store_by_host()
             self._log.warn("direct", "a write straight from the GPU failed: from now on all go through host memory")
         return failed
 
-    def _load_by_host(self, part: Part, positions: Sequence[int]) -> None:
-        """Take moves out of a part; load them, and all of their segments, through host memory."""
-        positions = [position for position in part.positions if position in positions]  # in the order of their slots
+    def _load_by_host(self, batch: Batch, positions: Sequence[int]) -> None:
+        """Take moves out of a batch; load them, and all of their segments, through host memory."""
+        positions = [position for position in batch.positions if position in positions]  # in the order of their slots
         if positions:
             assert self._direct is not None
-            self._direct.load_by_host(part.work.job.moves[position] for position in positions)
-            part.drop(dict.fromkeys(positions, Reason.IO_ERROR))
-            self._enqueue(self._parts.cut_by_host(part, positions))
+            self._direct.load_by_host(batch.work.job.moves[position] for position in positions)
+            batch.drop(dict.fromkeys(positions, Reason.IO_ERROR))
+            self._enqueue(self._batches.cut_by_host(batch, positions))
 
     # -- endings -------------------------------------------------------------------------------
 
-    def _drop(self, part: Part, failed: Mapping[int, Reason]) -> None:
-        """Take failed moves out of a part; the others go on."""
+    def _drop(self, batch: Batch, failed: Mapping[int, Reason]) -> None:
+        """Take failed moves out of a batch; the others go on."""
         if failed:
-            part.drop(failed)
-            self._fail(part.work, failed)
+            batch.drop(failed)
+            self._fail(batch.work, failed)
 
-    def _end(self, part: Part) -> None:
-        self._under_way.remove(part)
-        self._parts.give_back(part)
-        self._close_moves(part.work, len(part.positions))
+    def _end(self, batch: Batch) -> None:
+        self._under_way.remove(batch)
+        self._batches.give_back(batch)
+        self._close_moves(batch.work, len(batch.positions))
 
-    def _end_late(self, part: Part) -> None:
-        """The device has ended a late part: its slots are free to be used."""
-        self._under_way.remove(part)
-        self._parts.give_back(part)
-        if part.work.left == 0 and not self._late_of(part.work):
-            self._report.released[part.work.job.id] = 1
+    def _end_late(self, batch: Batch) -> None:
+        """The device has ended a late batch: its slots are free to be used."""
+        self._under_way.remove(batch)
+        self._batches.give_back(batch)
+        if batch.work.left == 0 and not self._late_of(batch.work):
+            self._report.released[batch.work.job.id] = 1
 
     def _late_of(self, work: Work) -> set[int]:
         """Return the moves that have failed, and that the device has not ended."""
-        return {position for part in self._under_way if part.late and part.work is work for position in part.positions}
+        return {
+            position for batch in self._under_way if batch.late and batch.work is work for position in batch.positions
+        }
 
-    def _fail_unstarted(self, reason: Reason, wanted: Callable[[Work, Part | None], object]) -> bool:
-        """Fail the jobs that wait for files (part None) and the queued parts that are ``wanted``;
-        return whether there were any."""
+    def _fail_unstarted(self, reason: Reason, wanted: Callable[[Work, Batch | None], object]) -> bool:
+        """Fail the jobs that wait for files (batch None) and the queued batches that are
+        ``wanted``; return whether there were any."""
         waiting = [work for work in self._waiting if wanted(work, None)]
         for work in waiting:
             self._waiting.remove(work)
             work.left = len(work.job.moves)
             self._fail(work, dict.fromkeys(range(work.left), reason))
-        parts = self._take_queued(lambda part: wanted(part.work, part))
-        for part in parts:
-            self._fail(part.work, dict.fromkeys(part.positions, reason))
-        return bool(waiting or parts)
+        batches = self._take_queued(lambda batch: wanted(batch.work, batch))
+        for batch in batches:
+            self._fail(batch.work, dict.fromkeys(batch.positions, reason))
+        return bool(waiting or batches)
 
-    def _take_queued(self, wanted: Callable[[Part], object]) -> list[Part]:
-        taken = [part for part in self.queued if wanted(part)]
+    def _take_queued(self, wanted: Callable[[Batch], object]) -> list[Batch]:
+        taken = [batch for batch in self.queued if wanted(batch)]
         if taken:
-            self._queues = {lane: [part for part in parts if not wanted(part)] for lane, parts in self._queues.items()}
+            self._queues = {
+                lane: [batch for batch in batches if not wanted(batch)] for lane, batches in self._queues.items()
+            }
         return taken
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:
@@ -639,7 +645,7 @@ class Runner:
         if work.job.kind is not JobKind.STORE or work.copied or self._resources.arenas:
             return
         gathering = any(
-            part.work is work and part.leg is Leg.GATHER and part.copy is not None for part in self._under_way
+            batch.work is work and batch.leg is Leg.GATHER and batch.copy is not None for batch in self._under_way
         )
         if self.has_launched(work.job.id) and not gathering:
             work.copied = True

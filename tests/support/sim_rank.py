@@ -21,7 +21,7 @@ from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
 from kvdisk.worker.copies import Event, Passed, Slots
-from kvdisk.worker.cutter import PartCutter
+from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
@@ -39,7 +39,7 @@ PART_SLOTS = 2
 TURNS_OF_WORK = 10_000
 
 
-def staging_is_free(cutter: PartCutter) -> bool:
+def staging_is_free(cutter: BatchCutter) -> bool:
     """Whether no part has staging."""
     return all(tuple(map(len, free)) == cutter._memories[memory].slot_counts for memory, free in cutter._free.items())
 
@@ -224,7 +224,7 @@ class SimRank(LocalRank):
             io_deadline_s=config.io_deadline_s,
             fingerprint=FINGERPRINT,
             clock=world.clock,
-            part_bytes=PART_SLOTS * min(geometry.slot_sizes),
+            batch_bytes=PART_SLOTS * min(geometry.slot_sizes),
             threaded=False,
         )
         return WorkerParts(mover, (staging,) if self.arena is None else (self.arena, staging))
@@ -348,4 +348,4 @@ class SimRank(LocalRank):
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
         assert not runner._under_way
-        assert staging_is_free(runner._parts), f"staging of rank {self.rank} is not given back"
+        assert staging_is_free(runner._batches), f"staging of rank {self.rank} is not given back"

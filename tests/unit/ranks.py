@@ -123,7 +123,7 @@ class Rank:
             checksum_threads,
         )
         self.mover = Mover(
-            resources, io_deadline_s=10.0, clock=lambda: self.now_s, part_bytes=4 * max(sizes), threaded=threaded
+            resources, io_deadline_s=10.0, clock=lambda: self.now_s, batch_bytes=4 * max(sizes), threaded=threaded
         )
         self.last_job = 0
         self.results: dict[int, JobResult] = {}
@@ -194,7 +194,7 @@ class Rank:
         self.let_go()
         if not self.mover._ended:
             self.run()
-            assert staging_is_free(self.mover._runner._parts), "staging is lost"
+            assert staging_is_free(self.mover._runner._batches), "staging is lost"
         self.mover.close()
 
     def cpu(self, group: int, index: int) -> Slot:

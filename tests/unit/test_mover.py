@@ -8,7 +8,7 @@ from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
 from kvdisk.blocks import JobId, Slot
 from kvdisk.messages import Job, JobKind, Plan
 from kvdisk.worker import runner
-from kvdisk.worker.cutter import PartCutter
+from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.routes import NO_DRIVE, OpenFile, Work
 from kvdisk.worker.runner import Runner
 
@@ -123,7 +123,7 @@ def test_a_job_is_cut_into_parts_by_drive_in_the_order_of_its_slots_and_drives_t
     files = {segment: OpenFile(100, segment_of(0).slot_bytes, 8, drive) for segment, drive in drives.items()}
     rank = Rank()
     work = Work(Job(JobId(1), JobKind.LOAD, moves, request_id="one"), None, 0.0)
-    parts = PartCutter(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
+    parts = BatchCutter(rank.mover._runner._resources, 2 * segment_of(0).slot_bytes).cut(work, files)
     rank.close()
     assert work.left == len(slots)
     assert [(part.drive, [slots[at] for at in part.positions]) for part in parts] == [
