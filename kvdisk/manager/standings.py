@@ -22,6 +22,8 @@ DEMOTED, RETAINED, PINNED = range(3)
 MOST_STANDINGS: Final = 1 << 18
 MOST_ENDED: Final = 1024
 """Standings that end in one step, at most: the others end in the next."""
+_FEW_SECONDS: Final = 64
+"""That no block has any more, and are left where they are."""
 
 
 class Standings:
@@ -39,7 +41,7 @@ class Standings:
         self._ends: dict[int, dict[BlockKey, None]] = {}
         """The blocks by the second in which their standing ends."""
         self._seconds: list[int] = []
-        """Those seconds, as a heap."""
+        """Those seconds, as a heap; among them some that no block has any more."""
 
     def of(self, key: BlockKey) -> int | None:
         """Return a block's standing; None: it leaves as it deserves."""
@@ -70,21 +72,27 @@ class Standings:
     def forget(self, key: BlockKey) -> None:
         """End a block's standing, if it has one."""
         held = self.held.pop(key, None)
-        if held is not None:
-            del self._ends[held[1]][key]
+        if held is None:
+            return
+        keys = self._ends[held[1]]
+        del keys[key]
+        if not keys:
+            del self._ends[held[1]]
+            if len(self._seconds) > 2 * len(self._ends) + _FEW_SECONDS:
+                self._seconds = sorted(self._ends)  # which is a heap
 
     def take_ended(self, now: float) -> list[BlockKey]:
         """Learn the time. Return blocks whose standing has ended by now."""
         self.now = now
         ended: list[BlockKey] = []
         while self._seconds and self._seconds[0] <= now and len(ended) < MOST_ENDED:
-            keys = self._ends[self._seconds[0]]
+            keys = self._ends.get(self._seconds[0])
             if keys:
                 key, _ = keys.popitem()
                 del self.held[key]
                 ended.append(key)
             else:
-                del self._ends[heappop(self._seconds)]
+                self._ends.pop(heappop(self._seconds), None)
         return ended
 
 
