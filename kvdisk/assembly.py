@@ -31,7 +31,7 @@ from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, read_uses, write_uses
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.neighbour_reader import NeighbourReader
@@ -57,6 +57,7 @@ from kvdisk.remote.reader import RemoteReader
 from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
 from kvdisk.request_trace import RequestTrace
+from kvdisk.salts import SaltDigests, make_salt_key
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
 from kvdisk.upkeep import Upkeep
 from kvdisk.worker.direct import choose_direct
@@ -126,6 +127,7 @@ class SchedulerParts:
     trace: RequestTrace | None
     backgrounds: Sequence[Background]
     mailbox: Mailbox = field(default_factory=Mailbox)
+    salts: SaltDigests = field(default_factory=lambda: SaltDigests(make_salt_key(), is_kept=False))
 
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
@@ -242,13 +244,15 @@ def assemble_scheduler(
     model = str(description.get("model", ""))
     trace = _make_trace(config.trace_file, data_parallel_rank, geometry, model)
     nvme = index = home = neighbours = None
-    others = 0
+    salts, others = SaltDigests(make_salt_key(), is_kept=False), 0
     if config.store_dirs:
         assert fingerprint is not None
         described = description | {"geometry": describe_geometry(geometry)}
         store = Store.open(config.store_dirs)
         try:
             home, index, nvme = _take_home(parts, store, fingerprint, described)
+            salts = _keep_salts(store, salts)
+            nvme.keeps_tenants = salts.is_kept
             find_others = partial(readable_indexes, store, home.fingerprint, described, home.id)
             neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
@@ -284,7 +288,18 @@ def assemble_scheduler(
         backgrounds.append(Background([(ORDERS_S, Orders(home, manager, nvme, mailbox).look)]))
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
-    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds, mailbox)
+    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds, mailbox, salts)
+
+
+def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
+    """Return the digests of salts by the store's key; ``otherwise`` where the drive, which may be
+    full, lets it have none."""
+    try:
+        return SaltDigests(store.keep_salt_key())
+    except (DeviceError, StoreLocked) as error:
+        text = "kvdisk does not note on NVMe whose blocks are stored until the next start: %s"
+        logger.warning(text, error)
+        return otherwise
 
 
 def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:

@@ -102,6 +102,9 @@ _parse_age = _checked(
 _parse_share = _checked(
     "a number from 0 to 0.5", lambda value: type(value) in {int, float} and 0 <= value <= 0.5, float
 )
+_parse_salt_share = _checked(
+    "a number above 0, and 1 at most", lambda value: type(value) in {int, float} and 0 < value <= 1, float
+)
 _parse_file = _checked(
     "the absolute path of a file",
     lambda value: isinstance(value, str | Path) and Path(value).is_absolute() and Path(value).name,
@@ -240,6 +243,15 @@ class Config:
     """How much of each tier [KV hints](OPERATING.md#kv-hints) may pin, as a share of its blocks, at
     most 0.5. What is pinned beyond it leaves after all that is not hinted. 0: nothing is pinned.
 
+    Example: 0.1
+    """
+    salt_share: float | None = _setting(None, _parse_salt_share)
+    """The most that blocks of one `cache_salt` may take, as a share of each tier, and there of each
+    size of blocks: above 0, and 1 at most. A tenant that has its share makes room for new blocks by
+    its own old ones, also while a tier has free room. Requests without a salt have no bound.
+    [Tenants](OPERATING.md#tenants) says what it does not reach.
+
+    Default: none
     Example: 0.1
     """
     device: str = _setting("auto", _one_of(DEVICES))

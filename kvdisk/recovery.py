@@ -112,6 +112,7 @@ def _as_records(found: Blocks, now_s: int) -> BlockColumns:
         b"".join(parents),
         np.fromiter(map(len, parents), np.int64, len(parents)),
         stored_times(found["epoch"], keys, parents, found["generation"], now_s),
+        np.zeros(len(keys), np.uint64),  # no header names a tenant
     )
 
 

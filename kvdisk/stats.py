@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 TIER_WORDS: Mapping[str, str] = {tier.label: tier.word for tier in Tier}
 TIERS = tuple(tier.label for tier in KEPT_TIERS)
 SOURCES = tuple(tier.label for tier in HIT_TIERS)
-REFUSALS = ("reuse", "room", "budget")
+REFUSALS = ("reuse", "room", "budget", "share")
 """Why a tier refuses what it is offered."""
 
 
@@ -166,6 +166,13 @@ METRICS: Mapping[str, Metric] = {
         Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
         # What left, and what was not taken.
         Metric("evicted_blocks", _C, "copies evicted from a tier for room", "tier", TIERS),
+        Metric(
+            "share_evicted_blocks",
+            _C,
+            "copies evicted from a tier for others of one tenant, which had its salt_share there",
+            "tier",
+            TIERS,
+        ),
         Metric(
             "expired_blocks", _C, "copies dropped from a tier because they were older than max_age_s", "tier", TIERS
         ),

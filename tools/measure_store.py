@@ -190,6 +190,7 @@ class GivenIndex(MemoryIndex):
             parents,
             np.where(chained, len(keys[0]), 0),
             (1_700_000_000 + order // 500).astype(np.uint32),
+            np.zeros(self._count, np.uint64),
         )
 
 

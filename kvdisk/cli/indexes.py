@@ -58,6 +58,7 @@ class Records:
             int(blocks.generations[row]),
             BlockKey(parent) if parent else None,
             int(blocks.stored_s[row]),
+            int(blocks.tenants[row]),
         )
 
 

@@ -18,11 +18,13 @@ from kvdisk.device import paths
 from kvdisk.device.segment import SEGMENTS, DriveFolder, SegmentFileSummary
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION
+from kvdisk.salts import SALT_KEY_BYTES
 
 STORE_FILE = "STORE"
 HOME_FILE = "HOME"
 LOCK_FILE = "lock"
 USES_FILE = "USES"
+SALT_KEY_FILE = "SALT_KEY"
 HOMES = "homes"
 PRIVATE = "kvdisk-"
 """With a user's number behind it: that user's store in a directory where others may write too."""
@@ -248,6 +250,26 @@ class StoreRecord(NamedTuple):
 
     store_id: str
     part_of: str | None
+
+
+def read_salt_key(path: Path) -> bytes | None:
+    """Return the key of a store's digests of salts; None: there is none, as in a store that was
+    never used since digests are kept. Raises CorruptRecord, OSError."""
+    try:
+        fields = paths.read_control(path / SALT_KEY_FILE)
+    except FileNotFoundError:
+        return None
+    with suppress(KeyError, TypeError, ValueError):
+        key = bytes.fromhex(fields["key"])
+        if len(key) == SALT_KEY_BYTES:
+            return key
+    raise CorruptRecord(f"{path / SALT_KEY_FILE} has no key")
+
+
+def write_salt_key(path: Path, key: bytes) -> None:
+    """Write the key of a store's digests of salts. Raises OSError. The caller holds the store
+    lock."""
+    paths.write_control(path / SALT_KEY_FILE, {"key": key.hex()})
 
 
 def read_store(path: Path) -> StoreRecord | None:

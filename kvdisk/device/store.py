@@ -37,6 +37,7 @@ from kvdisk.device.control import (
     HOMES,
     INDEX,
     LOCK_FILE,
+    SALT_KEY_FILE,
     STORE_FILE,
     HomeRecord,
     StoreRecord,
@@ -44,8 +45,10 @@ from kvdisk.device.control import (
     is_home_id,
     opened,
     read_record,
+    read_salt_key,
     read_store,
     write_record,
+    write_salt_key,
 )
 from kvdisk.device.drives import (
     Directories,
@@ -69,6 +72,7 @@ from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, QuietLog, StoreLocked
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
 from kvdisk.messages import ForeignSegment, SegmentSpec
+from kvdisk.salts import make_salt_key
 
 logger = logging.getLogger("kvdisk")
 
@@ -98,6 +102,7 @@ class Store:
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
+        self._salt_key: bytes | None = None
 
     @classmethod
     def open(
@@ -135,6 +140,18 @@ class Store:
                     )
             store._noted = [_named(drive.path) for drive in store.drives]
         return store
+
+    def keep_salt_key(self) -> bytes:
+        """Return the key of the store's digests of salts. Where there is none, or a damaged one, it
+        is made: what was stored by another one is then of tenants that nobody knows. Raises
+        StoreLocked, DeviceError."""
+        with paths.device_errors(f"keeping {self.path / SALT_KEY_FILE}"), self.locked():
+            with suppress(CorruptRecord):
+                self._salt_key = read_salt_key(self.path)
+            if self._salt_key is None:
+                self._salt_key = make_salt_key()
+                write_salt_key(self.path, self._salt_key)
+        return self._salt_key
 
     def acquire_home(
         self,
@@ -356,11 +373,13 @@ class Store:
             lock, mended = self.path / LOCK_FILE, []
             lacking = [drive for drive in self._in_place() if not os.path.lexists(drive.path / STORE_FILE)]
             without = [folder for folder in home.folders if folder and self._lacks_folder(folder)]
+            key = None if self.drives[0] not in self._in_place() else self._salt_key
+            lacks_key = key is not None and not os.path.lexists(self.path / SALT_KEY_FILE)
             if not os.path.lexists(lock):
                 with suppress(FileExistsError):
                     os.close(paths.create_file(lock))
                 mended.append(LOCK_FILE)
-            elif not (lacking or without) and home.holds_its_file():
+            elif not (lacking or without or lacks_key) and home.holds_its_file():
                 return []
             with self.locked(timeout_s=LOCK_WAIT_S):
                 for drive in lacking:
@@ -368,6 +387,9 @@ class Store:
                     write_store(drive.path, drive.store_id, self.now_s(), part_of)
                 if home.hold_again():
                     mended.append(f"{HOMES}/{home.id}/{LOCK_FILE}")
+                if key is not None and lacks_key:
+                    write_salt_key(self.path, key)
+                    mended.append(SALT_KEY_FILE)
                 for folder in without:
                     paths.make_directory(folder.path.parent, exist_ok=True)
                 make_folders(without)

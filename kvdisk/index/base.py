@@ -18,7 +18,8 @@ class BlockRecord(NamedTuple):
     """A committed block: where it is, and what its slot headers say on every rank.
 
     ``parent``: the block before it in its chain. ``stored_s``: when it was first stored, in any
-    tier of any engine: whole seconds since the Unix epoch.
+    tier of any engine: whole seconds since the Unix epoch. ``tenant``: the digest of the salt that
+    its key has (``kvdisk.salts``), below 2^64; 0: it has none, or nobody knew it.
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class BlockRecord(NamedTuple):
     generation: int
     parent: BlockKey | None = None
     stored_s: int = 0
+    tenant: int = 0
 
 
 class BlockColumns(NamedTuple):
@@ -44,6 +46,7 @@ class BlockColumns(NamedTuple):
     parents: bytes
     parent_bytes: NDArray[np.int64]
     stored_s: NDArray[np.uint32]
+    tenants: NDArray[np.uint64]
 
     def each_parent(self) -> Iterator[BlockKey]:
         """Yield the parents, empty where there is none: of millions, all at once would be many."""
@@ -59,6 +62,7 @@ class BlockColumns(NamedTuple):
             self.generations.tolist(),
             (parent or None for parent in self.each_parent()),
             self.stored_s.tolist(),
+            self.tenants.tolist(),
             strict=True,
         )
         return starmap(BlockRecord, rows)

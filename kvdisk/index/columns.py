@@ -65,7 +65,7 @@ def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:
     """Return many parts as one, in their order."""
     if not parts:
         return decode_blocks([], [])
-    epochs, keys, segments, indices, generations, parents, parent_bytes, stored_s = zip(*parts, strict=True)
+    epochs, keys, segments, indices, generations, parents, parent_bytes, stored_s, tenants = zip(*parts, strict=True)
     return BlockColumns(
         np.concatenate(epochs),
         list(chain.from_iterable(keys)),
@@ -75,4 +75,5 @@ def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:
         b"".join(parents),
         np.concatenate(parent_bytes),
         np.concatenate(stored_s),
+        np.concatenate(tenants),
     )

@@ -3,7 +3,8 @@
 
 Blocks table, key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment
 u32, slot index u32, generation u64, stored_s u32, length of the parent key u8 (0: none), parent
-key.
+key. That is version 1; version 2 is of a block with a tenant, and has its digest u64 (not 0) behind
+that.
 
 Segments table, key: segment u32, so that tables iterate in ascending order. Value: version u8,
 slot_bytes u64, slot_count u32, drive u16.
@@ -28,7 +29,10 @@ from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.messages import FOREIGN_SEGMENTS
 
 RECORD_VERSION = 1
+TENANT_VERSION = 2
+"""Of the record of a block with a tenant."""
 
+_TENANT = struct.Struct(">Q")
 _EPOCH_BYTES = 8
 _BLOCK = struct.Struct(">BIIQIB")
 _FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
@@ -70,8 +74,9 @@ def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
     parent = record.parent or b""
     assert record.parent is None or GROUP_BYTES <= len(parent) <= MAX_KEY_BYTES, len(parent)
     segment, index = record.slot
-    fixed = _BLOCK.pack(RECORD_VERSION, segment, index, record.generation, record.stored_s, len(parent))
-    return encode_block_key(record.epoch, record.key), fixed + parent
+    version, tenant = (TENANT_VERSION, _TENANT.pack(record.tenant)) if record.tenant else (RECORD_VERSION, b"")
+    fixed = _BLOCK.pack(version, segment, index, record.generation, record.stored_s, len(parent))
+    return encode_block_key(record.epoch, record.key), fixed + parent + tenant
 
 
 def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
@@ -87,19 +92,25 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
     heads = b"".join([key[:_EPOCH_BYTES].ljust(_EPOCH_BYTES, b"\0") for key in keys])
     epochs = np.frombuffer(heads, ">u8").astype(np.uint64)
     parent_bytes = fixed["parent_bytes"].astype(np.int64)
+    has_tenant = fixed["version"] == TENANT_VERSION
+    tenants = np.zeros(len(keys), np.uint64)
+    rows = np.flatnonzero(has_tenant)
+    found = b"".join([values[row][-_TENANT.size :].rjust(_TENANT.size, b"\0") for row in rows.tolist()])
+    tenants[rows] = np.frombuffer(found, ">u8")
     sound = (
-        (fixed["version"] == RECORD_VERSION)
+        ((fixed["version"] == RECORD_VERSION) | (tenants != 0))
         & (epochs < EPOCH_LIMIT)
         & (key_bytes >= _EPOCH_BYTES + GROUP_BYTES)
         & (key_bytes <= _EPOCH_BYTES + MAX_KEY_BYTES)
-        & (value_bytes == _BLOCK.size + parent_bytes)
+        & (value_bytes == _BLOCK.size + parent_bytes + _TENANT.size * has_tenant)
         & ((parent_bytes == 0) | ((parent_bytes >= GROUP_BYTES) & (parent_bytes <= MAX_KEY_BYTES)))
     )
     if not sound.all():
         bad = int(np.argmin(sound))
         raise CorruptRecord(
-            f"block record: version {fixed['version'][bad]} (this kvdisk knows {RECORD_VERSION}), epoch {epochs[bad]}, "
-            f"key of {key_bytes[bad]} bytes, value of {value_bytes[bad]} with a parent key of {parent_bytes[bad]}"
+            f"block record: version {fixed['version'][bad]} (this kvdisk knows up to {TENANT_VERSION}), "
+            f"epoch {epochs[bad]}, key of {key_bytes[bad]} bytes, value of {value_bytes[bad]} with a parent key of "
+            f"{parent_bytes[bad]}"
         )
     return BlockColumns(
         epochs,
@@ -107,9 +118,14 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
-        b"".join([value[_BLOCK.size :] for value in values]),
+        b"".join(
+            [value[_BLOCK.size : _BLOCK.size + end] for value, end in zip(values, parent_bytes.tolist(), strict=True)]
+            if len(rows)
+            else [value[_BLOCK.size :] for value in values]
+        ),
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
+        tenants,
     )
 
 

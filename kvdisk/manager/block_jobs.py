@@ -277,7 +277,7 @@ class BlockJobs:
         vacant = [(at, row) for at, row in wanted if row == NONE or states[row] == ABSENT]
         groups = self._groups_of([offers[at].key for at, _ in vacant])
         blocks = [(group, offers[at].parent) for group, (at, _) in zip(groups, vacant, strict=True)]
-        slots, _ = self._copies.take_slots(target, blocks, in_order=False)
+        slots, _, _ = self._copies.take_slots(target, blocks, [0] * len(blocks), in_order=False)
         served = [(at, row, slot) for (at, row), slot in zip(vacant, slots, strict=True) if slot is not None]
         taken, is_spent = {at for at, _, _ in served}, target.status.is_spent
         for at, _ in wanted:
@@ -290,7 +290,7 @@ class BlockJobs:
     def _plan_store(self, offers: Sequence[Offer], served: Sequence[tuple[int, int, Slot]]) -> JobRecord:
         generations, tier = self._catalog.generations, self._target.tier
         blocks = [(offer.key, offer.parent, row) for offer, (_, row, _) in zip(offers, served, strict=True)]
-        rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in served])
+        rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in served], [0] * len(blocks))
         moves = [
             Move(offer.key, generations[row], (offer.row,), {tier: slot}, offer.parent)
             for offer, row, (_, _, slot) in zip(offers, rows, served, strict=True)

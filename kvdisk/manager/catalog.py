@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
 from itertools import compress, repeat, starmap
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
+
+if TYPE_CHECKING:
+    from kvdisk.manager.shares import TenantShare
 
 NONE: Final = -1
 """No row."""
@@ -67,11 +70,13 @@ class TierColumns:
     to read now. Copies in the tier hang on the row of their parent, whether or not that has one
     too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
     last. ``oldest_s``: READY copies of blocks that were first stored before count as absent.
+    ``share``: counts the copies of each tenant; None: nobody does.
     """
 
     def __init__(self, parent_rows: array[int], stored_s: array[int]) -> None:
         self._parent_rows, self._stored_s = parent_rows, stored_s
         self.oldest_s = 0
+        self.share: TenantShare | None = None
         self.states = bytearray()
         self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
         self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
@@ -180,9 +185,10 @@ class Catalog:
     nobody finds. Nothing here is walked by the garbage collector block by block: a list or an
     object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
     that of the block before it in its chain; NONE of the first. ``stored_s``: by row when its block
-    was first stored, in any tier of any engine: who begins its first copy says it. ``gains`` rises
-    whenever some block comes nearer to being loaded (see ``presences``), and ``losses`` whenever
-    some block comes to be farther from it: what was found holds until then.
+    was first stored, in any tier of any engine: who begins its first copy says it. ``tenants``: by
+    row the digest of the salt in its block's key; 0: it has none, or nobody knows it. ``gains``
+    rises whenever some block comes nearer to being loaded (see ``presences``), and ``losses``
+    whenever some block comes to be farther from it: what was found holds until then.
     """
 
     def __init__(self) -> None:
@@ -195,6 +201,7 @@ class Catalog:
         self.generations = array("Q")
         self.epochs = array("Q")
         self.stored_s = array("I")
+        self.tenants = array("Q")
         self.parent_rows = array("i")
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
@@ -242,14 +249,15 @@ class Catalog:
         generations: Iterable[int],
         epoch: int,
         parents: Sequence[BlockKey | None],
+        tenants: Sequence[int] | None = None,
     ) -> list[int]:
-        """Make rows without copies for keys that have none. The caller begins their copies at
-        once."""
+        """Make rows without copies for keys that have none. The caller begins their copies at once.
+        ``tenants``: of each; None: no block has one."""
         rows, is_placeholder = self._rows_of(keys), self._is_placeholder
-        for row, generation in zip(rows, generations, strict=True):
+        for row, generation, tenant in zip(rows, generations, tenants or repeat(0), strict=False):
             assert is_placeholder[row], "it has a row"
             is_placeholder[row] = False
-            self.generations[row], self.epochs[row] = generation, epoch
+            self.generations[row], self.epochs[row], self.tenants[row] = generation, epoch, tenant
         followers = [row for row, parent in zip(rows, parents, strict=True) if parent is not None]
         self._follow(followers, [parent for parent in parents if parent is not None])
         return rows
@@ -281,7 +289,7 @@ class Catalog:
         first = len(self.generations)
         if first + count > len(self.keys):
             self.keys.resize(first + count + first // 8, refcheck=False)
-        for column in (self.generations, self.epochs, self.stored_s, self._child_counts):
+        for column in (self.generations, self.epochs, self.stored_s, self.tenants, self._child_counts):
             column.frombytes(bytes(count * column.itemsize))
         self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
@@ -299,6 +307,7 @@ class Catalog:
         np.frombuffer(self.generations, np.uint64)[:] = blocks.generations
         np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
         np.frombuffer(self.stored_s, np.uint32)[:] = blocks.stored_s
+        np.frombuffer(self.tenants, np.uint64)[:] = blocks.tenants
         parent_rows = np.fromiter(map(self._rows.get, blocks.each_parent(), repeat(NONE)), np.int32, count)
         lacking = (parent_rows == NONE) & (blocks.parent_bytes > 0)
         parent_rows = _without_circles(parent_rows)
@@ -309,6 +318,8 @@ class Catalog:
         rows = np.flatnonzero(lacking).tolist()
         self._follow(rows, compress(blocks.each_parent(), lacking))
         self._columns[tier].link(rows)
+        if (share := self._columns[tier].share) is not None:
+            share.begun(range(count))
         self.gains += 1
 
     def hide_all(self) -> None:
@@ -426,6 +437,8 @@ class Catalog:
             segments[row], indices[row] = slot
             pins[row] = 1
         columns.link(rows)
+        if columns.share is not None:
+            columns.share.begun(rows)
 
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
@@ -450,6 +463,8 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
+        if columns.share is not None:
+            columns.share.ended(rows)
         for other in self._others[tier]:
             rows = [row for row in rows if other.states[row] == ABSENT]
         self._vacate(rows)

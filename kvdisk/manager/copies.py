@@ -31,7 +31,7 @@ class Read:
     """A block to be read. ``source``: the tier whose copy is read; None: there is none.
 
     ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_blocks``, ``group``,
-    ``position``: of a load.
+    ``position``: of a load. ``tenant``: see ``Catalog.tenants``.
     """
 
     key: BlockKey
@@ -43,6 +43,7 @@ class Read:
     generation: int = 0
     source: Tier | None = None
     target: Tier | None = None
+    tenant: int = 0
     slots: dict[Tier, Slot] = field(default_factory=dict)
 
     @property
@@ -108,7 +109,9 @@ class Copies:
         assert landing is not None
         for read, slot in zip(reads, slots, strict=True):
             if read.row < 0:  # another's
-                (read.row,) = catalog.add((read.key,), (read.generation,), self._state.epoch, (read.parent,))
+                (read.row,) = catalog.add(
+                    (read.key,), (read.generation,), self._state.epoch, (read.parent,), (read.tenant,)
+                )
                 catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
             read.target, read.slots[landing.tier] = landing.tier, slot
         catalog.begin([read.row for read in reads], landing.tier, slots)
@@ -127,25 +130,33 @@ class Copies:
         ]
 
     def take_slots(
-        self, target: TierSpace, blocks: Sequence[tuple[int, BlockKey | None]], *, in_order: bool
-    ) -> tuple[list[Slot | None], list[int]]:
+        self,
+        target: TierSpace,
+        blocks: Sequence[tuple[int, BlockKey | None]],
+        tenants: Sequence[int],
+        *,
+        in_order: bool,
+    ) -> tuple[list[Slot | None], list[int], int]:
         """Take slots of a tier for blocks, each given by its group and what comes before it in its
-        chain; with ``in_order`` up to the first that gets none.
+        chain; with ``in_order`` up to the first that gets none. ``tenants``: of each.
 
         Return each one's slot, if it got one; of one group they lie beside each other. And the rows
         of what is stored right before them, where that is the only copy: it does not leave for
-        these.
+        these. And how many blocks got none because their tenant has its share.
         """
         catalog, class_of = self._catalog, self._geometry.size_classes
         parents = catalog.find_all([parent for _, parent in blocks if parent is not None])
         tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
         catalog.pin(tails, target.tier)
         classes = [class_of[group] for group, _ in blocks]
-        free = {each: deque(target.allocate(each, classes.count(each))) for each in dict.fromkeys(classes)}
+        places = target.within_share(classes, tenants, in_order=in_order)
+        wanted = classes if len(places) == len(classes) else [classes[at] for at in places]
+        free = {each: deque(target.allocate(each, wanted.count(each))) for each in dict.fromkeys(wanted)}
         catalog.unpin(tails, target.tier)
         left = {size_class: len(slots) for size_class, slots in free.items()}
         served: list[int] = []
-        for at, size_class in enumerate(classes):
+        for at in places:
+            size_class = classes[at]
             if left[size_class]:
                 left[size_class] -= 1
                 served.append(at)
@@ -159,21 +170,31 @@ class Copies:
         for size_class, surplus in free.items():
             if surplus:
                 target.give_back(size_class, list(surplus))
-        return slots, tails
+        return slots, tails, len(classes) - len(places)
 
     def begin_new(
-        self, tier: Tier, blocks: Sequence[tuple[BlockKey, BlockKey | None, int]], slots: Sequence[Slot]
+        self,
+        tier: Tier,
+        blocks: Sequence[tuple[BlockKey, BlockKey | None, int]],
+        slots: Sequence[Slot],
+        tenants: Sequence[int],
     ) -> list[int]:
         """Begin the first copies of blocks that no tier has; return their rows.
 
         ``blocks``: key, the key before it in its chain, and the row, NONE where it has none yet.
+        ``tenants``: of each.
         """
         catalog = self._catalog
         new = [(key, parent) for key, parent, row in blocks if row == NONE]
+        new_tenants = (
+            tenants
+            if len(new) == len(blocks)
+            else [tenant for (_, _, row), tenant in zip(blocks, tenants, strict=True) if row == NONE]
+        )
         first = self._state.generation + 1
         self._state.generation += len(new)
         keys, parents = [key for key, _ in new], [parent for _, parent in new]
-        added = iter(catalog.add(keys, range(first, first + len(new)), self._state.epoch, parents))
+        added = iter(catalog.add(keys, range(first, first + len(new)), self._state.epoch, parents, new_tenants))
         rows = [next(added) if row == NONE else row for _, _, row in blocks]
         for row in rows:
             catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins

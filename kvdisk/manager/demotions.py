@@ -47,6 +47,7 @@ class Demotions:
         self._upper = upper
         self._lower = lower
         self._groups = parts.geometry.groups
+        self._size_classes = parts.geometry.size_classes
         self._needs_all = len(parts.geometry.groups) > 1
         """Whether a part of a prompt's blocks can serve nobody."""
         self._hints = hints
@@ -103,9 +104,18 @@ class Demotions:
                 leaving.append(row)
         lost = set(lacking).intersection(leaving)
         unserved = lost.intersection(admitted)
+        beyond_share = sum(map(self._is_beyond_share, unserved)) if self._lower.share is not None else 0
         self._stats.add("left_blocks.reuse", len(lost) - len(unserved))
-        self._stats.add("left_blocks.budget" if status.is_spent else "left_blocks.room", len(unserved))
+        self._stats.add("left_blocks.share", beyond_share)
+        why = "left_blocks.budget" if status.is_spent else "left_blocks.room"
+        self._stats.add(why, len(unserved) - beyond_share)
         return leaving
+
+    def _is_beyond_share(self, row: int) -> bool:
+        """Whether a copy's tenant has its share of the lower tier."""
+        share, tenant = self._lower.share, self._catalog.tenants[row]
+        size_class = self._size_classes[group_of(self._catalog.keys[row])]
+        return share is not None and tenant != 0 and share.left(size_class, tenant) <= 0
 
     def _lacking(self, rows: Sequence[int], *, own: bool = False) -> list[int]:
         """Return of which READY copies the lower tier has none, nor (unless ``own``) a neighbour of
@@ -278,13 +288,31 @@ class Demotions:
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         self.stalls = not self._affordable_bytes(now)
-        lower.make_room(now, list(self._queued.counts))
+        lower.make_room(now, list(self._queued.counts) if lower.share is None else self._within_shares(now))
         has_room = {size_class for size_class, count in enumerate(self._queued.counts) if count}
         while has_room and len(self._jobs) < MAX_DEMOTE_JOBS and (affordable := self._affordable_bytes(now)):
             wanted = self._next_rows(has_room, affordable)
             if not any(wanted.values()):
                 return  # what is written next is what has waited longest
             has_room -= self._plan_job(wanted)
+
+    def _within_shares(self, now: float) -> list[int]:
+        """Make way in the lower tier for what this step may write; return how many that are, by
+        size class. What finds no room in its tenant's share is not queued any more."""
+        if not self._affordable_bytes(now):
+            return [0] * len(self._queued.counts)
+        wanted: list[int] = []
+        most = MAX_DEMOTE_MOVES * (MAX_DEMOTE_JOBS - len(self._jobs))
+        for size_class in range(len(self._queued.counts)):
+            rows = list(islice(self._queued.walk(size_class), most))
+            tenants = [self._catalog.tenants[row] for row in rows]
+            let_in = self._lower.within_share([size_class] * len(rows), tenants, in_order=False)
+            if len(let_in) < len(rows):
+                beyond = set(rows).difference([rows[at] for at in let_in])
+                self._queued.remove(beyond)
+                self._behind.update(beyond)
+            wanted.append(sum(row in self._queued for row in rows))  # another may have gone, whose parent was to leave
+        return wanted
 
     def _affordable_bytes(self, now: float) -> float:
         """Return how many bytes may go to the lower tier now: every limit of demotions is here.

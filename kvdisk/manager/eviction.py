@@ -19,7 +19,7 @@ from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS, make_own
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
-from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
+from kvdisk.manager.row_lists import GROWN_ROWS, RowLists, TenantLists
 from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
@@ -66,6 +66,8 @@ class EvictionPolicy:
         self._kinds = self.classes + 3
         self._lists = RowLists(self._kinds)
         """The tails of each class and standing."""
+        self._own: TenantLists | None = None
+        """The same of each tenant, where these are told apart, but for those that stay."""
         self._numbers = bytearray()
         """By row: its class, or ``classes`` and its standing; ``_NOT_HERE``."""
         self._counts = [0] * self._kinds
@@ -85,6 +87,11 @@ class EvictionPolicy:
     def now(self) -> int:
         """The time of a use: it never falls."""
         return self._history.now
+
+    def tell_apart(self, tenants: Sequence[int]) -> None:
+        """List the tails of each tenant as well. ``tenants``: by row, 0: none. Before any row is
+        inserted."""
+        self._own = TenantLists(tenants)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -109,27 +116,42 @@ class EvictionPolicy:
             if row in lists:
                 continue
             number = self._numbers[row]
-            newer = -1 if last[row] == now else self._first_not_older(number, last[row])
+            newer = -1 if last[row] == now else self._first_not_older(lists, lists.oldest(number), last[row])
             if newer < 0:
                 lists.append((row,), (number,))
             else:
                 lists.insert_before(row, newer)
+            if self._own is not None:
+                self._list_own(self._own, row, number)
 
-    def _first_not_older(self, number: int, used: int) -> int:
-        """Return the oldest of a list that was not used before ``used``, or, of a long list, one
-        that was; negative: all were, and the list is short."""
-        row = self._lists.oldest(number)
+    def _list_own(self, own: TenantLists, row: int, number: int) -> None:
+        """List a tail among those of its tenant, if it has one: by its last use, as among all."""
+        tenant, used = own.tenants[row], self._last[row]
+        newer = -1
+        if tenant and used != self.now:
+            newer = self._first_not_older(own, own.oldest(tenant, number), used)
+        if newer < 0:
+            own.append((row,), (number,))
+        else:
+            own.insert_before(row, newer)
+
+    def _first_not_older(self, lists: RowLists | TenantLists, row: int, used: int) -> int:
+        """Return the oldest of a list, which begins with ``row``, that was not used before
+        ``used``, or, of a long list, one that was; negative: all were, and the list is short."""
         for _ in range(MOST_WALKED):
             if row < 0 or self._last[row] >= used:
                 break
-            row = self._lists.newer(row)
+            row = lists.newer(row)
         return row
 
     def unlist(self, rows: Iterable[int]) -> None:
         """Something follows these rows: propose them no more until they are tails again. NONE is
         ignored."""
         lists, numbers, staying = self._lists, self._numbers, self.classes + PINNED
-        lists.remove([row for row in rows if row != NONE and row in lists and numbers[row] != staying])
+        followed = [row for row in rows if row != NONE and row in lists and numbers[row] != staying]
+        lists.remove(followed)
+        if self._own is not None:
+            self._own.remove(followed)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: the earliest first.
@@ -148,17 +170,30 @@ class EvictionPolicy:
         tails = self._lists.held(rows)
         self._lists.remove(tails)
         self._lists.append(tails, [numbers[row] for row in tails])
+        if self._own is not None:
+            self._append_own(self._own, tails)
 
     def postpone(self, row: int) -> None:
         """A tail could not leave now: propose it later than others of its class. That is no use."""
         if row in self._lists:
             self._last[row] = self.now
             self._lists.move(row, self._numbers[row])
+            if self._own is not None:
+                self._append_own(self._own, (row,))
+
+    def _append_own(self, own: TenantLists, tails: Sequence[int]) -> None:
+        """Make each tail in turn the newest of its tenant, unless it is to stay."""
+        own.remove(tails)
+        staying = self.classes + PINNED
+        leaving = [row for row in tails if self._numbers[row] != staying]
+        own.append(leaving, map(self._numbers.__getitem__, leaving))
 
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys."""
         rows = self._held(rows)
         self._lists.remove(rows)
+        if self._own is not None:
+            self._own.remove(rows)
         for row in dict.fromkeys(rows):
             self._counts[self._numbers[row]] -= 1
             self._numbers[row] = _NOT_HERE
@@ -177,6 +212,8 @@ class EvictionPolicy:
         self._last, self._numbers = array("Q", last.tobytes()), bytearray(numbers)
         self._counts = np.bincount(found, minlength=self._kinds).tolist()
         self._lists.fill(rows[is_tail], found[is_tail])
+        if self._own is not None:
+            self._own.append(rows[is_tail].tolist(), found[is_tail].tolist())
 
     def _held(self, rows: Iterable[int]) -> list[int]:
         numbers, end = self._numbers, len(self._numbers)
@@ -215,6 +252,8 @@ class EvictionPolicy:
         self._numbers[row] = number
         if row in self._lists:  # also what stayed, and is no tail: that is seen when it is proposed
             self._lists.move(row, number)
+            if self._own is not None:
+                self._append_own(self._own, (row,))
         elif standing == PINNED:
             self._lists.append((row,), (number,))
         return True
@@ -241,15 +280,28 @@ class EvictionPolicy:
         return 1.0 / (1 + self.now - self._last[row]) if math.isfinite(worth) else math.inf
 
     def proposals(self) -> Iterator[tuple[float, int]]:
-        """Yield worth and row, the lowest worth first. A step reads only the first of them: find
-        each when it is asked for.
+        """Return an iterator of worth and row, the lowest worth first. A step reads only the first
+        of them: find each when it is asked for.
 
         Removes none: a row that the caller leaves where it is is proposed again by a later call.
         Between two rows the caller may ``unlist`` the first, and nothing else.
         """
-        lists, last = self._lists, self._last
-        numbers = [number for number in range(self.classes + PINNED) if lists.counts[number]]
-        rows = [lists.oldest(number) for number in numbers]
+        numbers = [number for number in range(self.classes + PINNED) if self._lists.counts[number]]
+        return self._in_order(self._lists, numbers, [self._lists.oldest(number) for number in numbers])
+
+    def proposals_of(self, tenant: int) -> Iterator[tuple[float, int]]:
+        """As ``proposals``, of the rows of one tenant, where tenants are told apart."""
+        assert self._own is not None
+        oldest = [(number, self._own.oldest(tenant, number)) for number in range(self.classes + PINNED)]
+        found = [(number, row) for number, row in oldest if row >= 0]
+        return self._in_order(self._own, [number for number, _ in found], [row for _, row in found])
+
+    def _in_order(
+        self, lists: RowLists | TenantLists, numbers: Sequence[int], rows: list[int]
+    ) -> Iterator[tuple[float, int]]:
+        """Yield worth and row of some lists, the lowest worth first. ``rows``: the oldest of
+        each."""
+        last = self._last
         worths = [self._worth(number, last[row]) for number, row in zip(numbers, rows, strict=True)]
         while (least := min(worths, default=math.inf)) < math.inf:
             at = worths.index(least)
@@ -401,19 +453,26 @@ class TailFirst:
         """Return what the copy brings that would leave next; 0: there is none."""
         return next((self.value_of(row) for row in self._tails({})), 0.0)
 
-    def victims(self, count: int, evictable: Callable[[int], bool], *, go_on: bool = False) -> list[int]:
+    def tell_apart(self, tenants: Sequence[int]) -> None:
+        """See ``EvictionPolicy.tell_apart``."""
+        self._policy.tell_apart(tenants)
+
+    def victims(
+        self, count: int, evictable: Callable[[int], bool], *, go_on: bool = False, tenant: int = 0
+    ) -> list[int]:
         """Return up to ``count`` rows that may leave, in an order in which each leaves after all
         that follow it.
 
         Removes none. The search is bounded: where it ends early, the next one goes on from there.
-        ``go_on``: by what the last one has left of its bound. Copies that may not leave now are
+        ``go_on``: by what the last one has left of its bound. ``tenant``: whose copies may leave;
+        0: anybody's. Copies that may not leave now are
         postponed where they held it up, so that they do not hold up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []
         if not go_on:
             self._may_skip = self.MAX_SKIPPED
-        for row in self._tails(found) if count > 0 else ():
+        for row in self._tails(found, tenant) if count > 0 else ():
             if evictable(row):
                 found[row] = None
             else:
@@ -433,19 +492,20 @@ class TailFirst:
         self.ended_early = is_cut and self._in_vain < self._policy.proposed
         return list(found)
 
-    def _tails(self, found: dict[int, None]) -> Iterator[int]:
+    def _tails(self, found: dict[int, None], tenant: int = 0) -> Iterator[int]:
         """Yield rows that nothing follows but what is ``found`` already, the lowest worth first.
 
-        The caller adds to ``found`` what it was given, or does not.
+        The caller adds to ``found`` what it was given, or does not. ``tenant``: whose rows; 0:
+        anybody's.
         """
-        policy, parent_rows = self._policy, self._catalog.parent_rows
+        policy, parent_rows, tenants = self._policy, self._catalog.parent_rows, self._catalog.tenants
         staying: dict[int, int] = {}
-        useless = self._useless.copy()
+        useless = {row for row in self._useless if tenants[row] == tenant} if tenant else self._useless.copy()
         freed = sorted(
             (self._worth_of(row, useless), row) for row in useless if not self._is_followed(row, found, staying)
         )
         heappush(freed, _NOBODY)
-        proposals, given = policy.proposals(), set[int]()
+        proposals, given = policy.proposals_of(tenant) if tenant else policy.proposals(), set[int]()
         proposed = next(proposals, _NOBODY)
         while True:
             if proposed <= freed[0]:
@@ -465,6 +525,8 @@ class TailFirst:
             given.add(row)
             yield row
             parent = parent_rows[row]
+            if tenant and parent != NONE and tenants[parent] != tenant:  # it was stored before tenants were known
+                continue
             if row in found and parent != NONE and not self._is_followed(parent, found, staying):
                 if self._history.state_groups:
                     self._note_useless(row, useless, found)

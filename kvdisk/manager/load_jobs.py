@@ -283,9 +283,9 @@ class LoadJobs:
         """Return the reads of some blocks. What nobody has any more has no source."""
         self._let_go_unreadable(load, taken)
         blocks = load.blocks
-        rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
+        rows, tiers, tenant = load.rows[taken].tolist(), blocks.tiers[taken].tolist(), load.request.tenant
         reads = [
-            Read(load.keys[at], None, load.gpu_blocks[at], group, position, row)
+            Read(load.keys[at], None, load.gpu_blocks[at], group, position, row, tenant=tenant)
             for at, group, position, row in zip(
                 taken.tolist(),
                 blocks.groups[taken].tolist(),
@@ -336,7 +336,8 @@ class LoadJobs:
             by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)
         for size_class, alike in by_class.items():
             most = landing.pool.total[size_class] - load.landed[size_class]
-            slots = landing.allocate(size_class, min(len(alike), max(0, most)))
+            count = landing.make_way(size_class, load.request.tenant, min(len(alike), max(0, most)))
+            slots = landing.allocate(size_class, count)
             self._copies.land(alike[: len(slots)], slots)
             load.landed[size_class] += len(slots)
 

@@ -81,6 +81,9 @@ class NvmeSpace(TierSpace):
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
         self._parts_of_block = parts.geometry.part_count
+        self.keeps_tenants = True
+        """Whether records say whose blocks they are: False where no digest would mean the same
+        after a restart."""
         self.capacity = layout.class_slots(parts.geometry)
         """Where each size class has what long prompts need of it."""
 
@@ -309,6 +312,7 @@ class NvmeSpace(TierSpace):
                 catalog.generations[row],
                 catalog.parent(row),
                 catalog.stored_s[row] or now_s,
+                catalog.tenants[row] if self.keeps_tenants else 0,
             )
             for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)
         ]

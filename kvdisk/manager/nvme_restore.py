@@ -125,4 +125,5 @@ def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
         b"".join(compress(columns.each_parent(), kept)),
         columns.parent_bytes[kept],
         columns.stored_s[kept],
+        columns.tenants[kept],
     )

@@ -109,7 +109,8 @@ class Promotions:
         if len(self._asked) >= MOST_ASKED:
             return False
         hashes = request.hashes[: tokens // self._geometry.hash_tokens]
-        asked = RequestState(f"{request.request_id}, prefetch", hashes, tokens + 1, self._geometry)
+        name = f"{request.request_id}, prefetch"
+        asked = RequestState(name, hashes, tokens + 1, self._geometry, tenant=request.tenant)
         asked.update_keys()
         asked.counted = [len(keys) for keys in asked.keys]  # their demand is the request's
         asked.question, asked.remote_question = request.question, request.remote_question
@@ -197,7 +198,8 @@ class Promotions:
                 if row >= 0 and catalog.state(row, self._landing.tier) == READY:
                     held.append(row)
                 elif self._is_wanted(keys[position], row, hints):
-                    read = Read(keys[position], keys[position - 1] if position else None)
+                    parent = keys[position - 1] if position else None
+                    read = Read(keys[position], parent, tenant=request.tenant)
                     found.append((position * group.block_tokens, read))
         if not found:
             return deque()
@@ -255,7 +257,8 @@ class Promotions:
         slots: dict[int, deque[Slot]] = {}
         for size_class, wanted in Counter(map(self._class_of, reads)).items():
             limit = self._landing.pool.total[size_class] // PREFETCH_DIVISOR
-            count = min(wanted, limit - self._taken[size_class])
+            count = max(0, min(wanted, limit - self._taken[size_class]))
+            count = self._landing.make_way(size_class, reads[0].tenant, count, keep_queued=True)
             slots[size_class] = deque(self._landing.allocate(size_class, count, keep_queued=True) if count > 0 else ())
             taken = {size_class: len(slots[size_class])}
             self._ahead.setdefault(request_id, Counter()).update(taken)

@@ -173,8 +173,8 @@ class RequestState:
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``keys``: by group, of those that were there at the last ``update_keys``. ``arrival``: its
-    number in order of arrival. ``stale``: what it has computed is of weights that are gone, and
-    nothing of it is stored; until it starts again.
+    number in order of arrival. ``tenant``: the digest of its salt, 0: it has none. ``stale``: what
+    it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
     """
 
     request_id: str
@@ -183,6 +183,7 @@ class RequestState:
     geometry: Geometry
     limits: RequestLimits = NO_LIMITS
     arrival: int = 0
+    tenant: int = 0
     keys: tuple[BlockKeys, ...] = field(init=False)
     stale: bool = False
     counted: list[int] = field(default_factory=list)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NO_LIST: Final = 255
+_NO_ROW: Final = -1
 GROWN_ROWS = 64
 """Rows that an array grows by at a time."""
 
@@ -124,3 +125,80 @@ class RowLists:
             self.counts[number] = len(alike)
         self._number_of = bytearray(number_of)
         self._older, self._newer = array("I", older.tobytes()), array("I", newer.tobytes())
+
+
+class TenantLists:
+    """As ``RowLists``, but with lists for each tenant: of number and tenant. Rows of no tenant are
+    left out.
+
+    ``tenants``: by row, 0: none; that of a row in a list stays as it is.
+    """
+
+    def __init__(self, tenants: Sequence[int]) -> None:
+        self.tenants = tenants
+        self._older, self._newer = array("i"), array("i")
+        self._number_of = bytearray()
+        self._ends: dict[tuple[int, int], tuple[int, int]] = {}
+        """Of each list that is not empty, by tenant and number, the oldest and the newest row."""
+
+    def append(self, rows: Iterable[int], numbers: Iterable[int]) -> None:
+        """Make each row in turn the newest of a list of its tenant's."""
+        for row, number in zip(rows, numbers, strict=True):
+            tenant = self.tenants[row]
+            if tenant:
+                self._reserve(row)
+                assert self._number_of[row] == _NO_LIST, "inserted twice"
+                oldest, newest = self._ends.get((tenant, number), (row, _NO_ROW))
+                self._older[row], self._newer[row], self._number_of[row] = newest, _NO_ROW, number
+                if newest != _NO_ROW:
+                    self._newer[newest] = row
+                self._ends[tenant, number] = oldest, row
+
+    def insert_before(self, row: int, newer: int) -> None:
+        """Put a row of a tenant, which is in no list, before one that is in some of that
+        tenant's."""
+        self._reserve(row)
+        tenant, number, older = self.tenants[row], self._number_of[newer], self._older[newer]
+        assert self._number_of[row] == _NO_LIST and number != _NO_LIST
+        assert tenant and tenant == self.tenants[newer]
+        self._older[row], self._newer[row], self._number_of[row] = older, newer, number
+        self._older[newer] = row
+        if older != _NO_ROW:
+            self._newer[older] = row
+        else:
+            self._ends[tenant, number] = row, self._ends[tenant, number][1]
+
+    def remove(self, rows: Iterable[int]) -> None:
+        """Take rows out of their lists; those that are in none are ignored."""
+        olders, newers, numbers, end = self._older, self._newer, self._number_of, len(self._number_of)
+        for row in rows:
+            number = numbers[row] if row < end else _NO_LIST
+            if number == _NO_LIST:
+                continue
+            name, older, newer = (self.tenants[row], number), olders[row], newers[row]
+            oldest, newest = self._ends[name]
+            numbers[row] = _NO_LIST
+            if older != _NO_ROW:
+                newers[older] = newer
+            if newer != _NO_ROW:
+                olders[newer] = older
+            if oldest == newest:
+                del self._ends[name]
+            else:
+                self._ends[name] = newer if row == oldest else oldest, older if row == newest else newest
+
+    def oldest(self, tenant: int, number: int) -> int:
+        """Return the oldest row of a list; negative where it is empty."""
+        return self._ends.get((tenant, number), (_NO_ROW, _NO_ROW))[0]
+
+    def newer(self, row: int) -> int:
+        """Return the row after this one in its list; negative after the newest."""
+        return self._newer[row]
+
+    def _reserve(self, row: int) -> None:
+        """Have place for rows up to this one."""
+        lacking = row + 1 - len(self._number_of)
+        if lacking > 0:
+            for links in (self._older, self._newer):
+                links.extend(array("i", [_NO_ROW]) * (lacking + GROWN_ROWS))
+            self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)

@@ -8,7 +8,7 @@ them all. What finds no room is offered again after a back-off. Scheduler thread
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -40,21 +40,23 @@ MOST_LEFT = 1024
 class _Offer(NamedTuple):
     """A block that is offered. ``gpu_blocks``: those of the GPU that it has; none: it is not all
     there. ``position``: in its group of its request; -1: it is no request's, or not to be offered
-    again. ``gpu_keys``: of what nobody holds on the GPU, the keys of ``gpu_blocks``: they are
-    somebody else's when the engine knows them by others."""
+    again. ``tenant``: see ``Catalog.tenants``. ``gpu_keys``: of what nobody holds on the GPU, the
+    keys of ``gpu_blocks``: they are somebody else's when the engine knows them by others."""
 
     key: BlockKey
     parent: BlockKey | None
     gpu_blocks: tuple[int, ...]
     group: int
     position: int = -1
+    tenant: int = 0
     gpu_keys: Sequence[BlockKey] = ()
 
 
 @dataclass(slots=True)
 class _Rest:
     """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
-    ``positions``: of those that the store policy offers. ``are_new``: as in ``_use``."""
+    ``positions``: of those that the store policy offers. ``are_new``: as in ``_use``. ``tenant``:
+    as in ``_Offer``."""
 
     group: int
     keys: BlockKeys
@@ -63,6 +65,7 @@ class _Rest:
     start: int
     stop: int
     are_new: bool
+    tenant: int
 
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
@@ -112,6 +115,8 @@ class StorePlanner:
         requests that have ended."""
         self._wrong_up_to = 0
         """The last job of before the last reset."""
+        self._reached_by: OrderedDict[BlockKey, int] = OrderedDict()
+        """The tenants of blocks that may be offered when no request has them any more."""
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -151,6 +156,8 @@ class StorePlanner:
                 self._use(keys[start:first])
                 self._use(keys[first:last], are_new=False)
                 self._use(keys[last:stop])
+                if request.tenant and not self._store_policy.offers_all:
+                    self._note_tenant(keys[start:stop], request.tenant)
                 positions = self._store_policy.reached(request.request_id, keys, start, stop)
                 if first < last and not holds:  # what a load has brought is mostly still in a tier
                     there = self._catalog.presences(keys[first:last])
@@ -196,7 +203,8 @@ class StorePlanner:
         if start < stop:
             keys = request.keys[group]
             positions = self._store_policy.reached(request.request_id, keys, start, stop)
-            self._rest.append(_Rest(group, keys, request.held_blocks[group], positions, start, stop, are_new))
+            blocks = request.held_blocks[group]
+            self._rest.append(_Rest(group, keys, blocks, positions, start, stop, are_new, request.tenant))
 
     def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
         """Return which blocks of a request are full and computed, and were not before, by group:
@@ -240,7 +248,7 @@ class StorePlanner:
                 self._demand.leave_state(request, keys[at])
                 if self._store_policy.reached(request.request_id, keys, at, at + 1):
                     parent = self._before_state(request, group, tokens)
-                    offers.append(_Offer(keys[at], parent, (gpu_block,), group, gpu_keys=(keys[at],)))
+                    offers.append(self._free_offer(keys[at], parent, gpu_block, request.tenant))
         self._leave(self._store(offers, None, now)[1])
 
     def _before_state(self, request: RequestState, group: int, tokens: int) -> BlockKey | None:
@@ -317,7 +325,8 @@ class StorePlanner:
                 key = keys[at - start]
                 if presence == ABSENT and key not in waiting and at in rest.positions:
                     (gpu_blocks,) = self._gpu_blocks(rest.group, rest.blocks, (at,))
-                    offer = _Offer(key, rest.keys[at - 1] if at else None, gpu_blocks, rest.group)
+                    parent = rest.keys[at - 1] if at else None
+                    offer = _Offer(key, parent, gpu_blocks, rest.group, tenant=rest.tenant)
                     offer = self._left_offer(offer, rest.keys, at)
                     if self._is_cached(offer):
                         offers[key] = offer
@@ -377,8 +386,7 @@ class StorePlanner:
             moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
             states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
             if record.job.id > self._wrong_up_to:
-                left = [_Offer(each.key, each.parent, each.gpu_blocks, group) for each, group in states]
-                self._leave([offer._replace(gpu_keys=(offer.key,)) for offer in left])
+                self._leave([self._free_offer(move.key, move.parent, *move.gpu_blocks) for move, _ in states])
             self._offer_free_again([move.key for move, _ in moves])
             back_off = self._free_back_off
         elif request is not None:
@@ -465,7 +473,7 @@ class StorePlanner:
         if not found:
             return
         job_id, refused = self._store(
-            [_Offer(each.key, each.parent, (each.block,), group_of(each.key)) for each in found], None, now
+            [self._free_offer(each.key, each.parent, each.block) for each in found], None, now
         )
         if job_id is not None:
             self._free_back_off.accept()
@@ -473,6 +481,24 @@ class StorePlanner:
             self._offer_free_again([offer.key for offer in refused])
             if not self._target.is_searching:
                 self._free_back_off.refuse(self._state.released, now)
+
+    def _free_offer(self, key: BlockKey, parent: BlockKey | None, gpu_block: int, tenant: int | None = None) -> _Offer:
+        """Return the offer of a block that is no request's now. ``tenant``: None: the one that
+        reached it, or that has what is before it."""
+        if tenant is None:
+            tenant = self._reached_by.get(key, 0)
+            if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
+                tenant = self._catalog.tenants[row]
+        return _Offer(key, parent, (gpu_block,), group_of(key), tenant=tenant, gpu_keys=(key,))
+
+    def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
+        """Remember whose blocks these are, for when they are free: as many as the engine has, and
+        as many again."""
+        for key in keys:
+            self._reached_by[key] = tenant
+            self._reached_by.move_to_end(key)
+        while len(self._reached_by) > 2 * self._context.block_count:
+            self._reached_by.popitem(last=False)
 
     def _offer_free_again(self, keys: Sequence[BlockKey]) -> None:
         """Have free blocks offered again, as soon as no back-off holds."""
@@ -500,7 +526,8 @@ class StorePlanner:
         for group, positions in by_group.items():
             keys, blocks = request.keys[group], self._gpu_blocks(group, gpu_blocks[group], positions)
             named = zip(keys.of(positions), keys.before(positions), blocks, strict=True)
-            found |= {(group, at): _Offer(*each, group, at) for each, at in zip(named, positions, strict=True)}
+            tenant = request.tenant
+            found |= {(group, at): _Offer(*each, group, at, tenant) for each, at in zip(named, positions, strict=True)}
         return [found[place] for place in self._in_order(found)]
 
     def _gpu_blocks(self, group: int, table: Sequence[int], positions: Iterable[int]) -> list[tuple[int, ...]]:
@@ -566,32 +593,34 @@ class StorePlanner:
             return None, []
         states = self._catalog.columns(self._target.tier).states
         storable = [(offer, row) for offer, row in admitted if row == NONE or states[row] == ABSENT]
-        taken = self._take_slots(storable, now, in_order=request is not None)
+        taken, beyond_share = self._take_slots(storable, now, in_order=request is not None)
         refused = []
         if len(taken) < len(admitted):
             with_slots = {offer.key for offer, _, _ in taken}
             refused = [offer for offer, _ in admitted if offer.key not in with_slots]
-            self._stats.add(f"refused_blocks.{'budget' if self._target.status.is_spent else 'room'}", len(refused))
+            why = "budget" if self._target.status.is_spent else "room"
+            self._stats.add(f"refused_blocks.{why}", len(refused) - beyond_share)
+            self._stats.add("refused_blocks.share", beyond_share)
         return self._queue(taken, request, watched=watched), refused
 
     # -- slots and jobs ------------------------------------------------------------------------
 
     def _take_slots(
         self, wanted: Sequence[tuple[_Offer, int]], now: float, *, in_order: bool
-    ) -> list[tuple[_Offer, int, Slot]]:
+    ) -> tuple[list[tuple[_Offer, int, Slot]], int]:
         """Take slots for offers, which come with their rows; with ``in_order`` up to the first that
-        gets none."""
+        gets none. Return what got some, and how many got none because of their tenant's share."""
         target = self._target
         if not wanted or not target.refresh_writable(now):
-            return []
-        blocks = [(offer.group, offer.parent) for offer, _ in wanted]
-        slots, tails = self._copies.take_slots(target, blocks, in_order=in_order)
+            return [], 0
+        blocks, tenants = [(offer.group, offer.parent) for offer, _ in wanted], [offer.tenant for offer, _ in wanted]
+        slots, tails, beyond_share = self._copies.take_slots(target, blocks, tenants, in_order=in_order)
         if None in slots and target.lower is not None:
             target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
         taken = [(offer, row, slot) for (offer, row), slot in zip(wanted, slots, strict=True) if slot is not None]
         if len(self._geometry.groups) > 1:
             taken.sort(key=lambda each: each[0].group)  # as their slots lie
-        return taken
+        return taken, beyond_share
 
     def _queue(
         self, taken: Sequence[tuple[_Offer, int, Slot]], request: RequestState | None, *, watched: bool = True
@@ -605,7 +634,8 @@ class StorePlanner:
             return None
         generations, tier = self._catalog.generations, self._target.tier
         blocks = [(offer.key, offer.parent, row) for offer, row, _ in taken]
-        rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in taken])
+        slots, tenants = [slot for _, _, slot in taken], [offer.tenant for offer, _, _ in taken]
+        rows = self._copies.begin_new(tier, blocks, slots, tenants)
         moves, details = [], []
         for row, (offer, _, slot) in zip(rows, taken, strict=True):
             moves.append(Move(offer.key, generations[row], offer.gpu_blocks, {tier: slot}, offer.parent))

@@ -8,6 +8,7 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
@@ -20,10 +21,15 @@ from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
+from kvdisk.manager.shares import TenantShare
 from kvdisk.manager.standings import PINNED
 
 if TYPE_CHECKING:
     from kvdisk.manager.demotions import Demotions
+
+MOST_SURPLUS = 256
+"""Where a tenant has more than its share, so many copies leave beside those for which room is
+needed, at most."""
 
 
 class TierStatus(NamedTuple):
@@ -51,7 +57,8 @@ class TierSpace:
     These methods are those of a tier that is always there and can always be written.
     ``admission`` decides who may enter. ``lower``: where copies go that leave; None: nowhere.
     ``upper``: where they come from.
-    ``capacity``: slots that there may be, by size class.
+    ``capacity``: slots that there may be, by size class. ``share``: what one tenant may have of
+    them; None: as much as finds room.
     """
 
     def __init__(self, parts: Parts, tier: Tier, admission: AdmissionPolicy) -> None:
@@ -82,6 +89,12 @@ class TierSpace:
             for size_class in classes
         ]
         admission.watch(self._orders)
+        self.share: TenantShare | None = None
+        if parts.config.salt_share is not None:
+            self.share = TenantShare(parts.config.salt_share, parts.catalog, parts.geometry, self._most_slots)
+            parts.catalog.columns(tier).share = self.share
+            for order in self._orders:
+                order.tell_apart(parts.catalog.tenants)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -170,6 +183,11 @@ class TierSpace:
         """Return how many copies of a size class may stay, of all that there may be."""
         return int(self._pin_share * self.capacity[size_class])
 
+    def _most_slots(self, size_class: int) -> int:
+        """Return how many slots of a size class there may be; more where it was given the room of
+        others."""
+        return max(self.capacity[size_class], self.pool.total[size_class])
+
     def reorder(self, rows: Sequence[int]) -> None:
         """Blocks have another standing than before; of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
@@ -205,6 +223,38 @@ class TierSpace:
         """Whether ``make_room`` found a way to room. ``silent``: no commit is awaited."""
         return True
 
+    def make_way(self, size_class: int, tenant: int, count: int, *, keep_queued: bool = False) -> int:
+        """Return for how many of ``count`` new copies of one tenant its share has room. Where it
+        has none, so many of its own leave, as an eviction chooses among them. 0 is no tenant, and
+        has room for all. ``keep_queued``: see ``allocate``."""
+        if self.share is None or not tenant:
+            return count
+        left, freed = self.share.left(size_class, tenant), 0
+        if left < count:
+            surplus = min(MOST_SURPLUS, max(0, -left))
+            freed = self._evict(size_class, count - max(0, left) + surplus, keep_queued=keep_queued, tenant=tenant)
+            self._stats.add(f"share_evicted_blocks.{self.tier.label}", freed)
+            left = self.share.left(size_class, tenant)
+        # What has too much from before a restart may at least replace its own.
+        return max(0, min(count, max(left, freed)))
+
+    def within_share(self, classes: Sequence[int], tenants: Sequence[int], *, in_order: bool) -> Sequence[int]:
+        """Return which of some blocks may begin copies, by their places, as far as the shares of
+        their tenants go (``make_way``). ``classes``, ``tenants``: of each. ``in_order``: none
+        behind the first that may not."""
+        if self.share is None or not any(tenants):
+            return range(len(classes))
+        names = list(zip(classes, tenants, strict=True))
+        left = {name: self.make_way(*name, count) for name, count in Counter(names).items()}
+        found: list[int] = []
+        for at, name in enumerate(names):
+            if left[name]:
+                left[name] -= 1
+                found.append(at)
+            elif in_order:
+                break
+        return found
+
     def _evictable_of(self, size_class: int) -> Callable[[int], bool]:
         evictable = self._evictable()
         above = self.upper.leave_soon[size_class] if self.upper is not None else None
@@ -214,12 +264,12 @@ class TierSpace:
         """Return the test whether a copy may be evicted for room: to be used at once."""
         return self._catalog.evictable_in(self.tier)
 
-    def _evict(self, size_class: int, count: int, *, keep_queued: bool = False) -> int:
-        """End up to ``count`` copies; the others are in use, or wait for their demotion. All its
-        searches together are as long as one may be."""
+    def _evict(self, size_class: int, count: int, *, keep_queued: bool = False, tenant: int = 0) -> int:
+        """End up to ``count`` copies, of one tenant or (0) of any; the others are in use, or wait
+        for their demotion. All its searches together are as long as one may be."""
         evicted, searched = 0, False
         while evicted < count:
-            rows = self._victims(size_class, count - evicted, keep_queued=keep_queued, go_on=searched)
+            rows = self._victims(size_class, count - evicted, keep_queued=keep_queued, go_on=searched, tenant=tenant)
             searched = True
             may_leave = rows if self.upper is None else self.upper.may_leave_below(rows)
             leaving = may_leave if self.lower is None else self.lower.leaving(may_leave)
@@ -233,12 +283,14 @@ class TierSpace:
             stalls = self.lower is not None and self.lower.stalls and not keep_queued
             if not rows or (len(leaving) == len(rows) and not stalls):
                 break
-        if self.lower is not None and evicted >= count:
+        if self.lower is not None and evicted >= count and not tenant:
             self.lower.leave_soon[size_class].clear()  # nobody waits for what was queued
         return evicted
 
-    def _victims(self, size_class: int, count: int, *, keep_queued: bool, go_on: bool = False) -> list[int]:
-        """Return copies that may leave. ``go_on``: see ``TailFirst.victims``.
+    def _victims(
+        self, size_class: int, count: int, *, keep_queued: bool, go_on: bool = False, tenant: int = 0
+    ) -> list[int]:
+        """Return copies that may leave. ``go_on``, ``tenant``: see ``TailFirst.victims``.
 
         While the next tier takes no writes, queued copies may, too; otherwise they would block
         their ancestors.
@@ -247,10 +299,10 @@ class TierSpace:
         if self._standings.held:
             order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if lower is None:
-            return order.victims(count, evictable, go_on=go_on)
-        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row), go_on=go_on)
+            return order.victims(count, evictable, go_on=go_on, tenant=tenant)
+        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row), go_on=go_on, tenant=tenant)
         if not rows and lower.stalls and not keep_queued and lower.count(size_class):
-            rows = order.victims(count, evictable, go_on=go_on)
+            rows = order.victims(count, evictable, go_on=go_on, tenant=tenant)
         return rows
 
     # -- the life of copies ----------------------------------------------------------------------

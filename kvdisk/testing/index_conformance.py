@@ -98,11 +98,27 @@ class IndexConformance(ABC):
             BlockRecord(2**63 - 1, make_block_key(b"\xff" * 126, 65535), Slot(2**32 - 1, 2**32 - 1), 2**64 - 1),
             BlockRecord(1, key_of(1), Slot(1, 2), 3, parent=make_block_key(b"p" * 126, 1), stored_s=2**32 - 1),
             BlockRecord(1, key_of(2), Slot(1, 2), 3, parent=None, stored_s=5),
+            BlockRecord(1, key_of(3), Slot(1, 3), 4, parent=None, stored_s=5, tenant=1),
+            BlockRecord(1, key_of(4), Slot(1, 4), 5, make_block_key(b"p" * 126, 1), 6, tenant=2**64 - 1),
+            BlockRecord(1, key_of(5), Slot(1, 5), 6, key_of(4), 6),
         ]
         with self.opened(tmp_path) as index:
             put_all(index, records)
             assert index.flush(FLUSH_S)
             assert found_blocks(index) == {(record.epoch, record.key): record for record in records}
+
+    def test_a_tenant_comes_and_goes_with_its_record(self, tmp_path: Path) -> None:
+        """Of a record that replaces another the tenant counts, also where it has none; it outlives
+        a close."""
+        index = self.open_index(tmp_path, 100_000)
+        try:
+            put_all(index, [record_of(number)._replace(tenant=7) for number in range(3)])
+            assert index.flush(FLUSH_S)
+            put_all(index, [record_of(0), record_of(1)._replace(tenant=8)])
+            index = self.reopen_index(index, tmp_path)
+            assert [found_blocks(index)[0, key_of(number)].tenant for number in range(3)] == [0, 8, 7]
+        finally:
+            index.close()
 
     def test_nothing_is_visible_before_its_commit(self, tmp_path: Path) -> None:
         """Neither puts nor deletions show until they are committed, and ``committed`` says so."""

@@ -141,6 +141,8 @@ class FakeEngine:
         self.work = StepWork(Plan(), 0)
         self.drift: Callable[[], object] = lambda: None
         """Called where time passes within a step."""
+        self.tenant_of: Callable[[str], int] = lambda _: 0
+        """Returns the tenant of a prompt."""
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class FakeEngine:
         request.extend_hashes(self._geometry.hash_tokens)
         self.requests[request_id] = request
         self.waiting.append(request)
-        self.manager.new_request(request_id, request.hashes, request.prompt_tokens)
+        self.manager.new_request(request_id, request.hashes, request.prompt_tokens, tenant=self.tenant_of(prompt))
         return request
 
     def abort(self, request: FakeRequest) -> None:

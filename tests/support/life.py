@@ -20,6 +20,12 @@ from support.manager_watch import ManagerWatch
 LONGEST_QUARANTINE_S = 3601.0
 
 
+def tenant_of(prompt: str) -> int:
+    """Return the tenant of a prompt: its first letter says it, as a salt is in the first block's
+    hash. That of a capital has none."""
+    return 0 if prompt[0].isupper() else ord(prompt[0])
+
+
 class Life:
     """See the module. ``lives``: processes so far. ``budget_tokens``: of a step."""
 
@@ -49,6 +55,8 @@ class Life:
         sizes, self.ranks = self.sizes, self.start_ranks()
         self.engine = FakeEngine(engine_geometry(sizes.geometry), sizes.block_count, self.ranks, sizes.most_running)
         self.engine.now, self.engine.zeroes, self.engine.drift = self.now, sizes.zeroes, self.drift
+        if sizes.config.salt_share is not None:
+            self.engine.tenant_of = tenant_of
         limited = sizes if segments is None else replace(sizes, segments=segments)
         if sizes.has_nvme:
             self._cut(limited)
@@ -56,6 +64,8 @@ class Life:
             limited, self.engine, self.index, self.lives * 10_000, self.neighbours, self.remote
         )
         self.watch = ManagerWatch(sizes, self.parts, self.engine, self.ranks, self.index, self.note)
+        if sizes.config.salt_share is not None:
+            self.watch.tenant_of = tenant_of
 
     def _cut(self, sizes: Sizes) -> None:
         """Cut what the index has to the cap, as ``recovery.open_index`` does."""

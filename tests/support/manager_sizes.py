@@ -79,6 +79,18 @@ SPILLOVER_QUEUE = Sizes(
     most_running=1,
     stored=3,
 )
+_TENANTS = ("aab", "aabbt", "aabbcct", "aaddt", "eefft", "eegg", "ggt", "AAbbt")
+"""The first letter says whose a prompt is; that of a capital is nobody's."""
+SHARE = Sizes(_ONE_GROUP, _config(salt_share=0.5), 7, (4,), (3,), 2, _TENANTS)
+SHARE_WINDOW = Sizes(_TWO_GROUPS, _config(salt_share=0.5), 10, (4, 4), (3, 3), 2, _TENANTS, most_outputs=2)
+SHARE_NVME = Sizes(_ONE_GROUP, _config(salt_share=0.3, cpu_bytes=0), 7, (), (4,), 2, _TENANTS)
+SHARE_SPILLOVER = Sizes(
+    _ONE_GROUP, _config(salt_share=0.5, store_policy="spillover", eviction="learned"), 8, (4,), (4,), 2, _TENANTS
+)
+SHARE_QUEUE = Sizes(
+    _ONE_GROUP, _config(salt_share=0.4, **_REMOTE), 7, (6,), (6,), 2, (*_QUEUED, *_TENANTS), most_running=1, stored=3
+)
+SHARE_SIZES = (SHARE, SHARE_WINDOW, SHARE_NVME, SHARE_SPILLOVER, SHARE_QUEUE)
 SPILLOVER_NVME = Sizes(
     _ONE_GROUP, _config(store_policy="spillover", cpu_bytes=0, **_TWO_BLOCKS_AN_HOUR), 8, (), (3,), 2, _PROMPTS
 )

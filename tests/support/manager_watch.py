@@ -100,6 +100,9 @@ class ManagerWatch(Watch):
     """Blocks that came from before a restart, and those before them: somebody wanted these."""
     _saved: dict[str, set[BlockKey]] = field(default_factory=dict)
     """By victim, the blocks whose stores were urgent, and have not failed."""
+    tenant_of: Callable[[str], int] = lambda _: 0
+    _first_held: dict[Tier, Counter[tuple[int, int]]] = field(default_factory=dict)
+    """See ``_held_of_tenants``, at the start."""
     _allowed_bytes: float = 0.0
     """Of the budget of written bytes: an hour's at most, none at the start."""
 
@@ -113,6 +116,7 @@ class ManagerWatch(Watch):
         self.parts.manager._stores._look_at_rest = self._watched_rest  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
+        self._first_held = {space.tier: self._held_of_tenants(space.tier) for space in self.parts.manager._tiers}
         for key in map(self.parts.catalog.keys.__getitem__, self.parts.catalog.rows()):
             group, tokens = group_of(key), key[:-2]
             step = self.sizes.geometry.groups[group].block_tokens
@@ -473,6 +477,7 @@ class ManagerWatch(Watch):
         self._changes += parts.manager._tiers.first.is_searching
         self._note_pinned()
         self._check_copies()
+        self._check_shares()
         self._check_standings()
         self._check_records()
         self._check_zombies()
@@ -518,6 +523,30 @@ class ManagerWatch(Watch):
                     assert epoch in self.weights, "a copy of weights that this process never had"
                     self._check_slot(tier, catalog.slot(row, tier), epoch, key, catalog.generations[row])
 
+    def _held_of_tenants(self, tier: Tier) -> Counter[tuple[int, int]]:
+        """Return how many copies each tenant has in a tier, by size class and tenant."""
+        catalog, classes = self.parts.catalog, self.sizes.geometry.size_classes
+        rows = [row for row in catalog.rows() if catalog.tenants[row] and catalog.state(row, tier) != CopyState.ABSENT]
+        return Counter((classes[group_of(catalog.keys[row])], catalog.tenants[row]) for row in rows)
+
+    def _check_shares(self) -> None:
+        """Each copy counts for the tenant of its block, who has no more than its share, or than it
+        had at the start."""
+        if self.sizes.config.salt_share is None:
+            return
+        catalog = self.parts.catalog
+        for row in catalog.rows():
+            key = catalog.keys[row]
+            assert catalog.tenants[row] == self.tenant_of(key.decode("latin-1")), f"{key!r} is another tenant's"
+        for space in self.parts.manager._tiers:
+            share, held = space.share, self._held_of_tenants(space.tier)
+            assert share is not None
+            counted = {(at, tenant): count for at, each in enumerate(share._counts) for tenant, count in each.items()}
+            assert held == counted
+            for (size_class, tenant), count in held.items():
+                most = self._first_held[space.tier][size_class, tenant]
+                assert count <= max(share.limit(size_class), most), "a tenant has more than its share"
+
     def _note_pinned(self) -> None:
         held = self.parts.manager._kv_hints._standings.held
         self._pinned |= {key for key, (standing, _) in held.items() if standing == PINNED}
@@ -562,8 +591,8 @@ class ManagerWatch(Watch):
         """Nothing is skipped for good: call when all had time, and room, and the requests still
         live.
 
-        Of a prompt that is longer than the CPU tier there may be no more than its head. Behind a
-        block that has left all tiers nothing is stored.
+        Of a prompt that is longer than the CPU tier, or its tenant's share, there may be no more
+        than its head. Behind a block that has left all tiers nothing is stored.
         """
         if self.sizes.config.store_policy != "on_compute":
             return
@@ -577,6 +606,9 @@ class ManagerWatch(Watch):
                 slots = (
                     self.sizes.cpu_slots[self.sizes.geometry.size_classes[group.group]] if self.sizes.has_cpu else None
                 )
+                share = self.parts.manager._tiers.first.share
+                if share is not None and self.tenant_of(request.tokens):
+                    slots = share.limit(self.sizes.geometry.size_classes[group.group])
                 if slots is not None and (len(key) - 2) // group.block_tokens > slots:
                     continue
                 ends = range(group.block_tokens, len(key) - GROUP_BYTES, group.block_tokens)

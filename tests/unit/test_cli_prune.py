@@ -97,7 +97,7 @@ def test_a_namespace_goes_and_what_is_cleared(path):
     found = pruned(path, command="clear")
     assert (found["asked"]["everything"], found["goes"]["engine_stores"]) == (True, 2)
     assert found["after"] == {"engine_stores": 0, "allocated_bytes": 0}
-    assert sorted(os.listdir(path)) == ["STORE", "homes", "lock"] and os.listdir(path / "homes") == []
+    assert sorted(os.listdir(path)) == ["SALT_KEY", "STORE", "homes", "lock"] and os.listdir(path / "homes") == []
     make_store(path)
     assert "1 whole engine store; the store is empty." in run_here("clear", path, "--yes").stdout
     assert "There is nothing to delete." in run_here("clear", path, "--yes").stdout

@@ -144,8 +144,8 @@ def test_what_is_queued_instead_of_leaving_makes_no_step_longer(monkeypatch):
     monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 4)
     looked, tails = [0], TailFirst._tails
 
-    def counted(order, found):
-        for row in tails(order, found):
+    def counted(order, found, tenant=0):
+        for row in tails(order, found, tenant):
             looked[-1] += 1
             yield row
 

@@ -45,14 +45,16 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     beside: list[int] = []
     search, tails = TailFirst.victims, TailFirst._tails
 
-    def counted(order: TailFirst, found: dict[int, None]) -> Iterator[int]:
-        for row in tails(order, found):
+    def counted(order: TailFirst, found: dict[int, None], tenant: int = 0) -> Iterator[int]:
+        for row in tails(order, found, tenant):
             beside[-1] += 1
             yield row
 
-    def victims(order: TailFirst, count: int, evictable: Callable[[int], bool], *, go_on: bool = False) -> list[int]:
+    def victims(
+        order: TailFirst, count: int, evictable: Callable[[int], bool], *, go_on: bool = False, tenant: int = 0
+    ) -> list[int]:
         beside.append(-count)
-        return search(order, count, evictable, go_on=go_on)
+        return search(order, count, evictable, go_on=go_on, tenant=tenant)
 
     monkeypatch.setattr(TailFirst, "_tails", counted)
     monkeypatch.setattr(TailFirst, "victims", victims)

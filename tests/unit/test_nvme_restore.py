@@ -46,6 +46,7 @@ def records_of(some_keys: Any) -> Any:
         st.integers(0, 2**64 - 1),
         st.none() | some_keys,
         st.integers(0, 2),
+        st.integers(0, 2),
     )
     return st.lists(records.filter(lambda record: record.parent is None or record.parent < record.key), max_size=14)
 

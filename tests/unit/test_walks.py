@@ -84,6 +84,7 @@ def test_a_reset_does_not_look_at_each_copy():
         parents=b"",
         parent_bytes=nothing.astype(np.int64),
         stored_s=nothing,
+        tenants=nothing.astype(np.uint64),
     )
     bench.catalog.fill(Tier.NVME, blocks)
     assert calls_of(lambda: bench.manager.reset(7)) < MANY // 10
