@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
+import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device.home import INDEX_FILE, Home
 from kvdisk.device.paths import device_errors, is_directory, remove_anything
 from kvdisk.device.rebuild import Blocks, Findings, HomeShape, remove_lost, scan_home
-from kvdisk.device.segment import drop_segment, remove_unknown_segments, segment_numbers
+from kvdisk.device.segment import drop_segment, remove_unknown_segments, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
-from kvdisk.geometry import segment_charge_bytes
+from kvdisk.geometry import segment_charge_bytes, slot_offset
 from kvdisk.index.base import BlockColumns, IndexState, SegmentRecord
 from kvdisk.index.columns import ascending, stored_times
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for, write_index
@@ -116,8 +118,12 @@ def _as_records(found: Blocks, now_s: int) -> BlockColumns:
     )
 
 
-def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int]) -> None:
-    """Delete blocks, by epoch and key, and whole segments, from a home that is held.
+def cut_home(
+    home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int], erased: Sequence[Slot] = ()
+) -> None:
+    """Delete blocks, by epoch and key, and whole segments, from a home that is held. ``erased``:
+    slots that are overwritten with zeros before that, so that no rebuild finds them again; a crash
+    after that leaves records that no load believes.
 
     Their records go first, committed, then the segments' files, with those that the index does not
     know; what a crash leaves of them goes at the next start. Nothing else has the home's files
@@ -130,6 +136,7 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
     index = _open(home, map_bytes)
     try:
         records = list(index.segments())
+        _erase(home, records, erased)
         _cut(home, index, [record for record in records if record.segment in segments], keys)
     finally:
         index.close()
@@ -138,6 +145,27 @@ def cut_home(home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collect
         for rank in range(_ranks(home)):
             with suppress(DeviceError):
                 remove_unknown_segments(home.folder(drive), rank, known)
+
+
+def _erase(home: Home, segments: Sequence[SegmentRecord], slots: Sequence[Slot]) -> None:
+    """Overwrite slots with zeros on all ranks, and sync that. Raises CorruptRecord, DeviceError."""
+    indices: dict[int, list[int]] = {}
+    for slot in slots:
+        indices.setdefault(slot.segment, []).append(slot.index)
+    for record in segments:
+        for rank in range(_ranks(home)) if record.segment in indices else ():
+            file = scan_file(home.folder(record.drive), record.segment, rank, os.O_RDWR)
+            try:
+                with (
+                    device_errors(f"erasing slots of segment {record.segment}"),
+                    mmap.mmap(-1, record.slot_bytes) as zeros,
+                ):
+                    for index in sorted(indices[record.segment]):
+                        if os.pwrite(file.fd, zeros, slot_offset(record.slot_bytes, index)) != record.slot_bytes:
+                            raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    os.fsync(file.fd)
+            finally:
+                file.close()
 
 
 def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:

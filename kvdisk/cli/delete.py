@@ -4,7 +4,8 @@
 What gives space back to the drive is a segment or a whole engine store; a block that goes leaves a
 slot for the next owner. The order: docs/decisions/0024-prune.md. Nothing is deleted of an engine
 store that has an owner: the plan looks for one, and the deletion again, under its lock. With
-``--live`` the owner is asked to do it itself (``device.orders``).
+``--live`` the owner is asked to do it itself (``device.orders``). What goes of one tenant
+(``--salt``) is overwritten, too: docs/decisions/0055-tenants.md.
 
 ``--json`` prints an object with ``json_version`` (2), ``kvdisk_version``, ``path``, ``dry_run``,
 ``asked`` (what ``make_plan`` takes; ``everything``: none of it is given), ``before`` and ``after``
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, Slot
 from kvdisk.cli.indexes import ReadHome, find_namespace, read_homes
 from kvdisk.cli.output import (
     ID_LETTERS,
@@ -64,6 +65,7 @@ from kvdisk.cli.output import (
 )
 from kvdisk.cli.prefixes import climb, fold_up
 from kvdisk.cli.repair import held_home
+from kvdisk.cli.salts import digest_of
 from kvdisk.cli.verify import why_unusable
 from kvdisk.config import parse_bytes
 from kvdisk.device.control import HomeSummary
@@ -80,6 +82,7 @@ from kvdisk.device.orders import (
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import cut_home
+from kvdisk.salts import DIGEST_BYTES
 
 JSON_VERSION = 2
 _POLL_S = 0.05
@@ -105,6 +108,10 @@ def prune(
         str | None,
         typer.Option("--namespace", metavar="N", help="Only of this namespace: how its id begins, or its model."),
     ] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option("--salt", metavar="TEXT", help="Only blocks of this cache_salt; -: read from standard input."),
+    ] = None,
     stopped: OnlyStopped = False,
     live: Live = False,
     wait: Wait = 60.0,
@@ -112,14 +119,15 @@ def prune(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a part of a store: the oldest, what is old, or one namespace.
+    """Delete a part of a store: the oldest, what is old, one namespace, or one tenant.
 
     Only engine stores of stopped engines are changed, with --live also those of
     engines that run: these do it themselves. The plan is shown, and asked
     for, before anything is deleted. Of several conditions all must hold. A
     block was used when it was stored, or when one that comes after it in its
     prompt was. Whole engine stores and segments give space back to the drive;
-    other deleted blocks make room for the next engine.
+    other deleted blocks make room for the next engine. With --salt these are
+    overwritten with zeros, and blocks whose tenant nobody knows stay.
 
     [bold]Exit codes[/bold]
 
@@ -132,14 +140,19 @@ def prune(
 
     [cyan]3[/cyan]  nothing was deleted, or one engine store less, because an engine owns it
     """
-    if to is None and older_than is None and namespace is None:
-        raise refusal("say what to delete: --to, --older-than or --namespace; kvdisk clear deletes everything.")
+    if to is None and older_than is None and namespace is None and salt is None:
+        raise refusal("say what to delete: --to, --older-than, --namespace or --salt; kvdisk clear deletes everything.")
+    if salt is not None and to is not None:
+        raise refusal("--salt deletes blocks, and --to whole segments: say one of the two.")
+    if salt is not None and live:
+        raise refusal("--salt needs stopped engines: one that runs has the tenant's blocks in its memory, too.")
     wait_s = wait if live else None
     _delete(
         directories,
         to,
         older_than,
         namespace,
+        salt,
         stopped=stopped,
         wait_s=wait_s,
         dry_run=dry_run,
@@ -176,7 +189,9 @@ def clear(
     [cyan]3[/cyan]  nothing was deleted, or one engine store less, because an engine owns it
     """
     wait_s = wait if live else None
-    _delete(directories, None, None, None, stopped=stopped, wait_s=wait_s, dry_run=dry_run, yes=yes, as_json=as_json)
+    _delete(
+        directories, None, None, None, None, stopped=stopped, wait_s=wait_s, dry_run=dry_run, yes=yes, as_json=as_json
+    )
 
 
 def _delete(
@@ -184,6 +199,7 @@ def _delete(
     to: str | None,
     older_than: str | None,
     namespace: str | None,
+    salt: str | None,
     *,
     stopped: bool,
     wait_s: float | None,
@@ -205,6 +221,7 @@ def _delete(
             "to_bytes": None if to is None else parse_bytes("--to", to),
             "older_than_s": None if older_than is None else parse_age("--older-than", older_than),
             "namespace": None if namespace is None else bytes.fromhex(find_namespace(homes, namespace).id),
+            "salt_digest": None if salt is None else digest_of(store.path, salt).to_bytes(DIGEST_BYTES, "big"),
         }
         plan = make_plan(homes, now_s, ask_live=wait_s is not None, **asked)
         for home in homes:
@@ -282,6 +299,15 @@ class HomeState(ReadHome):
         depths, _ = climb(parents)  # a chain that bites its own tail, as in a damaged index, is cut
         return fold_up(self.blocks.columns.stored_s.astype(np.int64), parents, depths, max), depths
 
+    def is_of(self, tenant: int) -> NDArray[np.bool_]:
+        """Return which blocks are of a tenant: all of a chain, from whose head on the salt is in
+        the hashes, where any of it is."""
+        assert self.blocks is not None
+        _, heads = climb(self.blocks.parents.copy())
+        mine = self.records.columns.tenants == tenant
+        found: NDArray[np.bool_] = np.isin(heads, heads[mine])
+        return found
+
 
 # -- the plan: no I/O, no clock ----------------------------------------------------------------
 
@@ -313,7 +339,8 @@ class HomePlan:
 class Plan:
     """What is deleted of a store.
 
-    ``engine_stores``: of which something goes. ``keys``: blocks whose segments stay, with epochs,
+    ``engine_stores``: of which something goes. ``erased``: slots that are overwritten, by engine
+    store. ``keys``: blocks whose segments stay, with epochs,
     by engine store. ``requests``: what live engines are asked for, likewise. ``in_use``: live
     engine stores that would have to change. ``kept``: sentences about those that stay, and might
     have gone. ``notes``: other sentences. ``short_bytes``: what is allocated beyond ``to_bytes``
@@ -321,6 +348,7 @@ class Plan:
     """
 
     engine_stores: list[HomePlan] = field(default_factory=list)
+    erased: dict[str, list[Slot]] = field(default_factory=dict)
     keys: dict[str, list[tuple[int, BlockKey]]] = field(default_factory=dict)
     requests: dict[str, list[Request]] = field(default_factory=dict)
     in_use: list[str] = field(default_factory=list)
@@ -346,15 +374,19 @@ def make_plan(
     to_bytes: int | None = None,
     older_than_s: int | None = None,
     namespace: bytes | None = None,
+    salt_digest: bytes | None = None,
     ask_live: bool = False,
 ) -> Plan:
     """Choose what all of these that are not None say; of several engine stores that which was used
     longest ago goes first.
 
     ``to_bytes``: only until no more than that is allocated. ``older_than_s``: only blocks not used
-    for so long. ``namespace``: only of this fingerprint. ``ask_live``: live engines can be asked.
+    for so long. ``namespace``: only of this fingerprint. ``salt_digest``: only blocks of this
+    tenant. ``ask_live``: live engines can be asked.
     """
     plan, excess_bytes = Plan(), math.inf
+    tenant = None if salt_digest is None else int.from_bytes(salt_digest, "big")
+    unknown = 0
     before_s = None if older_than_s is None else now_s - older_than_s
     if to_bytes is not None:
         excess_bytes = sum(home.summary.allocated_bytes for home in homes) - to_bytes
@@ -365,7 +397,8 @@ def make_plan(
             continue
         if excess_bytes <= 0:
             break
-        chosen = _choose(home, before_s, excess_bytes, plan)
+        chosen = _choose(home, before_s, excess_bytes, plan, tenant)
+        unknown += int((home.records.columns.tenants == 0).sum())
         if chosen is not None and home.summary.alive and ask_live:
             everything = before_s is None and excess_bytes == math.inf
             chosen = _asked_of(home, chosen, plan, everything=everything)
@@ -376,6 +409,9 @@ def make_plan(
         elif chosen is not None:
             plan.engine_stores.append(chosen)
             excess_bytes -= chosen.bytes
+    if tenant is not None and unknown:
+        whose = "they are of requests without a salt, or were stored before digests were kept or an index was rebuilt"
+        plan.notes.append(f"{plural(unknown, 'block')} without a digest of a salt: {whose}")
     if to_bytes is not None:
         plan.short_bytes = max(0, int(excess_bytes))
         plan.in_use = plan.in_use if plan.short_bytes else []
@@ -414,24 +450,29 @@ def _ranges(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _choose(home: HomeState, before_s: int | None, excess_bytes: float, plan: Plan) -> HomePlan | None:
+def _choose(
+    home: HomeState, before_s: int | None, excess_bytes: float, plan: Plan, tenant: int | None = None
+) -> HomePlan | None:
     """Choose of one engine store; None: nothing. Blocks whose segments stay go to ``plan``.
 
     ``before_s``: what was used since stays; None: nothing has to. ``excess_bytes``: how much has to
-    go; infinite: all that may.
+    go; infinite: all that may. ``tenant``: whose blocks may; None: anybody's.
     """
     record, alive = home.summary.record, home.summary.alive
     fits = home.summary.allocated_bytes <= excess_bytes
     all_old = before_s is None or (record is not None and record.last_use_s < before_s and not alive)
     if home.why_whole:
-        if all_old:
+        if all_old and tenant is None:
             plan.notes += [] if fits or alive else [f"{engine_store(home.id)} goes as a whole: {home.why_whole}"]
             return _plan_for(home, home.segment_bytes)
-        if record is not None:  # else nobody knows how old it is
+        if record is not None or tenant is not None:  # else nobody knows how old it is
             plan.kept.append(f"{engine_store(home.id)} stays as it is: {home.why_whole}")
         return None
     columns, (last_use_s, _) = home.records.columns, home.ages
     is_old = last_use_s < (math.inf if before_s is None or all_old else before_s)
+    if tenant is not None:
+        is_old &= home.is_of(tenant)
+        all_old = False
     if not (all_old or is_old.any()):
         return None
     if fits and is_old.all():
@@ -442,6 +483,8 @@ def _choose(home: HomeState, before_s: int | None, excess_bytes: float, plan: Pl
     emptied = ((old - young) & home.segment_bytes.keys()) | home.unknown_segments
     rows = np.flatnonzero(is_old & ~np.isin(columns.segments, list(emptied))).tolist()
     plan.keys[home.id] = [(int(columns.epochs[row]), columns.keys[row]) for row in rows]
+    if tenant is not None:
+        plan.erased[home.id] = [Slot(int(columns.segments[row]), int(columns.indices[row])) for row in rows]
     return _plan_for(home, emptied, len(rows))
 
 
@@ -497,7 +540,8 @@ def carry_out(store: Store, plan: Plan, wait_s: float = 0.0) -> None:
         if home.live:
             home.result, home.why = _ask_engine(store, home, plan.requests[home.id], wait_s)
         else:
-            home.result, home.why = _delete_of_home(store, home, plan.keys.get(home.id, []))
+            keys, erased = plan.keys.get(home.id, []), plan.erased.get(home.id, [])
+            home.result, home.why = _delete_of_home(store, home, keys, erased)
 
 
 def _ask_engine(store: Store, plan: HomePlan, requests: Sequence[Request], wait_s: float) -> tuple[str, str | None]:
@@ -539,13 +583,15 @@ def _answer_to(home_path: Path, request: Request, deadline_s: float) -> Answer |
         time.sleep(_POLL_S)
 
 
-def _delete_of_home(store: Store, plan: HomePlan, keys: Sequence[tuple[int, BlockKey]]) -> tuple[str, str | None]:
+def _delete_of_home(
+    store: Store, plan: HomePlan, keys: Sequence[tuple[int, BlockKey]], erased: Sequence[Slot]
+) -> tuple[str, str | None]:
     try:
         if plan.whole and not store.remove_home(plan.id):
             return "failed", "not all of it could be removed"
         if not plan.whole:
             with held_home(store, plan.id) as held:
-                cut_home(held, keys, plan.segments)
+                cut_home(held, keys, plan.segments, erased)
     except StoreLocked:
         return "in use", "an engine owns it by now"
     except KvdiskError as error:

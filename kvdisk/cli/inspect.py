@@ -51,6 +51,7 @@ from kvdisk.cli.remote import (
     remote_config,
     survey_remote,
 )
+from kvdisk.cli.salts import print_salts, survey_salts
 from kvdisk.cli.survey import (
     AGE_NAMES,
     JSON_VERSION,
@@ -67,7 +68,7 @@ LEAST_DIGITS = 8
 MOST_PREFIXES = 10_000
 LINES = 20
 """Of what is printed by default."""
-MODELS_SHOWN, MOST_MODELS, PROBLEMS_SHOWN, SEGMENTS_SHOWN = 4, 50, 3, 16
+MODELS_SHOWN, MOST_MODELS, PROBLEMS_SHOWN, SEGMENTS_SHOWN, SALTS_SHOWN = 4, 50, 3, 16, 16
 _BAR_LETTERS = 24
 _FINE_BAR_LETTERS = 10
 
@@ -78,6 +79,13 @@ DirectoriesAndKey = Annotated[
         help="The store: all that store_dirs names. KEY: show one block, by 8 or more hex digits of its key.",
         readable=False,
     ),
+]
+OfTenants = Annotated[
+    bool, typer.Option("--salts", help="Show instead what each tenant has, by the digest of its cache_salt.")
+]
+OneSalt = Annotated[
+    str | None,
+    typer.Option("--salt", metavar="TEXT", help="As --salts, and which digest this salt has; -: on standard input."),
 ]
 
 
@@ -95,6 +103,8 @@ def inspect(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all of these, with every problem.")] = False,
+    salts: OfTenants = False,
+    salt: OneSalt = None,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +118,8 @@ def inspect(
     """Show what a store holds: its health and fill, its models, and what is used again and again.
 
     Fill is the bytes of the slots that hold blocks, of the caps (nvme_bytes) of the engines that
-    live. With a KEY, one block: its record, the slot of every rank, its chain. With --remote, and
+    live. With a KEY, one block: its record, the slot of every rank, its chain. With --salts what is
+    on the drive of each tenant, most bytes first, by a digest of its salt. With --remote, and
     without a DIR, what is in a remote store, as far as a listing goes. Only reads, so it
     may look into a store that engines are using, or into a copy. Needs neither a GPU nor vLLM.
 
@@ -128,16 +139,16 @@ def inspect(
     *named, last = directories
     wanted = _key_of(last) if named else None
     with opening(directories if wanted is None else named) as paths:
-        if target is not None:
+        if salts or salt is not None:
+            if wanted is not None or target is not None:
+                raise ConfigError("--salts counts all blocks, and takes neither a KEY nor --export")
+            problems = _salts(paths, salt, None if everything else SALTS_SHOWN, as_json)
+        elif target is not None:
             if wanted is not None:
                 raise ConfigError("--export writes all blocks, and takes no KEY")
             problems = _export(paths, target, force, as_json)
         elif wanted is not None:
-            if len(wanted) < LEAST_DIGITS:
-                raise ConfigError(f"{wanted} is no directory, and a KEY has {LEAST_DIGITS} hex digits or more")
-            block = survey_block(paths, wanted)
-            problems = block.problems
-            print_json(block, JSON_VERSION) if as_json else print_block(block, console, everything=everything)
+            problems = _block(paths, wanted, everything, as_json)
         else:
             survey = survey_store(paths, prefixes=PREFIXES if prefixes is None else prefixes)
             problems = survey.problems
@@ -152,6 +163,20 @@ def _inspect_remote(directories: Sequence[Path] | None, named: str | None, conso
     with opening([]):
         survey = survey_remote(remote_config(named, directories))
     print_json(survey, REMOTE_JSON_VERSION) if as_json else print_remote_survey(survey, console)
+
+
+def _block(paths: Sequence[Path], wanted: str, everything: bool, as_json: bool) -> tuple[str, ...]:
+    if len(wanted) < LEAST_DIGITS:
+        raise ConfigError(f"{wanted} is no directory, and a KEY has {LEAST_DIGITS} hex digits or more")
+    block = survey_block(paths, wanted)
+    print_json(block, JSON_VERSION) if as_json else print_block(block, report_console(), everything=everything)
+    return block.problems
+
+
+def _salts(paths: Sequence[Path], salt: str | None, most: int | None, as_json: bool) -> tuple[str, ...]:
+    found = survey_salts(paths, salt)
+    print_json(found, JSON_VERSION) if as_json else print_salts(found, report_console(), most)
+    return found.problems
 
 
 def _key_of(last: Path) -> str | None:

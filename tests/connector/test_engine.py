@@ -18,6 +18,7 @@ from support.needs import why_no_queue
 from torture_rounds import BLOCK_TOKENS, HERE, SLOT_BYTES, random_prompt, tokens_of
 
 from kvdisk.cli import verify
+from kvdisk.cli.salts import survey_salts
 from kvdisk.cli.survey import survey_store
 from kvdisk.cli.why import explain
 from kvdisk.device.listing import list_homes
@@ -35,6 +36,7 @@ EXACT = random_prompt(4, 4 * BLOCK_TOKENS)
 OTHER = random_prompt(5, 300)
 TOGETHER = [random_prompt(6, 256) + random_prompt(seed, 50) for seed in range(10, 16)]
 PREEMPTED = [random_prompt(seed, 45 + 3 * seed) for seed in range(26)]
+SALT_SHARE = 0.005
 LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
 FEW_BLOCKS = {"max_model_len": 512, "num_gpu_blocks_override": 24}
 
@@ -74,7 +76,7 @@ def _check_log_of_start(log: Path, store: Path) -> None:
 
 def test_one_process(tiny_llama, tmp_path):
     store = tmp_path / "store"
-    as_it_comes = _with_store(store, device="auto")
+    as_it_comes = _with_store(store, device="auto", salt_share=SALT_SHARE)
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=as_it_comes, **LIMITS) as engine:
         _check_log_of_start(tmp_path / "log", store)
         # vLLM computes all of these: nothing is loaded before the first reset.
@@ -102,6 +104,7 @@ def test_one_process(tiny_llama, tmp_path):
         counters = engine.counters()
         assert counters["demoted_blocks"] == counters["stored_blocks"], "all that was stored is on NVMe"
         assert not {name for name in counters if name.endswith("_failures") or name.startswith("failed")}
+        _check_salts(engine, exact)
 
     (home,) = list_homes(store)
     assert home.record is not None and home.record.clean, "an orderly end"
@@ -131,8 +134,34 @@ def test_one_process(tiny_llama, tmp_path):
         engine.reset()  # asserts that every block was given back
 
 
+def _check_salts(engine: EngineChild, exact: list[list[int]]) -> None:
+    """A tenant that floods the tiers evicts its own, and another one's prompt stays."""
+    assert tokens_of(engine.generate([EXACT], salt="small")) == exact
+    for prompt in [*TOGETHER, *LONG, OTHER, *PREEMPTED[10:]]:
+        engine.generate([prompt], salt="flood")
+        engine.drain()
+    counters = engine.counters()
+    assert counters["share_evicted_blocks.cpu"] > 0 and counters["share_evicted_blocks.nvme"] > 0
+    engine.reset()
+    loaded = counters["loaded_blocks"]
+    (again,) = engine.generate([EXACT], salt="small")
+    assert ([again.tokens], again.cached) == (exact, len(EXACT) - BLOCK_TOKENS)
+    assert engine.counters()["loaded_blocks"] == loaded + len(EXACT) // BLOCK_TOKENS - 1
+
+
+def _check_salts_on_drive(store: Path) -> None:
+    found = survey_salts([store], "small")
+    assert found.asked is not None and found.asked.blocks == len(EXACT) // BLOCK_TOKENS
+    (flood,) = [one for one in found.salts if one != found.asked]
+    (home,) = survey_store([store]).engine_stores
+    assert home.cap_bytes is not None and 0 < flood.bytes <= SALT_SHARE * home.cap_bytes
+    assert found.without.blocks > flood.blocks
+
+
 def _check_why(store: Path) -> None:
-    """``kvdisk why`` tells what the next engine will load, and where another prompt differs."""
+    """``kvdisk why`` tells what the next engine will load, and where another prompt differs; and
+    the index whose blocks are there."""
+    _check_salts_on_drive(store)
     assert explain([store], LONG[0], None).found.hit_tokens == _whole(LONG[0])
     differing = explain([store], [*OTHER[:200], 5, *OTHER[201:]], None)
     assert differing.found.hit_tokens == 192 and "differs from each within tokens 192 to 224" in differing.ends
