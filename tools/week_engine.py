@@ -198,7 +198,9 @@ class Worker:
     def _run(self, job: Job, move: Move) -> Reason | None:
         slots, right = move.slots, Held(move.key, move.generation, job.epoch)
         if job.kind is JobKind.STORE:
-            assert self.gpu[move.block] == move.key, f"a store of {move.key!r} finds {self.gpu[move.block]!r}"
+            assert self.gpu[move.gpu_blocks[0]] == move.key, (
+                f"a store of {move.key!r} finds {self.gpu[move.gpu_blocks[0]]!r}"
+            )
             if Tier.CPU in slots:
                 self._cpu[slots[Tier.CPU]] = right
             else:
@@ -221,7 +223,7 @@ class Worker:
         else:
             return Reason.ABSENT
         if job.kind is JobKind.LOAD:
-            self.gpu[move.block] = move.key
+            self.gpu[move.gpu_blocks[0]] = move.key
         return None
 
     def _read(self, slot: Slot, right: Held) -> Reason | None:

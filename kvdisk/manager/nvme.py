@@ -37,6 +37,8 @@ RUN_BYTES = 16 << 20
 SHORT_RUN_SLOTS = 8
 """Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
 _MAX_EVICTED_PER_STEP = 256
+MOST_ENDED = 1024
+"""Copies of segments that are being dropped which one step ends."""
 _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 """Kept free of a large tier, so that there are long runs to choose from."""
 
@@ -72,6 +74,11 @@ class NvmeSpace(TierSpace):
         planned."""
         self._lost: set[int] = set()
         """Segments that are being dropped because their files were removed."""
+        self._ending: dict[int, None] = {}
+        """Segments that are being dropped and may still have copies, which nobody reads any more:
+        each step ends some."""
+        self._ended = 0
+        """Copies of these that this step has ended."""
         self._ticket = 0
         self._committed = 0
         self._dropped = 0
@@ -140,6 +147,8 @@ class NvmeSpace(TierSpace):
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
         self._hide()
         self._empty_given_segment()
+        self._ended = 0
+        self._end_copies()
         return released or resumed
 
     def refresh_writable(self, now: float) -> bool:
@@ -172,7 +181,7 @@ class NvmeSpace(TierSpace):
         self._hide()
 
     def _hide(self) -> None:
-        self._catalog.hide(self.tier, self.segments.on_drives(self.segments.drives.quarantined))
+        self._catalog.hide(self.tier, self.segments.on_drives(self.segments.drives.quarantined).union(self._ending))
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
@@ -371,12 +380,24 @@ class NvmeSpace(TierSpace):
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
         self.segments.in_place.pop(spec.segment, None)
-        rows = self._catalog.rows_in(self.tier, spec.segment)
-        self.discard(*(row for row in rows if self._state(row) != DOOMED))
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
         self._drops[spec.segment] = False
+        self._ending[spec.segment] = None
+        self._end_copies()
+        self._hide()
         self._drop_files()
+
+    def _end_copies(self) -> None:
+        """End copies of segments that are being dropped, as many as a step may: a drive that fails
+        while it is opened has all of them."""
+        while self._ending and (left := MOST_ENDED - self._ended) > 0:
+            segment = next(iter(self._ending))
+            rows = [row for row in self._catalog.rows_in(self.tier, segment) if self._state(row) != DOOMED]
+            self.discard(*rows[:left])
+            self._ended += len(rows[:left])
+            if len(rows) <= left:
+                del self._ending[segment]
 
     def _empty_given_segment(self) -> None:
         """End some copies of a segment whose room another size class gets; after the last its files

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdisk.manager import demand, demotions, load_jobs, neighbours, prefetch, questions, remote, stores
+from kvdisk.manager import demand, demotions, load_jobs, neighbours, nvme, prefetch, questions, remote, stores
 from kvdisk.manager.eviction import TailFirst
 
 BOUNDS = (
@@ -18,6 +18,7 @@ BOUNDS = (
     (demotions, "MAX_DEMOTE_MOVES", 3),
     (demotions, "MAX_DEMOTE_JOBS", 1),
     (prefetch, "MAX_PROMOTE_MOVES", 2),
+    (nvme, "MOST_ENDED", 2),
     (neighbours, "MOST_KEYS", 3),
     (neighbours, "MOST_HINTS", 6),
     (questions, "MOST_HINTS", 12),

@@ -12,9 +12,11 @@ from tier_bench import GEOMETRY, TierBench
 from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.index.base import SegmentRecord
+from kvdisk.manager import nvme
+from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
-from kvdisk.messages import FOREIGN_SEGMENTS, JobKind, JobResult, Report
+from kvdisk.messages import FOREIGN_SEGMENTS, JobKind, JobResult, Reason, Report
 
 
 class Served(TierBench):
@@ -124,3 +126,30 @@ def test_no_segment_gets_the_number_of_a_neighbours():
         planned.append(segments.plan_new(0, 0.0))
     assert planned == [True, False, False]
     assert max(segments.specs) == FOREIGN_SEGMENTS - 1
+
+
+def test_of_a_drive_that_fails_at_the_start_each_step_ends_some_copies(monkeypatch):
+    """All of a large store at once would hold up a step for seconds. Nobody is promised any of
+    it."""
+    served = Served(drives=1, segments=3)
+    served.serve_steps("aabbccddx")
+    served.restart()
+    rows = served.rows("aabbccddx")
+    assert all(served.held("aabbccddx"))
+    monkeypatch.setattr(nvme, "MOST_ENDED", 1)
+    served.engine.schedule(16)
+    served.engine.forward()
+    while runnable := served.rank.runnable:
+        is_home = served.rank.opens_home(runnable[0])
+        served.rank.run_leg(runnable[0], failure=None if is_home else Reason.IO_ERROR)
+    served.engine.update()
+    left = []
+    for _ in range(5):
+        assert not any(served.held("aabbccddx"))
+        left.append(sum(served.catalog.state(row, Tier.NVME) != CopyState.ABSENT for row in rows))
+        served.steps(1)
+    assert left == [3, 2, 1, 0, 0]
+    served.steps(3)
+    assert not list(served.index.segments()) and not served.rank.segments
+    served.serve_steps("aabbccddx")
+    assert all(served.held("aabbccddx"))
