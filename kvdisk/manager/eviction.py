@@ -290,7 +290,8 @@ class EvictionPolicy:
         return self._in_order(self._lists, numbers, [self._lists.oldest(number) for number in numbers])
 
     def proposals_of(self, tenant: int) -> Iterator[tuple[float, int]]:
-        """As ``proposals``, of the rows of one tenant, where tenants are told apart."""
+        """As ``proposals``, of the rows of one tenant, where tenants are told apart. A class that
+        has ``proposals`` of its own may have these, too."""
         assert self._own is not None
         oldest = [(number, self._own.oldest(tenant, number)) for number in range(self.classes + PINNED)]
         found = [(number, row) for number, row in oldest if row >= 0]

@@ -7,7 +7,9 @@ without a salt are no tenant: nothing bounds what they store (``docs/decisions/0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 
 from kvdisk.blocks import group_of
 from kvdisk.geometry import Geometry
@@ -28,21 +30,30 @@ class TenantShare:
         self._slots = slots
         self._counts: list[dict[int, int]] = [{} for _ in geometry.slot_sizes]
 
-    def begun(self, rows: Iterable[int]) -> None:
+    def begun(self, rows: Sequence[int]) -> None:
         """Copies have begun."""
-        for row in rows:
-            if tenant := self._tenants[row]:
-                counts = self._counts[self._class_of[group_of(self._catalog.keys[row])]]
-                counts[tenant] = counts.get(tenant, 0) + 1
+        for size_class, tenant, added in self._by_tenant(rows):
+            counts = self._counts[size_class]
+            counts[tenant] = counts.get(tenant, 0) + added
 
-    def ended(self, rows: Iterable[int]) -> None:
+    def ended(self, rows: Sequence[int]) -> None:
         """Copies have ended; rows still have their keys."""
-        for row in rows:
-            if tenant := self._tenants[row]:
-                counts = self._counts[self._class_of[group_of(self._catalog.keys[row])]]
-                counts[tenant] -= 1
-                if not counts[tenant]:
-                    del counts[tenant]
+        for size_class, tenant, ended in self._by_tenant(rows):
+            counts = self._counts[size_class]
+            counts[tenant] -= ended
+            if not counts[tenant]:
+                del counts[tenant]
+
+    def _by_tenant(self, rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield size class, tenant, and how many of some rows are theirs."""
+        tenants = map(self._tenants.__getitem__, rows)
+        classes: Iterable[int] = repeat(0)
+        if len(self._counts) > 1:
+            groups = map(group_of, map(self._catalog.keys.__getitem__, rows))
+            classes = map(self._class_of.__getitem__, groups)
+        for (size_class, tenant), count in Counter(zip(classes, tenants, strict=False)).items():
+            if tenant:
+                yield size_class, tenant, count
 
     def count(self, size_class: int, tenant: int) -> int:
         """Return how many copies of a size class a tenant has."""

@@ -246,6 +246,8 @@ class TierSpace:
             return range(len(classes))
         names = list(zip(classes, tenants, strict=True))
         left = {name: self.make_way(*name, count) for name, count in Counter(names).items()}
+        if len(left) == 1:
+            return range(left[names[0]])
         found: list[int] = []
         for at, name in enumerate(names):
             if left[name]:
