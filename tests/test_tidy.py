@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
@@ -248,3 +249,24 @@ def test_the_drawn_floors_are_the_contract_and_the_code():
 def test_the_architecture_names_only_modules_that_exist():
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
     assert not {Path(name).name for name in re.findall(r"[\w/]+\.py", text)} - {path.name for path in modules()}
+
+
+def imports_of(name: str, known: Collection[str]) -> set[str]:
+    """Return the modules of ours that one imports, those for type checking included."""
+    path = ROOT / name.replace(".", "/")
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = [f"{node.module}.{each.name}" for each in node.names]
+            found |= {each if each in known else node.module for each in whole}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & set(known) - {name}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "kvdisk").rglob("*.py")]
+    names = [name.removesuffix(".__init__") for name in names]
+    order = TopologicalSorter({name: imports_of(name, names) for name in names})
+    order.prepare()  # raises CycleError, and says which

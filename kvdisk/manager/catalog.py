@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
 from itertools import compress, repeat, starmap
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,6 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
-
-if TYPE_CHECKING:
-    from kvdisk.manager.shares import TenantShare
 
 NONE: Final = -1
 """No row."""
@@ -62,6 +59,16 @@ _FEW = 8
 """Of fewer keys an array costs more than it saves."""
 
 
+class CopyCounts(Protocol):
+    """Counts the copies of a tier."""
+
+    def begun(self, rows: Sequence[int]) -> None:
+        """Copies have begun."""
+
+    def ended(self, rows: Sequence[int]) -> None:
+        """Copies have ended; rows still have their keys."""
+
+
 class TierColumns:
     """One tier's copies by row. Only the catalog changes them.
 
@@ -76,7 +83,7 @@ class TierColumns:
     def __init__(self, parent_rows: array[int], stored_s: array[int]) -> None:
         self._parent_rows, self._stored_s = parent_rows, stored_s
         self.oldest_s = 0
-        self.share: TenantShare | None = None
+        self.share: CopyCounts | None = None
         self.states = bytearray()
         self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
         self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")

@@ -9,13 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.catalog import NONE, READY, Catalog
-
-if TYPE_CHECKING:
-    from kvdisk.manager.eviction import EvictionPolicy
 
 DEMOTED, RETAINED, PINNED = range(3)
 """The standings of a block: it leaves before all others, after them, or not at all."""
@@ -96,9 +93,28 @@ class Standings:
         return ended
 
 
+class Order(Protocol):
+    """What ``EvictionPolicy`` does for standings: see there."""
+
+    def holds(self, row: int) -> bool:
+        """Return whether a row is here."""
+
+    def count(self, standing: int) -> int:
+        """Return how many rows have a standing."""
+
+    def standing(self, row: int) -> int | None:
+        """Return a row's standing; None: it has none, or is not here."""
+
+    def place(self, row: int, standing: int | None) -> bool:
+        """Give a row a standing, or (None) none; return whether it had another one."""
+
+    def oldest(self, standing: int) -> int:
+        """Return which of those with a standing was used longest ago. There is one."""
+
+
 class CopyStandings:
-    """Places the copies of one tier and size class in its ``EvictionPolicy`` by the standings of
-    their blocks.
+    """Places the copies of one tier and size class in its eviction order by the standings of their
+    blocks.
 
     Of copies whose blocks stay, no more do than ``most_staying`` returns, the heads of chains
     before their tails; the others leave late. So a copy that stays holds back only copies that
@@ -107,7 +123,7 @@ class CopyStandings:
 
     def __init__(
         self,
-        policy: EvictionPolicy,
+        policy: Order,
         catalog: Catalog,
         tier: Tier,
         standings: Standings,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey, Medium, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
@@ -23,9 +23,6 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.shares import TenantShare
 from kvdisk.manager.standings import PINNED
-
-if TYPE_CHECKING:
-    from kvdisk.manager.demotions import Demotions
 
 MOST_SURPLUS = 256
 """Where a tenant has more than its share, so many copies leave beside those for which room is
@@ -51,6 +48,38 @@ class TierStatus(NamedTuple):
 _ALWAYS = TierStatus()
 
 
+class WriteBehind(Protocol):
+    """What a tier asks of ``Demotions``, which move copies out of it or into it: see there.
+
+    ``stalls``: the lower tier takes no writes now. ``leave_soon``: by size class, copies of the
+    upper tier that wait, since it had room last.
+    """
+
+    stalls: bool
+    leave_soon: list[set[int]]
+
+    def offer(self, rows: Sequence[int], *, own: bool = False) -> None:
+        """Queue copies that the lower tier is to have."""
+
+    def leaving(self, rows: Sequence[int]) -> list[int]:
+        """Offer copies once more before they leave for room; return which leave."""
+
+    def may_leave_below(self, rows: Sequence[int]) -> list[int]:
+        """Return which copies of the lower tier may leave for what waits."""
+
+    def is_queued(self, row: int) -> bool:
+        """Return whether a copy waits."""
+
+    def count(self, size_class: int) -> int:
+        """Return how many copies of a size class wait."""
+
+    def used(self, rows: Sequence[int]) -> None:
+        """Copies were used in the upper tier."""
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Copies have ended in the upper tier."""
+
+
 class TierSpace:
     """A tier: its slots, the copies in them, who leaves and who may enter.
 
@@ -64,8 +93,8 @@ class TierSpace:
     def __init__(self, parts: Parts, tier: Tier, admission: AdmissionPolicy) -> None:
         self.tier = tier
         self.admission = admission
-        self.lower: Demotions | None = None
-        self.upper: Demotions | None = None
+        self.lower: WriteBehind | None = None
+        self.upper: WriteBehind | None = None
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._history = parts.history

@@ -135,6 +135,7 @@ class WatchedCpuSpace(MemorySpace):
         ]
         before = ready_copies(catalog, Tier.CPU)
         lower = self.lower
+        assert lower is None or isinstance(lower, Demotions)
         waiting = [] if lower is None else list(lower._queued.walk(size_class))
         short = count - self.pool.free[size_class]
         useless = set() if lower is None else {row for row, _ in only_here if self._is_useless_below(lower, row)}
