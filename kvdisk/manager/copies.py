@@ -31,7 +31,7 @@ class Read:
     """A block to be read. ``source``: the tier whose copy is read; None: there is none.
 
     ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_blocks``, ``group``,
-    ``position``: of a load. ``tenant``: see ``Catalog.tenants``.
+    ``position``: of a load. ``tenant``: see ``Catalog.tenants``; of a block without a row.
     """
 
     key: BlockKey

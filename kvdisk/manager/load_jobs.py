@@ -283,9 +283,9 @@ class LoadJobs:
         """Return the reads of some blocks. What nobody has any more has no source."""
         self._let_go_unreadable(load, taken)
         blocks = load.blocks
-        rows, tiers, tenant = load.rows[taken].tolist(), blocks.tiers[taken].tolist(), load.request.tenant
+        rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
         reads = [
-            Read(load.keys[at], None, load.gpu_blocks[at], group, position, row, tenant=tenant)
+            Read(load.keys[at], None, load.gpu_blocks[at], group, position, row)
             for at, group, position, row in zip(
                 taken.tolist(),
                 blocks.groups[taken].tolist(),
@@ -299,6 +299,7 @@ class LoadJobs:
             if read.row != NONE:
                 found.setdefault(tier, []).append(read)
             else:
+                read.tenant = load.request.tenant  # a row says it itself
                 (read.parent,) = load.request.keys[read.group].before((read.position,))
                 self._copies.take_from_others(read, load.request.load_tiers)
         for tier in KEPT_TIERS:
