@@ -57,6 +57,16 @@ def test_an_adapters_blocks_are_its_own(engines, tuned, tmp_path):
     assert [move.key for job in bench.jobs_of(JobKind.LOAD) for move in job.moves] == bench.keys("a")
 
 
+def test_units_of_several_blocks_are_an_adapters_own(engines, tuned):
+    bench = start(engines, extra={"unit_tokens": 2 * BLOCK_TOKENS})
+    for name, folder in (("base", None), ("a", tuned)):
+        serve(bench, name, folder)
+    assert not bench.loads()
+    serve(bench, "again", tuned)
+    assert bench.loads() == [("again", BLOCKS // 2)]
+    assert [move.key for job in bench.jobs_of(JobKind.LOAD) for move in job.moves] == bench.keys("a")[1::2]
+
+
 def test_the_engines_own_cache_does_not_go_by_its_name_either(engines, tuned):
     """A block that it would serve has the key of the path and of its content."""
     bench = start(engines)
