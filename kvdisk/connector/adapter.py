@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, fields
-from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -123,7 +122,6 @@ _REACHES: dict[type[KVCacheSpec], Callable[[Any], _Reach]] = {
 }
 """The kinds that are supported. Exact classes: a subclass may keep its KV in another way."""
 
-_IS_NULL = attrgetter("is_null")
 _PLAIN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TOKEN_MAJOR = ("LBNHC", "BLNHC")
@@ -740,8 +738,10 @@ def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
 
 
 def _unfilled(group: Sequence[KVCacheBlock]) -> list[int]:
-    nulls = list(map(_IS_NULL, group))  # most of a window's: to find where they end costs a quarter
-    first = nulls.index(False) if False in nulls else len(nulls)
+    first = 0
+    if group and group[0].is_null:  # before its window a group has no other: to look at each takes longer
+        count = group.count(group[0])
+        first = count if group[:count].count(group[0]) == count else 0
     filled = [0 if block.is_null or block.block_hash is not None else block.block_id for block in group[first:]]
     return [0] * first + filled
 

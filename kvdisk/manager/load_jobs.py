@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,8 +107,8 @@ class GpuLoads:
 class Load:
     """A request's load: planned job by job, the head of its prompt first.
 
-    ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``gpu_blocks``: of
-    each those of the GPU, NO_BLOCK where it is not filled; ``rows``: NONE where no copy is pinned.
+    ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``gpu_blocks``: a row
+    of ids for each, NO_BLOCK for what is not filled; ``rows``: NONE where no copy is pinned.
     ``order``: of their places there, in which they are planned. ``id``: its
     first job. ``planned``: how many are. ``landed``: copies that it leaves in memory, by size
     class. ``jobs``: that are queued or out. ``failed``: groups and positions. ``failed_blocks``: on
@@ -119,7 +119,7 @@ class Load:
     request: RequestState
     blocks: LoadedBlocks
     keys: list[BlockKey]
-    gpu_blocks: list[tuple[int, ...]]
+    gpu_blocks: NDArray[np.int32]
     rows: NDArray[np.intp]
     order: NDArray[np.intp]
     id: JobId | None = None
@@ -144,9 +144,9 @@ class Load:
         return np.sort(taken)
 
 
-def _given(block_ids: Sequence[int], each: int) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
-    """Return the GPU blocks that vLLM gave to a stretch of a group, ``each`` to a block, and the
-    places of those blocks there.
+def _given(block_ids: Sequence[int], each: int, most: int) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+    """Return the GPU blocks that vLLM gave to a stretch of a group, ``each`` to a block, in rows of
+    ``most``, and the places of those blocks there.
 
     vLLM: it caches each block that it gave under its hash. So each is loaded or fails, even where
     ``lookup`` needed less of a window: else nobody would have written it.
@@ -156,9 +156,9 @@ def _given(block_ids: Sequence[int], each: int) -> tuple[list[tuple[int, ...]], 
         start += stretch  # before its window a group has none: an array of zeros takes longer to make
     given = np.array(block_ids[start:], np.int32).reshape(-1, each)
     places = np.flatnonzero(given.any(axis=1))
-    given = given[places]
-    given[given == 0] = NO_BLOCK
-    return list(map(tuple, given.tolist())), places + start // each
+    found = np.full((len(places), most), NO_BLOCK, np.int32)
+    found[:, :each] = np.where(given[places] == 0, NO_BLOCK, given[places])
+    return found, places + start // each
 
 
 class LoadJobs:
@@ -192,6 +192,8 @@ class LoadJobs:
         """Loads of which some blocks are not planned yet, by their first job."""
         self._planned = 0
         """Blocks, since the last step was planned."""
+        self._counts = [group.gpu_blocks for group in parts.geometry.groups]
+        self._most_gpu_blocks = max(self._counts)
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -229,14 +231,13 @@ class LoadJobs:
     ) -> Load:
         """Return the load of a hit, nothing of which is planned yet: its copies are pinned."""
         keys: list[BlockKey] = []
-        gpu_blocks: list[tuple[int, ...]] = []
-        groups, positions, ends = [], [], []
+        groups, positions, gpu_blocks, ends = [], [], [], []
         for group in self._geometry.groups:
             self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
             first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
             each = group.gpu_blocks
-            given, needed = _given(block_ids[group.group][first * each : stop * each], each)
-            gpu_blocks += given
+            given, needed = _given(block_ids[group.group][first * each : stop * each], each, self._most_gpu_blocks)
+            gpu_blocks.append(given)
             of_group = request.keys[group.group]
             keys += of_group[first:stop] if len(needed) == stop - first else of_group.of((needed + first).tolist())
             groups.append(np.full(len(needed), group.group, np.uint8))
@@ -254,7 +255,7 @@ class LoadJobs:
         blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
         is_short = len(keys) <= MOST_PLANNED
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
-        return Load(request, blocks, keys, gpu_blocks, rows, order)
+        return Load(request, blocks, keys, np.concatenate(gpu_blocks), rows, order)
 
     def _plan_job(self, load: Load, most: int) -> int:
         """Plan a job of up to so many blocks that come next; return how many it has."""
@@ -285,9 +286,10 @@ class LoadJobs:
         blocks = load.blocks
         rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
         reads = [
-            Read(load.keys[at], None, load.gpu_blocks[at], group, position, row)
-            for at, group, position, row in zip(
+            Read(load.keys[at], None, gpu_blocks, group, position, row)
+            for at, gpu_blocks, group, position, row in zip(
                 taken.tolist(),
+                self._gpu_blocks(load, taken),
                 blocks.groups[taken].tolist(),
                 blocks.positions[taken].tolist(),
                 rows,
@@ -305,6 +307,14 @@ class LoadJobs:
         for tier in KEPT_TIERS:
             self._copies.read_from(tier, found.get(tier, ()))
         return reads
+
+    def _gpu_blocks(self, load: Load, taken: NDArray[np.intp]) -> list[tuple[int, ...]]:
+        """Return the GPU blocks of some blocks."""
+        found = list(zip(*load.gpu_blocks[taken].T.tolist(), strict=True))
+        if min(self._counts) < self._most_gpu_blocks:
+            groups = load.blocks.groups[taken].tolist()
+            found = [blocks[: self._counts[group]] for blocks, group in zip(found, groups, strict=True)]
+        return found
 
     def _let_go_unreadable(self, load: Load, taken: NDArray[np.intp]) -> None:
         """Give back copies that must not be read any more: since the load began another one has
@@ -373,7 +383,7 @@ class LoadJobs:
         """The weights may have changed: loads fail whole, also what earlier jobs have brought."""
         for load in self._under_way.values():
             load.is_void = True
-            load.failed_blocks.update(chain.from_iterable(load.gpu_blocks))
+            load.failed_blocks.update(load.gpu_blocks.ravel().tolist())
             self._give_up(load)
         self.gpu_loads.clear()
 
@@ -392,7 +402,8 @@ class LoadJobs:
             if space is not None:
                 space.unpin(rows[(tiers == tier) & (rows != NONE)].tolist())
         group, position = int(load.blocks.groups[at]), int(load.blocks.positions[at])
-        self._add(load, [Move(load.keys[at], 0, load.gpu_blocks[at])], [MoveDetail(NONE, group, position)])
+        (gpu_blocks,) = self._gpu_blocks(load, np.array([at]))
+        self._add(load, [Move(load.keys[at], 0, gpu_blocks)], [MoveDetail(NONE, group, position)])
 
     def settle(self, record: JobRecord, now: float) -> bool:
         """Note what a job has brought. With the load's last job let its request go on, and promise
