@@ -261,7 +261,8 @@ class Catalog:
         """Make rows without copies for keys that have none. The caller begins their copies at once.
         ``tenants``: of each; None: no block has one."""
         rows, is_placeholder = self._rows_of(keys), self._is_placeholder
-        for row, generation, tenant in zip(rows, generations, tenants or repeat(0), strict=False):
+        tenants = [0] * len(rows) if tenants is None else tenants
+        for row, generation, tenant in zip(rows, generations, tenants, strict=True):
             assert is_placeholder[row], "it has a row"
             is_placeholder[row] = False
             self.generations[row], self.epochs[row], self.tenants[row] = generation, epoch, tenant
