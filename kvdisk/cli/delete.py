@@ -340,11 +340,10 @@ class Plan:
     """What is deleted of a store.
 
     ``engine_stores``: of which something goes. ``erased``: slots that are overwritten, by engine
-    store. ``keys``: blocks whose segments stay, with epochs,
-    by engine store. ``requests``: what live engines are asked for, likewise. ``in_use``: live
-    engine stores that would have to change. ``kept``: sentences about those that stay, and might
-    have gone. ``notes``: other sentences. ``short_bytes``: what is allocated beyond ``to_bytes``
-    even so.
+    store. ``keys``: blocks whose segments stay, with epochs, likewise. ``requests``: what live
+    engines are asked for, likewise. ``in_use``: live engine stores that would have to change.
+    ``kept``: sentences about those that stay, and might have gone. ``notes``: other sentences.
+    ``short_bytes``: what is allocated beyond ``to_bytes`` even so.
     """
 
     engine_stores: list[HomePlan] = field(default_factory=list)

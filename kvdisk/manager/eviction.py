@@ -466,8 +466,8 @@ class TailFirst:
 
         Removes none. The search is bounded: where it ends early, the next one goes on from there.
         ``go_on``: by what the last one has left of its bound. ``tenant``: whose copies may leave;
-        0: anybody's. Copies that may not leave now are
-        postponed where they held it up, so that they do not hold up the next one too.
+        0: anybody's. Copies that may not leave now are postponed where they held it up, so that
+        they do not hold up the next one too.
         """
         found: dict[int, None] = {}
         passed: list[int] = []

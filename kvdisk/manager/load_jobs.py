@@ -109,11 +109,11 @@ class Load:
 
     ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``gpu_blocks``: a row
     of ids for each, NO_BLOCK for what is not filled; ``rows``: NONE where no copy is pinned.
-    ``order``: of their places there, in which they are planned. ``id``: its
-    first job. ``planned``: how many are. ``landed``: copies that it leaves in memory, by size
-    class. ``jobs``: that are queued or out. ``failed``: groups and positions. ``failed_blocks``: on
-    the GPU. ``sent_s``: when the first job was. ``is_left``: the request has ended. ``is_void``:
-    all of it fails, also what was brought already.
+    ``order``: of their places there, in which they are planned. ``id``: its first job. ``planned``:
+    how many are. ``landed``: copies that it leaves in memory, by size class. ``jobs``: that are
+    queued or out. ``failed``: groups and positions. ``failed_blocks``: on the GPU. ``sent_s``: when
+    the first job was. ``is_left``: the request has ended. ``is_void``: all of it fails, also what
+    was brought already.
     """
 
     request: RequestState
