@@ -351,10 +351,11 @@ class Config:
     unit_tokens: int | str | None = _setting(None, parse_unit)
     """Tokens of a unit: several of vLLM's blocks that are stored, found and loaded as one. A hit
     ends with a unit, and so loses half of one; it costs the scheduler a fraction, and so do index
-    and memory. `"auto"`: up to 128 tokens, in units of 1 MiB on a rank at most, by KV-cache group.
-    It pays where a block's share is small and prompts are long ([units](MODELS.md#units)). Another
-    value is another namespace: what is stored is not found under it. Refused with store policies
-    but `"on_compute"` and `"on_preemption"`, and with KV-cache events; `"auto"` is one block there.
+    and memory. `"auto"`: up to 128 tokens, in units of 1 MiB on a rank at most, by KV-cache group;
+    a number: 16 MiB at most. It pays where a block's share is small and prompts are long
+    ([units](MODELS.md#units)). Another value is another namespace: what is stored is not found
+    under it. Refused with store policies but `"on_compute"` and `"on_preemption"`, and with
+    KV-cache events; `"auto"` is one block there.
 
     Default: none: vLLM's own blocks
     Example: "auto"

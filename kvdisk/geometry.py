@@ -29,6 +29,8 @@ LEAST_FILLED = 0.8
 UNIT_BYTES = 1 << 20
 """Of one rank's part of a unit of several blocks, where units go by their size. Drives reach their
 rate with reads of this size."""
+MOST_UNIT_BYTES = 16 << 20
+"""Of one rank's part of any unit. Staging and a GPU's scratch have room for several slots."""
 AUTO = "auto"
 MOST_UNIT_TOKENS = 128
 """Of such a unit. A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
@@ -217,9 +219,10 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
     ``AUTO``: of at most ``UNIT_BYTES`` on a rank, and at most ``MOST_UNIT_TOKENS``.
 
     Some keep the engine's blocks: recurrent states; those whose blocks are as large, or do not
-    divide ``unit_tokens``; and what reads less than two units. The engine frees a block when nobody
-    reads its tokens any more, and all of a unit must be there when its last token is known. Raises
-    ConfigError where a number fits no group.
+    divide ``unit_tokens``; those whose units would have more than ``MOST_UNIT_BYTES``; and what
+    reads less than two units. The engine frees a block when nobody reads its tokens any more, and
+    all of a unit must be there when its last token is known. Raises ConfigError where a number fits
+    no group.
     """
     if unit_tokens == AUTO:
         return tuple(_unit_of(group, _fitting(group)) for group in groups)
@@ -229,7 +232,8 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
         sizes = " or ".join(map(str, sorted({group.block_tokens for group in groups})))
         raise ConfigError(
             f"unit_tokens {wanted} fits no KV-cache group of this model, whose blocks have {sizes} tokens: it must be "
-            "a multiple of that, and at most half of what a sliding window reads; 'auto' finds one."
+            "a multiple of that, at most half of what a sliding window reads, and have at most "
+            f"{MOST_UNIT_BYTES >> 20} MiB on a rank; 'auto' finds one."
         )
     return tuple(
         _unit_of(group, count if _may_have(group, count) else 1) for group, count in zip(groups, counts, strict=True)
@@ -256,7 +260,7 @@ def _may_have(group: GroupGeometry, count: int) -> bool:
     if count == 1:
         return True
     unit_tokens = count * group.block_tokens
-    if count < 1 or group.state_tokens is not None:
+    if count < 1 or group.state_tokens is not None or count * group.payload_bytes > MOST_UNIT_BYTES:
         return False
     if group.chunk_tokens is not None:
         return group.chunk_tokens % unit_tokens == 0

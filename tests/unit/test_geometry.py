@@ -61,6 +61,7 @@ FULL, WINDOW = GroupGeometry(0, 16, 64 * KIB), GroupGeometry(0, 16, 64 * KIB, wi
         (FULL, 64, 4),
         (FULL, 16, 1),
         (FULL, AUTO, 8),
+        (FULL, 4096, 256),
         (replace(FULL, payload_bytes=300 * KIB), AUTO, 2),
         (replace(FULL, payload_bytes=2048 * KIB), AUTO, 1),
         (replace(FULL, block_tokens=256), AUTO, 1),
@@ -79,7 +80,7 @@ def test_units(group, unit_tokens, count):
 
 @pytest.mark.parametrize(
     ("group", "unit_tokens"),
-    [(FULL, 24), (FULL, 8), (WINDOW, 128), (replace(FULL, window_tokens=2, state_tokens=256), 64)],
+    [(FULL, 24), (FULL, 8), (FULL, 8192), (WINDOW, 128), (replace(FULL, window_tokens=2, state_tokens=256), 64)],
 )
 def test_units_that_no_group_can_have(group, unit_tokens):
     with pytest.raises(ConfigError, match=f"unit_tokens {unit_tokens} fits no KV-cache group"):
