@@ -26,14 +26,14 @@ USES_RECORD_BYTES = 16
 FINGERPRINT_BYTES = 32
 LEAST_FILLED = 0.8
 """Of a slot that a recurrent state has in common with KV."""
+AUTO = "auto"
+"""Stands for units that go by their size: of UNIT_BYTES and MOST_UNIT_TOKENS at most."""
 UNIT_BYTES = 1 << 20
-"""Of one rank's part of a unit of several blocks, where units go by their size. Drives reach their
-rate with reads of this size."""
+"""Of one rank's part. Drives reach their rate with reads of this size."""
+MOST_UNIT_TOKENS = 128
+"""A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
 MOST_UNIT_BYTES = 16 << 20
 """Of one rank's part of any unit. Staging and a GPU's scratch have room for several slots."""
-AUTO = "auto"
-MOST_UNIT_TOKENS = 128
-"""Of such a unit. A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
 EPOCH_LIMIT = 2**63
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one
