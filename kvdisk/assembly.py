@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from kvdisk.blocks import Tier
 from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
@@ -30,26 +28,23 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
-from kvdisk.device.uses import Uses, read_uses, write_uses
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
+from kvdisk.device.uses import Uses, write_uses
+from kvdisk.engine_store import EngineStore, nvme_layout_in, open_engine_store, short
+from kvdisk.errors import ConfigError, DeviceError, StoreLocked
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
-from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.neighbour_reader import NeighbourReader
-from kvdisk.index.record_index import Index
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.eviction import EvictionPolicy
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
 from kvdisk.manager.tiers import MemorySpace, Tiers
-from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.orders import LOOK_S as ORDERS_S
 from kvdisk.orders import Orders
-from kvdisk.recovery import open_index, rebuild_index
 from kvdisk.remote.base import object_name
 from kvdisk.remote.client import Bucket, BucketObjects, seal_key
 from kvdisk.remote.mooncake import MooncakeBucket
@@ -104,7 +99,6 @@ _MOST_CHECKSUM_THREADS = 4
 _WARNED_OF: set[Path] = set()
 _EASY_BYTES = 64 << 10
 """Of a block, with which the least store suffices: the index of smaller ones takes more."""
-_CLOSE_TIMEOUT_S = 30.0
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
 """How often the USES file is written, where something has changed and goes on changing."""
@@ -118,11 +112,9 @@ class SchedulerParts:
     """The manager and what it was built with. ``close`` commits and releases the home."""
 
     manager: TierManager
-    index: LmdbIndex | None
-    home: Home | None
+    engine_store: EngineStore | None
     neighbours: NeighbourReader | None
     remote: RemoteReader | None
-    nvme: NvmeSpace | None
     telemetry: Telemetry
     trace: RequestTrace | None
     backgrounds: Sequence[Background]
@@ -132,33 +124,29 @@ class SchedulerParts:
     def close(self) -> None:
         """Commit what is queued, note a clean end, and release the home. The workers are gone
         already."""
-        committed = True
         for background in self.backgrounds:
             background.close()
         self.telemetry.log_end()
         for reader in (self.neighbours, self.remote):
             if reader is not None:
                 reader.close()
-        try:
-            if self.index is not None:
-                committed = self.index.flush(_CLOSE_TIMEOUT_S)
-                self.index.close()
-        except (CorruptRecord, DeviceError) as error:
-            committed = False
-            logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
-            if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
-                # The file system hangs, and writing HOME would, which says already that the end was
-                # not clean. Who takes the home over waits for the end of the commit.
-                if self.home is not None:
-                    self.home.release()
-                return
-        try:
-            if self.home is not None:
-                self.home.close(clean=committed)
-        except DeviceError as error:
-            logger.warning(
-                "kvdisk could not close its engine store in order, and the next start will look at it: %s", error
-            )
+        if self.engine_store is not None:
+            self.engine_store.close()
+
+    @property
+    def home(self) -> Home | None:
+        """The hold on the engine's home."""
+        return None if self.engine_store is None else self.engine_store.home
+
+    @property
+    def index(self) -> LmdbIndex | None:
+        """The engine's index."""
+        return None if self.engine_store is None else self.engine_store.index
+
+    @property
+    def nvme(self) -> NvmeSpace | None:
+        """The NVMe tier."""
+        return None if self.engine_store is None else self.engine_store.nvme
 
 
 def check_settings(values: Mapping[str, Any]) -> Config:
@@ -243,23 +231,24 @@ def assemble_scheduler(
     memory = _make_memory_tiers(parts)
     model = str(description.get("model", ""))
     trace = _make_trace(config.trace_file, data_parallel_rank, geometry, model)
-    nvme = index = home = neighbours = None
+    engine_store = neighbours = None
     salts, others = SaltDigests(make_salt_key(), is_kept=False), 0
     if config.store_dirs:
         assert fingerprint is not None
-        described = description | {"geometry": describe_geometry(geometry)}
         store = Store.open(config.store_dirs)
         try:
-            home, index, nvme = _take_home(parts, store, fingerprint, described)
+            engine_store = open_engine_store(store, parts, fingerprint, description)
+            home = engine_store.home
             salts = _keep_salts(store, salts)
-            nvme.keeps_tenants = salts.is_kept
-            find_others = partial(readable_indexes, store, home.fingerprint, described, home.id)
+            engine_store.nvme.keeps_tenants = salts.is_kept
+            find_others = partial(readable_indexes, store, fingerprint, home.record.description, home.id)
             neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
         except DeviceError as error:
             if not memory or error.is_of_process:
                 raise
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
+    nvme = None if engine_store is None else engine_store.nvme
     remote = None
     if config.remote is not None:
         assert fingerprint is not None
@@ -269,26 +258,35 @@ def assemble_scheduler(
     tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
     policy = make_store_policy(config.store_policy)
     manager = TierManager(parts, Tiers(*memory, nvme), policy, time.time_ns(), neighbours, tell, remote)
-    _log_start(parts, memory, home, nvme)
+    _log_start(parts, memory, engine_store)
     if others:
         text = "kvdisk cannot use other engine stores of this model (%d), which are of another namespace: see "
         logger.info(text + "kvdisk inspect.", others)
-    telemetry = _make_telemetry(manager, geometry, home, model, data_parallel_rank)
-    jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
-    last = [job for _, job in jobs]
-    if home is not None and nvme is not None:
-        writer = _UsesWriter(nvme.uses, home)
-        jobs.append((USES_LOOK_S, writer.look))
-        last.append(writer.write)
-    backgrounds = [Background(jobs, last=last)]
+    telemetry = _make_telemetry(manager, geometry, engine_store, model, data_parallel_rank)
     mailbox = Mailbox()
-    if home is not None and nvme is not None:  # on a thread of its own, which any of the drives may hold up
-        upkeep = Upkeep(store, home, nvme, mailbox, geometry.part_count)
-        backgrounds.append(Background([(_UPKEEP_INTERVAL_S, upkeep.look)], first_s=_UPKEEP_INTERVAL_S))
-        backgrounds.append(Background([(ORDERS_S, Orders(home, manager, nvme, mailbox).look)]))
+    backgrounds = _start_backgrounds(telemetry, manager, engine_store, mailbox, geometry.part_count)
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
-    return SchedulerParts(manager, index, home, neighbours, remote, nvme, telemetry, trace, backgrounds, mailbox, salts)
+    return SchedulerParts(manager, engine_store, neighbours, remote, telemetry, trace, backgrounds, mailbox, salts)
+
+
+def _start_backgrounds(
+    telemetry: Telemetry, manager: TierManager, engine_store: EngineStore | None, mailbox: Mailbox, part_count: int
+) -> list[Background]:
+    """Start what is done beside the engine's steps, now and then."""
+    jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
+    last = [job for _, job in jobs]
+    if engine_store is None:
+        return [Background(jobs, last=last)]
+    home, nvme = engine_store.home, engine_store.nvme
+    writer = _UsesWriter(nvme.uses, home)
+    upkeep = Upkeep(engine_store.store, home, nvme, mailbox, part_count)
+    return [
+        Background([*jobs, (USES_LOOK_S, writer.look)], last=[*last, writer.write]),
+        # Each on a thread of its own: any of the drives may hold it up.
+        Background([(_UPKEEP_INTERVAL_S, upkeep.look)], first_s=_UPKEEP_INTERVAL_S),
+        Background([(ORDERS_S, Orders(home, manager, nvme, mailbox).look)]),
+    ]
 
 
 def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
@@ -339,19 +337,6 @@ def _make_memory_tiers(parts: Parts) -> list[MemorySpace]:
     return found
 
 
-def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, drive_count: int) -> NvmeLayout:
-    """Return how an NVMe tier is cut. Raises ConfigError where nothing fits."""
-    budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
-    return NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
-
-
-def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:
-    """Return an NVMe tier that has read nothing yet. Raises ConfigError."""
-    parts.history.reserve(sum(layout.class_slots(parts.geometry, layout.expected_bytes)))
-    admission = make_admission(parts.config.nvme_admission, parts.history, "nvme_admission")
-    return NvmeSpace(parts, layout, index, admission, drive_count, _make_budget(parts.config, parts.geometry))
-
-
 def _file_of_rank(path: Path, data_parallel_rank: int | None) -> Path:
     """Return a file for each of the engines that share a setting: the first one has its name."""
     return path.with_name(f"{path.stem}-dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
@@ -396,8 +381,13 @@ class _UsesWriter:
 
 
 def _make_telemetry(
-    manager: TierManager, geometry: Geometry, home: Home | None, model: str, data_parallel_rank: int | None
+    manager: TierManager,
+    geometry: Geometry,
+    engine_store: EngineStore | None,
+    model: str,
+    data_parallel_rank: int | None,
 ) -> Telemetry:
+    home = None if engine_store is None else engine_store.home
     folders = [] if home is None else [folder for folder in home.folders if folder is not None]
     return Telemetry(
         manager.stats,
@@ -410,119 +400,16 @@ def _make_telemetry(
     )
 
 
-def _make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
-    """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows
-    a block."""
-    bytes_per_day = config.nvme_write_bytes_per_day
-    if bytes_per_day is None:
-        return None
-    largest = max(geometry.slot_sizes) * geometry.part_count
-    if bytes_per_day < 2 * largest:
-        raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
-    return WriteBudget(bytes_per_day, largest)
-
-
-def _take_home(
-    parts: Parts, store: Store, fingerprint: bytes, description: dict[str, Any]
-) -> tuple[Home, LmdbIndex, NvmeSpace]:
-    """Own a home whose index is sound, within its cap and read.
-
-    One that can never be rebuilt is deleted; one that a drive does not let us rebuild now is left
-    for the next start.
-    """
-    config, geometry = parts.config, parts.geometry
-    assert config.nvme_bytes is not None
-    layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
-
-    def restore(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
-        index = open_index(
-            home,
-            index_bytes=layout.index_bytes,
-            slot_sizes=geometry.slot_sizes,
-            segments_bytes=layout.segments_bytes,
-            commit_s=config.index_commit_s,
-        )
-        try:
-            nvme = make_nvme(parts, _cut_to_room(layout, store, home, config, geometry), index, home.drive_count)
-            nvme.restore(home.id, fingerprint, read_uses(home.path))
-            nvme.uses.now_s = int(time.time())
-        except BaseException:
-            index.close()
-            raise
-        return index, nvme
-
-    def restore_or_rebuild(home: Home) -> tuple[LmdbIndex, NvmeSpace]:
-        try:
-            return restore(home)
-        except (CorruptRecord, DeviceError) as error:
-            if home.fresh or error.is_of_process:
-                raise
-            logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
-        rebuild_index(home, layout.index_bytes)
-        return restore(home)
-
-    left_alone: set[str] = set()
-    while True:
-        home = store.acquire_home(
-            fingerprint, description, config.nvme_bytes, index_bytes=layout.index_bytes, except_ids=left_alone
-        )
-        left_alone.add(home.id)
-        try:
-            try:
-                home.await_index()
-                return home, *restore_or_rebuild(home)
-            except (CorruptRecord, DeviceError) as error:
-                if home.fresh or error.is_of_process:
-                    raise
-                if isinstance(error, CorruptRecord):
-                    logger.warning("kvdisk gives up engine store %s, which cannot be rebuilt: %s", home.id, error)
-                    store.discard(home)
-                    continue
-                text = "kvdisk leaves engine store %s as it is until the next start, and takes another: %s"
-                logger.warning(text, home.id, error)
-                with suppress(DeviceError):
-                    home.close(clean=False)
-        except BaseException:
-            home.close(clean=False)
-            raise
-
-
-def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, geometry: Geometry) -> NvmeLayout:
-    """Return a layout whose segments fit what the drives have room for; say so where that is less
-    than the cap. Raises StoreLocked, DeviceError."""
-    room_bytes = store.room_bytes(home.id)
-    if room_bytes >= home.cap_bytes:
-        return layout
-    logger.warning(
-        "kvdisk: nvme_bytes is %s GiB, and store_dirs has room for %s GiB: the NVMe tier keeps what there is room "
-        "for, and more when room comes.",
-        _short(home.cap_bytes / (1 << 30)),
-        _short(room_bytes / (1 << 30)),
-    )
-    return layout.cut(config.segment_bytes, geometry, home.drive_count, max(0, room_bytes - HOME_OVERHEAD_BYTES))
-
-
-def describe_geometry(geometry: Geometry) -> dict[str, Any]:
-    """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
-    names = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
-    groups = [{name: getattr(group, name) for name in names} for group in geometry.groups]
-    for said, group in zip(groups, geometry.groups, strict=True):
-        if group.chunk_tokens is not None:  # only there: what HOME says must stay equal for a takeover
-            said["chunk_tokens"] = group.chunk_tokens
-        if group.gpu_blocks > 1:
-            said["gpu_blocks"] = group.gpu_blocks
-    return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
-
-
-def _log_start(parts: Parts, memory: Sequence[MemorySpace], home: Home | None, nvme: NvmeSpace | None) -> None:
+def _log_start(parts: Parts, memory: Sequence[MemorySpace], engine_store: EngineStore | None) -> None:
     """Say in three lines what is kept, where, and how much fits."""
     config, geometry = parts.config, parts.geometry
     per_token = sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * geometry.rank_count
-    logger.info("kvdisk %s keeps %s KiB of KV a token.", __version__, _short(per_token / 1024))
+    logger.info("kvdisk %s keeps %s KiB of KV a token.", __version__, short(per_token / 1024))
     sizes = {row.tier: row.bytes_in(config) for row in MEMORY_TIERS}
     tiers = [(sizes[space.tier], space.tier.word, space.capacity) for space in memory]
     found = ""
-    if home is not None and nvme is not None:
+    if engine_store is not None:
+        home, nvme = engine_store.home, engine_store.nvme
         made = "made" if home.fresh else "took over"
         logger.info("kvdisk %s engine store %s in %s.", made, home.id, home.path.parent.parent)
         tiers.append((home.cap_bytes, "NVMe", nvme.capacity))
@@ -530,16 +417,12 @@ def _log_start(parts: Parts, memory: Sequence[MemorySpace], home: Home | None, n
     elif not config.store_dirs:
         logger.info("kvdisk has no NVMe tier: store_dirs is not set.")
     fits = ", ".join(
-        f"{name} {_short(size / (1 << 30))} GiB = {_in_words(geometry.tokens_in(slots))} tokens"
+        f"{name} {short(size / (1 << 30))} GiB = {_in_words(geometry.tokens_in(slots))} tokens"
         for size, name, slots in tiers
     )
     logger.info("kvdisk ready: %s%s.", fits, found)
     if config.remote is not None:
         logger.info("kvdisk shares blocks with other hosts in %s.", config.remote)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
 def _in_words(count: int) -> str:

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, fill_header
@@ -39,6 +38,7 @@ from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
+from kvdisk.engine_store import describe_geometry
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for

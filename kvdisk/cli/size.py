@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.assembly import memory_slots_in, nvme_layout_in
+from kvdisk.assembly import memory_slots_in
 from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
@@ -36,6 +36,7 @@ from kvdisk.cli.output import (
 )
 from kvdisk.cli.output import size as in_words
 from kvdisk.config import Config, parse_bytes, parse_unit
+from kvdisk.engine_store import nvme_layout_in
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
 

@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvdisk.assembly import describe_geometry
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.size import token_bytes
 from kvdisk.connector.adapter import geometry_of
+from kvdisk.engine_store import describe_geometry
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 256,

@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 from kvdisk import assembly
-from kvdisk.assembly import nvme_layout_in
 from kvdisk.config import Config
 from kvdisk.device.base import Outcome
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.posix import PosixDevice
+from kvdisk.engine_store import nvme_layout_in
 from kvdisk.errors import ConfigError
 from kvdisk.store import BlockKind, BlockStore, Rows, StartMover, geometry_of
 from kvdisk.testing.faulty_device import FaultyDevice

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from typer.testing import CliRunner, Result
 
-from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import Slot, make_block_key
 from kvdisk.cli.main import app
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
+from kvdisk.engine_store import describe_geometry
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for

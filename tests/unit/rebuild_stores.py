@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdisk.assembly import SchedulerParts, assemble_scheduler, describe_geometry
+from kvdisk.assembly import SchedulerParts, assemble_scheduler
 from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.device.header import CHECKSUM_KINDS, SlotIdentity, seal_slot
 from kvdisk.device.home import Home
 from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
+from kvdisk.engine_store import describe_geometry
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 from cli_stores import CAP, HYBRID, PLAIN, Model, json_of, refused, run, run_here
 from mass_stores import Layer
 
-from kvdisk.assembly import describe_geometry
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.cli.why import chain_hashes
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
+from kvdisk.engine_store import describe_geometry
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord
 from kvdisk.stats import Stats

@@ -12,9 +12,9 @@ import pytest
 from support.manager_parts import layout_of
 from tier_bench import TierBench
 
-from kvdisk.assembly import nvme_layout_in
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.config import EVICTIONS, Config
+from kvdisk.engine_store import nvme_layout_in
 from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.index.base import SegmentRecord
 from kvdisk.manager.segments import NvmeLayout

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvdisk import assembly
 from kvdisk.config import Config
+from kvdisk.engine_store import make_budget
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.write_budget import WriteBudget
@@ -47,7 +47,7 @@ def test_it_starts_empty_and_a_spent_one_pauses_until_a_run_of_blocks_is_back():
 
 def test_a_budget_below_two_blocks_is_refused():
     geometry = Geometry((GroupGeometry(0, 2, 4096),), 2, 2)
-    assert assembly._make_budget(SimpleNamespace(nvme_write_bytes_per_day=32768), geometry) is not None
-    assert assembly._make_budget(Config(), geometry) is None
+    assert make_budget(SimpleNamespace(nvme_write_bytes_per_day=32768), geometry) is not None
+    assert make_budget(Config(), geometry) is None
     with pytest.raises(ConfigError, match="two blocks of 16384 bytes"):
-        assembly._make_budget(SimpleNamespace(nvme_write_bytes_per_day=32767), geometry)
+        make_budget(SimpleNamespace(nvme_write_bytes_per_day=32767), geometry)

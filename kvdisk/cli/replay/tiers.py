@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdisk.assembly import make_nvme
 from kvdisk.cli.replay.engine import STEP_TOKENS, Engine, GpuPool
 from kvdisk.cli.replay.trace import Trace
 from kvdisk.cli.size import fit_nvme
 from kvdisk.config import Config, parse_bytes
+from kvdisk.engine_store import make_nvme
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FINGERPRINT_BYTES, HEADER_BYTES, Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.index.base import Progress

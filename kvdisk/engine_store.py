@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of one engine, from its directories to its blocks in the catalog: ``open_engine_store``
+is the one way in, and ``EngineStore.close`` the one way out.
+
+``device.store`` knows who owns which home, ``recovery`` makes an index whole, and ``NvmeSpace``
+reads it. Here is the order of these, and what happens where one of them fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvdisk.config import Config
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
+from kvdisk.device.home import Home
+from kvdisk.device.store import Store
+from kvdisk.device.uses import read_uses
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
+from kvdisk.geometry import Geometry
+from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
+from kvdisk.index.record_index import Index
+from kvdisk.manager.admission import make_admission
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.segments import NvmeLayout
+from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.recovery import open_index, rebuild_index
+
+logger = logging.getLogger("kvdisk")
+
+_CLOSE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStore:
+    """An engine store that is open: the store that it lies in, the hold on its home, its index, and
+    the NVMe tier whose blocks are those of the index."""
+
+    store: Store
+    home: Home
+    index: LmdbIndex
+    nvme: NvmeSpace
+
+    def close(self) -> None:
+        """Commit what is queued, note a clean end, and release the home. The workers are gone
+        already. What fails is a warning: the next start looks at it."""
+        committed = False
+        try:
+            committed = self.index.flush(_CLOSE_TIMEOUT_S)
+            self.index.close()
+        except (CorruptRecord, DeviceError) as error:
+            committed = False
+            logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
+            if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
+                # The file system hangs, and writing HOME would, which says already that the end was
+                # not clean. Who takes the home over waits for the end of the commit.
+                self.home.release()
+                return
+        try:
+            self.home.close(clean=committed)
+        except DeviceError as error:
+            text = "kvdisk could not close its engine store in order, and the next start will look at it: %s"
+            logger.warning(text, error)
+
+
+def open_engine_store(store: Store, parts: Parts, fingerprint: bytes, description: Mapping[str, Any]) -> EngineStore:
+    """Take over the fullest engine store of a namespace that nobody owns, or make one; its blocks
+    are in the catalog then.
+
+    1. Own a home: its lock, its id, and as much room as the cap says (``Store.acquire_home``).
+    2. Wait for the process that had its index open (``Home.await_index``).
+    3. Open the index, rebuilt from slot headers where it cannot be trusted, and cut to the cap
+       (``open_index``).
+    4. Fill the catalog from it (``NvmeSpace.restore``).
+
+    An index that looked sound and cannot be read is rebuilt, once. A home that can never be rebuilt
+    is deleted, and one that its drive does not let us rebuild now is left for the next start; then
+    another one is taken. ``description``: what HOME shall say of model and facts. Waits for the
+    disk. Raises ConfigError, StoreLocked, DeviceError.
+    """
+    config, geometry = parts.config, parts.geometry
+    assert config.nvme_bytes is not None
+    layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
+    described = {**description, "geometry": describe_geometry(geometry)}
+    left_alone: set[str] = set()
+    while True:
+        home = store.acquire_home(
+            fingerprint, described, config.nvme_bytes, index_bytes=layout.index_bytes, except_ids=left_alone
+        )
+        left_alone.add(home.id)
+        try:
+            home.await_index()
+            return EngineStore(store, home, *_read_or_rebuild(parts, layout, store, home))
+        except (CorruptRecord, DeviceError) as error:
+            if home.fresh or error.is_of_process:
+                home.close(clean=False)
+                raise
+            _give_up(store, home, error)
+        except BaseException:
+            home.close(clean=False)
+            raise
+
+
+def _read_or_rebuild(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[LmdbIndex, NvmeSpace]:
+    """Open and read a home's index; where that fails, rebuild it and do it again. Raises
+    CorruptRecord where the home can never be rebuilt, DeviceError."""
+    try:
+        return _read(parts, layout, store, home)
+    except (CorruptRecord, DeviceError) as error:
+        if home.fresh or error.is_of_process:
+            raise
+        logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
+    rebuild_index(home, layout.index_bytes)
+    return _read(parts, layout, store, home)
+
+
+def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[LmdbIndex, NvmeSpace]:
+    config, geometry = parts.config, parts.geometry
+    index = open_index(
+        home,
+        index_bytes=layout.index_bytes,
+        slot_sizes=geometry.slot_sizes,
+        segments_bytes=layout.segments_bytes,
+        commit_s=config.index_commit_s,
+    )
+    try:
+        nvme = make_nvme(parts, _cut_to_room(layout, store, home, config, geometry), index, home.drive_count)
+        nvme.restore(home.id, home.fingerprint, read_uses(home.path))
+        nvme.uses.now_s = int(time.time())
+    except BaseException:
+        index.close()
+        raise
+    return index, nvme
+
+
+def _give_up(store: Store, home: Home, error: Exception) -> None:
+    """Delete a home that can never be rebuilt; leave one alone that cannot be read now. Raises
+    StoreLocked, DeviceError."""
+    if isinstance(error, CorruptRecord):
+        logger.warning("kvdisk gives up engine store %s, which cannot be rebuilt: %s", home.id, error)
+        try:
+            store.discard(home)
+        except BaseException:
+            home.close(clean=False)
+            raise
+        return
+    text = "kvdisk leaves engine store %s as it is until the next start, and takes another: %s"
+    logger.warning(text, home.id, error)
+    with suppress(DeviceError):
+        home.close(clean=False)
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, drive_count: int) -> NvmeLayout:
+    """Return how an NVMe tier is cut. Raises ConfigError where nothing fits."""
+    budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
+    return NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
+
+
+def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:
+    """Return an NVMe tier that has read nothing yet. Raises ConfigError."""
+    parts.history.reserve(sum(layout.class_slots(parts.geometry, layout.expected_bytes)))
+    admission = make_admission(parts.config.nvme_admission, parts.history, "nvme_admission")
+    return NvmeSpace(parts, layout, index, admission, drive_count, make_budget(parts.config, parts.geometry))
+
+
+def make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
+    """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows
+    a block."""
+    bytes_per_day = config.nvme_write_bytes_per_day
+    if bytes_per_day is None:
+        return None
+    largest = max(geometry.slot_sizes) * geometry.part_count
+    if bytes_per_day < 2 * largest:
+        raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
+    return WriteBudget(bytes_per_day, largest)
+
+
+def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, geometry: Geometry) -> NvmeLayout:
+    """Return a layout whose segments fit what the drives have room for; say so where that is less
+    than the cap. Raises StoreLocked, DeviceError."""
+    room_bytes = store.room_bytes(home.id)
+    if room_bytes >= home.cap_bytes:
+        return layout
+    logger.warning(
+        "kvdisk: nvme_bytes is %s GiB, and store_dirs has room for %s GiB: the NVMe tier keeps what there is room "
+        "for, and more when room comes.",
+        short(home.cap_bytes / (1 << 30)),
+        short(room_bytes / (1 << 30)),
+    )
+    return layout.cut(config.segment_bytes, geometry, home.drive_count, max(0, room_bytes - HOME_OVERHEAD_BYTES))
+
+
+def describe_geometry(geometry: Geometry) -> dict[str, Any]:
+    """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
+    names = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
+    groups = [{name: getattr(group, name) for name in names} for group in geometry.groups]
+    for said, group in zip(groups, geometry.groups, strict=True):
+        if group.chunk_tokens is not None:  # only there: what HOME says must stay equal for a takeover
+            said["chunk_tokens"] = group.chunk_tokens
+        if group.gpu_blocks > 1:
+            said["gpu_blocks"] = group.gpu_blocks
+    return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
+
+
+def short(value: float) -> str:
+    """Return a number with two places behind the point at most."""
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
