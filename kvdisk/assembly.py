@@ -108,7 +108,7 @@ USES_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerParts:
+class SchedulerHalf:
     """The manager and what it was built with. ``close`` commits and releases the home."""
 
     manager: TierManager
@@ -218,7 +218,7 @@ def assemble_scheduler(
     fingerprint: bytes | None,
     description: dict[str, Any],
     data_parallel_rank: int | None = None,
-) -> SchedulerParts:
+) -> SchedulerHalf:
     """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its
     index.
 
@@ -252,7 +252,7 @@ def assemble_scheduler(
     remote = None
     if config.remote is not None:
         assert fingerprint is not None
-        remote = _ask_remote(config, geometry, fingerprint)
+        remote = _make_remote_reader(config, geometry, fingerprint)
         if nvme is None:
             parts.transfers.add(JobKind.OPEN_HOME, [], [], home=HomeSpec("", fingerprint))
     tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
@@ -264,14 +264,14 @@ def assemble_scheduler(
         logger.info(text + "kvdisk inspect.", others)
     telemetry = _make_telemetry(manager, geometry, engine_store, model, data_parallel_rank)
     mailbox = Mailbox()
-    backgrounds = _start_backgrounds(telemetry, manager, engine_store, mailbox, geometry.part_count)
+    backgrounds = _start_backgrounds(telemetry, manager, engine_store, mailbox, geometry.shard_count)
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
-    return SchedulerParts(manager, engine_store, neighbours, remote, telemetry, trace, backgrounds, mailbox, salts)
+    return SchedulerHalf(manager, engine_store, neighbours, remote, telemetry, trace, backgrounds, mailbox, salts)
 
 
 def _start_backgrounds(
-    telemetry: Telemetry, manager: TierManager, engine_store: EngineStore | None, mailbox: Mailbox, part_count: int
+    telemetry: Telemetry, manager: TierManager, engine_store: EngineStore | None, mailbox: Mailbox, shard_count: int
 ) -> list[Background]:
     """Start what is done beside the engine's steps, now and then."""
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
@@ -280,7 +280,7 @@ def _start_backgrounds(
         return [Background(jobs, last=last)]
     home, nvme = engine_store.home, engine_store.nvme
     writer = _UsesWriter(nvme.uses, home)
-    upkeep = Upkeep(engine_store.store, home, nvme, mailbox, part_count)
+    upkeep = Upkeep(engine_store.store, home, nvme, mailbox, shard_count)
     return [
         Background([*jobs, (USES_LOOK_S, writer.look)], last=[*last, writer.write]),
         # Each on a thread of its own: any of the drives may hold it up.
@@ -300,10 +300,10 @@ def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
         return otherwise
 
 
-def _ask_remote(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
+def _make_remote_reader(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
     """Return who asks the remote store: for the first rank's objects, as a load fails where one
     rank's is missing."""
-    namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.part_count
+    namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.shard_count
     return RemoteReader(open_remote(config), lambda key: object_name(namespace, key, 0, parts))
 
 
@@ -348,7 +348,7 @@ def _make_trace(path: Path | None, rank: int | None, geometry: Geometry, model: 
     if path is None:
         return None
     tokens = geometry.hash_tokens
-    token_bytes = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.part_count
+    token_bytes = sum(group.payload_bytes / group.block_tokens for group in geometry.groups) * geometry.shard_count
     return RequestTrace(
         _file_of_rank(path, rank), block_tokens=tokens, block_bytes=round(tokens * token_bytes), model=model
     )
@@ -432,7 +432,7 @@ def _in_words(count: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerParts:
+class WorkerHalf:
     """One rank's mover and the memory it works in."""
 
     mover: Mover
@@ -454,7 +454,7 @@ def assemble_worker(
     rank: int,
     layers: Sequence[Sequence[torch.Tensor]],
     deployment: Deployment | None = None,
-) -> WorkerParts:
+) -> WorkerHalf:
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one
@@ -497,17 +497,17 @@ def assemble_worker(
     memory: list[Arena | GpuStaging] = [*arenas.values(), staging]
     memory += [] if direct is None else [direct.staging]
     populating = None if on_gpu else Populating([staging, *arenas.values()])
-    return WorkerParts(mover, tuple(memory), populating)
+    return WorkerHalf(mover, tuple(memory), populating)
 
 
-def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> WorkerParts:
+def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> WorkerHalf:
     """Build the wing of an engine's only rank, whose blocks are rows of host memory, and start its
     thread. Imports no torch.
 
     ``rows``: uint8 (row count, row bytes). Raises ConfigError.
     """
     from kvdisk.worker.arena import Arena
-    from kvdisk.worker.copies import RowCopier
+    from kvdisk.worker.copier_base import RowCopier
     from kvdisk.worker.files import HomeFiles
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.populate import Populating
@@ -525,7 +525,7 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
         resources = Resources(geometry, 0, {}, staging, copier, device, files, checksum_threads=1)
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
-    return WorkerParts(mover, (staging,), Populating([staging]))
+    return WorkerHalf(mover, (staging,), Populating([staging]))
 
 
 def _gpu_copier(groups: Sequence[LayerBlocks], lanes: CudaLanes, geometry: Geometry) -> CudaCopier:

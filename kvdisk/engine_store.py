@@ -35,6 +35,7 @@ from kvdisk.recovery import open_index, rebuild_index
 logger = logging.getLogger("kvdisk")
 
 _CLOSE_TIMEOUT_S = 30.0
+_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +179,10 @@ def make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
     bytes_per_day = config.nvme_write_bytes_per_day
     if bytes_per_day is None:
         return None
-    largest = max(geometry.slot_sizes) * geometry.part_count
+    largest = max(geometry.slot_sizes) * geometry.shard_count
     if bytes_per_day < 2 * largest:
         raise ConfigError(f"nvme_write_bytes_per_day {bytes_per_day} is less than two blocks of {largest} bytes.")
-    return WriteBudget(bytes_per_day, largest)
+    return WriteBudget.within(bytes_per_day, _DAY_S, largest)
 
 
 def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, geometry: Geometry) -> NvmeLayout:
@@ -208,7 +209,7 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
             said["chunk_tokens"] = group.chunk_tokens
         if group.gpu_blocks > 1:
             said["gpu_blocks"] = group.gpu_blocks
-    return {"ranks": geometry.part_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
+    return {"ranks": geometry.shard_count, "hash_tokens": geometry.hash_tokens, "groups": groups}
 
 
 def short(value: float) -> str:

@@ -19,7 +19,7 @@ HEADER_BYTES = 4096
 """Bytes of the header in front of each slot's payload, on the drive and in the arena alike."""
 SEGMENT_HEADER_BYTES = 4096
 SEGMENT_OVERHEAD_BYTES = 16384
-"""Of a segment file, beside its bytes: a file system's list of extents, and a part of the
+"""Bytes of a segment file beside its slots: a file system's list of extents, and a share of the
 directories."""
 USES_RECORD_BYTES = 16
 """Of a block, in a home's file of uses."""
@@ -29,11 +29,11 @@ LEAST_FILLED = 0.8
 AUTO = "auto"
 """Stands for units that go by their size: of UNIT_BYTES and MOST_UNIT_TOKENS at most."""
 UNIT_BYTES = 1 << 20
-"""Of one rank's part. Drives reach their rate with reads of this size."""
+"""Bytes of one rank's shard. Drives reach their rate with reads of this size."""
 MOST_UNIT_TOKENS = 128
 """A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
 MOST_UNIT_BYTES = 16 << 20
-"""Of one rank's part of any unit. Staging and a GPU's scratch have room for several slots."""
+"""Most bytes of one rank's shard of a unit: staging and a GPU's scratch hold several slots."""
 EPOCH_LIMIT = 2**63
 FILE_EPOCH = 0
 """The epoch of KV computed with the weights as the files have them; any other is private to one
@@ -123,10 +123,10 @@ class GroupGeometry:
 class Geometry:
     """Sizes of one engine's blocks.
 
-    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own part
-    of a block. ``hash_tokens``: tokens that one of vLLM's block hashes covers; each group's
+    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own
+    shard of a block. ``hash_tokens``: tokens that one of vLLM's block hashes covers; each group's
     ``block_tokens`` is a multiple. ``replicated``: the KV is the same on every rank (MLA under
-    tensor parallelism): a block has one part, which each rank keeps in memory and one of them
+    tensor parallelism): a block has one shard, which each rank keeps in memory and one of them
     writes to the drive, for all to read.
     """
 
@@ -142,17 +142,17 @@ class Geometry:
             assert group.block_tokens % self.hash_tokens == 0 and group.payload_bytes >= 0
 
     @property
-    def part_count(self) -> int:
-        """Parts of a block that are on the drive, each in a file of its own."""
+    def shard_count(self) -> int:
+        """Shards of a block that are on the drive, each in a file of its own."""
         return 1 if self.replicated else self.rank_count
 
-    def part_of(self, rank: int) -> int:
-        """Return which part of each block a rank has."""
+    def shard_of(self, rank: int) -> int:
+        """Return which shard of each block a rank has."""
         return 0 if self.replicated else rank
 
     def writes(self, rank: int, segment: int) -> bool:
-        """Whether a rank makes, writes and removes its part's file of a segment; the others only
-        read it."""
+        """Return whether a rank makes, writes and removes its shard's file of a segment; the others
+        only read it."""
         return not self.replicated or segment % self.rank_count == rank
 
     @cached_property
@@ -284,7 +284,7 @@ def segment_file_bytes(slot_bytes: int, slot_count: int) -> int:
 
 
 def segment_charge_bytes(slot_bytes: int, slot_count: int) -> int:
-    """What one rank's file of a segment may take of the drive: its bytes, its part of directories
+    """What one rank's file of a segment may take of the drive: its bytes, its share of directories
     and extents."""
     return segment_file_bytes(slot_bytes, slot_count) + SEGMENT_OVERHEAD_BYTES
 

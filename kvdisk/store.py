@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdisk.assembly import SchedulerParts, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
+from kvdisk.assembly import SchedulerHalf, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
@@ -139,7 +139,7 @@ class BlockStore(BlockStoreFace):
     """
 
     def __init__(
-        self, config: Config, geometry: Geometry, row_count: int, parts: SchedulerParts, mover: RowMover
+        self, config: Config, geometry: Geometry, row_count: int, parts: SchedulerHalf, mover: RowMover
     ) -> None:
         self._config = config
         self._payload_bytes = [group.payload_bytes for group in geometry.groups]

@@ -21,7 +21,7 @@ from kvdisk.blocks import HIT_TIERS, KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.manager.manager import Gauges
-from kvdisk.manager.requests import Outcome
+from kvdisk.manager.requests import RequestOutcome
 from kvdisk.stats import FAILURES, HARMLESS, ROUTES, Samples, Stats, by_metric
 
 logger = logging.getLogger("kvdisk")
@@ -202,7 +202,7 @@ def _as_line(rose: Stats, seconds: float | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in summarize(rose, seconds).items()) or "nothing moved"
 
 
-def log_request(level: int, outcome: Outcome) -> None:
+def log_request(level: int, outcome: RequestOutcome) -> None:
     """Log what a request found. ``level``: of ``logging``."""
     if not logger.isEnabledFor(level):
         return

@@ -66,7 +66,7 @@ class Upkeep:
     def _give_up(self, lost: frozenset[int], takes_more: bool) -> None:
         """Act on what was found, on the scheduler's thread."""
         if not takes_more:
-            self._nvme.take_no_more()
+            self._nvme.stop_writes()
         self._nvme.lose(lost)
 
     def _keep(self) -> None:

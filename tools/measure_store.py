@@ -45,9 +45,9 @@ from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.lookup import Lookups
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.prefix_match import Lookups
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.messages import SegmentSpec
 from kvdisk.recovery import rebuild_index

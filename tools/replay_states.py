@@ -45,7 +45,7 @@ class StateEngine(Engine):
             self.hit_tokens[Tier.NVME] += tokens
         while True:
             first, done = done, min(count, done + self._step_blocks)
-            if manager.may_offer(request_id, done * size):
+            if manager.note_scheduled(request_id, done * size):
                 tables = [blocks[:done], *[[0] * done] * len(GROUPS)]
                 manager.plan_store(request_id, done * size, tables, self._now)
             if first < done == count:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, make_block_keys
 from kvdisk.cli.replay.engine import GpuPool
 from kvdisk.config import Config
@@ -419,7 +419,7 @@ class Engine:
         self._block_tokens = geometry.groups[0].block_tokens
         step_blocks = settings.step_tokens // self._block_tokens * settings.at_once
         self.pool = _Pool(settings.gpu_blocks, step_blocks, caches=True)
-        self.parts: SchedulerParts = assemble_scheduler(config, geometry, self.pool, fingerprint, {"model": "week"})
+        self.parts: SchedulerHalf = assemble_scheduler(config, geometry, self.pool, fingerprint, {"model": "week"})
         self.manager = self.parts.manager
         self.journal = self.manager.publish()
         self.worker = Worker(config, geometry, fingerprint, drive, settings.gpu_blocks, faults)
@@ -505,7 +505,7 @@ class Engine:
                 manager.preempt(preempted, self.now)
         for request, tokens in scheduled:
             with self.times.of("store"):
-                if manager.may_offer(request.id, tokens):
+                if manager.note_scheduled(request.id, tokens):
                     manager.plan_store(request.id, tokens, [request.blocks], self.now)
         computed = sum(tokens - request.gpu_tokens for request, tokens in scheduled)
         with self.times.of("plan"):
@@ -644,7 +644,7 @@ class Engine:
             return
         self.running.remove(request)
         with self.times.of("store"):
-            if self.manager.may_offer(request.id, request.gpu_tokens):
+            if self.manager.note_scheduled(request.id, request.gpu_tokens):
                 self.manager.plan_store(request.id, request.gpu_tokens, [request.blocks], self.now)
         self._forget(request)
         self._free(request)

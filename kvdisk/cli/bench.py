@@ -135,7 +135,7 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
     token_bytes = tokens_per_s = None
     if geometry is not None:
         in_slots = sum(group.slot_bytes / group.block_tokens for group in geometry.groups)
-        token_bytes = round(in_slots * geometry.part_count)
+        token_bytes = round(in_slots * geometry.shard_count)
         tokens_per_s = read / token_bytes
     verdict = _verdict(tokens_per_s, prefill)
     speeds = (block_bytes, read, run_read, write)

@@ -249,7 +249,7 @@ def look(config: Config, geometry: Geometry | None, engines: int, problems: Sequ
         answer.cpu = fit_cpu(geometry, config.cpu_bytes) if config.cpu_bytes else None
         if config.nvme_bytes is not None:
             answer.nvme = fit_nvme(geometry, config.nvme_bytes, len(config.store_dirs))
-        answer.token_bytes = round(token_bytes(geometry, geometry.part_count))
+        answer.token_bytes = round(token_bytes(geometry, geometry.shard_count))
     for path in list_directories(config.store_dirs) if config.store_dirs else ():
         answer.directories.append(_look_at(path, config, geometry, answer))
     answer.problems += _without_room(answer)

@@ -219,7 +219,7 @@ def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_t
         block_tokens=geometry.hash_tokens,
         token_bytes=round(token_bytes(geometry, geometry.rank_count * filled)),
         token_bytes_rank=round(token_bytes(geometry, 1)),
-        token_bytes_drive=round(token_bytes(geometry, geometry.part_count * filled)),
+        token_bytes_drive=round(token_bytes(geometry, geometry.shard_count * filled)),
         groups=[{name: getattr(group, name) for name in _GROUP_FIELDS} for group in geometry.groups],
         context_tokens=context_tokens,
         notes=list(model.notes),
@@ -277,7 +277,7 @@ def fit_nvme(
     """Return what fits into the NVMe tier. ``filled``: how much of all payloads is KV. Raises
     ConfigError where nothing does."""
     layout = nvme_layout_in(nvme_bytes, Config().segment_bytes, geometry, drive_count)
-    parts = geometry.part_count * filled
+    parts = geometry.shard_count * filled
     return _fit(geometry, layout.class_slots(geometry), nvme_bytes, parts, context_tokens)
 
 

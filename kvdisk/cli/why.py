@@ -60,7 +60,7 @@ from kvdisk.device.telemetry_file import read_telemetry
 from kvdisk.errors import ConfigError, CorruptRecord
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
 from kvdisk.manager.catalog import ABSENT, READY
-from kvdisk.manager.lookup import Lookups
+from kvdisk.manager.prefix_match import Lookups
 
 NONE_HASH_SEED = "vllm-none-hash"
 """vLLM: what the hash before the first block is made of, unless PYTHONHASHSEED is set."""
@@ -300,7 +300,7 @@ class _Searched:
         return [key for keys in self.keys for key in keys if not self.has(key)]
 
     @property
-    def part_count(self) -> int:
+    def shard_count(self) -> int:
         """How many parts a block has. Raises ConfigError."""
         ranks: Any = described_geometry(self.namespace.record).get("ranks")
         if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
@@ -399,7 +399,7 @@ def explain(
     problems, far = index_problems(homes), None
     if remote is not None:
         assert remote.remote is not None
-        there = remote_blocks(remote, mine.id, asked.missing, asked.part_count)
+        there = remote_blocks(remote, mine.id, asked.missing, asked.shard_count)
         far = FoundFar(remote.remote, None if there is None else asked.hit_with(there, len(tokens)))
         problems += ("the remote store did not answer: see kvdisk check",) if there is None else ()
     return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, problems, far, asked.resets)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
 
-    from kvdisk.assembly import SchedulerParts, WorkerParts
+    from kvdisk.assembly import SchedulerHalf, WorkerHalf
 
 logger = logging.getLogger("kvdisk.connector")
 
@@ -66,7 +66,7 @@ class SchedulerOff:
 
     def __init__(
         self,
-        parts: SchedulerParts | None,
+        parts: SchedulerHalf | None,
         unsent: Mapping[str, Sequence[Sequence[int]]],
         *,
         publishes: bool,
@@ -161,7 +161,7 @@ class WorkerOff:
     """
 
     def __init__(
-        self, parts: WorkerParts | None, loads: RequestLoads, failed_blocks: set[int], *, by_block: bool
+        self, parts: WorkerHalf | None, loads: RequestLoads, failed_blocks: set[int], *, by_block: bool
     ) -> None:
         self._parts = parts
         self._loads = loads

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.connector.adapter import (
     VLLM_TIERS,
@@ -79,7 +79,7 @@ class SchedulerSide:
             )
         self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
         self._context: BlockPoolContext | None = None
-        self._parts: SchedulerParts | None = None
+        self._parts: SchedulerHalf | None = None
         self._mailbox = Mailbox()
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
@@ -159,7 +159,7 @@ class SchedulerSide:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Follow a request, with a LoRA adapter from when it is known what that holds."""
+        """Follow a request; one with a LoRA adapter once the adapter's files are hashed."""
         if request.lora_request is not None:
             self._adapters.arrived(request, time.monotonic())
         else:
@@ -245,7 +245,7 @@ class SchedulerSide:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
             self._follow_session(request)
-            if self._manager.may_offer(request.request_id, computed_tokens):
+            if self._manager.note_scheduled(request.request_id, computed_tokens):
                 self._manager.note_time(int(time.time()))
                 self._describe(request)
                 tables = self._groups.tables(block_ids)
@@ -274,7 +274,7 @@ class SchedulerSide:
             # final.
             computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
             self._follow_session(request)
-            if manager.may_offer(request_id, computed_tokens):
+            if manager.note_scheduled(request_id, computed_tokens):
                 self._describe(request)
                 block_ids = block_tables(state, request_id)
                 if block_ids is not None:

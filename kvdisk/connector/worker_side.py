@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdisk.assembly import WorkerParts, assemble_worker
+from kvdisk.assembly import WorkerHalf, assemble_worker
 from kvdisk.config import Config
 from kvdisk.connector.adapter import (
     deployment_of,
@@ -48,7 +48,7 @@ class WorkerSide:
         alone = len(kv_cache_config.kv_cache_groups) == 1
         self._by_block = alone and geometry_of(vllm_config, kv_cache_config).groups[0].reads_all
         self._stages: list[list[KVCacheGroupSpec]] = []
-        self._parts: WorkerParts | None = None
+        self._parts: WorkerHalf | None = None
         self._loads = RequestLoads()
         self._report = Report()
         self.failed_blocks: set[int] = set()

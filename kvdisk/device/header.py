@@ -77,7 +77,7 @@ _ZEROS = bytes(HEADER_SUM_OFFSET - FIELDS_BYTES)
 
 
 class SlotIdentity(NamedTuple):
-    """Which block a slot holds, and which rank's part of it: what a reader knows beforehand."""
+    """Which block a slot holds, and which rank's shard of it: what a reader knows beforehand."""
 
     namespace: Namespace
     key: BlockKey

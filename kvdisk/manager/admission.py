@@ -36,11 +36,11 @@ class AdmissionPolicy:
         return [True] * len(keys)
 
     def watch(self, orders: Sequence[TailFirst]) -> None:
-        """Learn who decides what leaves the tier, by size class."""
+        """Be given the eviction orders of the tier, by size class. Once, before any other call."""
 
     def note_room(self, free: int, total: int) -> None:
-        """Learn, once a step, how many of the tier's slots are free, of all that it may have,
-        counted in slots of the smallest size."""
+        """Take note, once a step, of the tier's free slots and of all that it may have, counted in
+        slots of the smallest size."""
 
     def reset(self) -> None:
         """Forget all counts: the KV they stood for is gone."""
@@ -74,11 +74,11 @@ class AdmitLearned(AdmissionPolicy):
     def __init__(self, history: ReuseHistory) -> None:
         self._history = history
         self._is_full = False
-        self._orders: Sequence[TailFirst] = ()
+        self._evictors: Sequence[TailFirst] = ()
 
     def watch(self, orders: Sequence[TailFirst]) -> None:
         """Compare with what these would let leave."""
-        self._orders = orders
+        self._evictors = orders
 
     @property
     def admits_all(self) -> bool:
@@ -89,7 +89,7 @@ class AdmitLearned(AdmissionPolicy):
         """Return of each block whether it is worth its write."""
         if self.admits_all:
             return [True] * len(keys)
-        history, rate = self._history, max(order.least_rate() for order in self._orders)
+        history, rate = self._history, max(order.least_rate() for order in self._evictors)
         gains: dict[tuple[int, int], bool] = {}
         answers: list[bool] = []
         for key in keys:

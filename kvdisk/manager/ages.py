@@ -36,7 +36,7 @@ class Ages:
         now."""
 
     def note_time(self, now_s: int) -> None:
-        """Learn what time it is, in seconds since the Unix epoch."""
+        """Set the time, in seconds since the Unix epoch."""
         self._state.now_s = now_s
         if self._config.max_age_s is None:
             return

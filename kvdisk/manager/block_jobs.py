@@ -20,7 +20,7 @@ from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import MOST_COUNTED
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.reuse import STATES, Visit
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
@@ -29,7 +29,7 @@ MOST_NEW: Final = 1 << 16
 """Blocks that were counted when they were put, and that no request was said to have reached
 since."""
 MOST_CHAINS: Final = 1024
-"""Of those the chains that may go on with the next put."""
+"""Chains of these blocks that the next put may go on with."""
 MOST_USED: Final = 4096
 """Blocks that a step refreshes the recency of, and goes on with in the next."""
 
@@ -69,21 +69,21 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """Blocks of one kind that a request wants, which are counted part by part. ``at``, ``kin``: up
-    to where, and what ``ReuseHistory.count`` said of these."""
+    """Blocks of one kind that a request wants, which are counted part by part. ``at``: the first
+    that is not counted. ``origin``: what ``ReuseHistory.count`` returned for those before it."""
 
     request: str
     keys: list[BlockKey]
     visit: Visit
     at: int = 0
-    kin: int = 0
+    origin: int = 0
 
 
 class BlockJobs:
     """Stores and loads blocks by key, in the first tier. ``wanted``: slots by size class that
     offers wait for; at least one of each, so that there is some room for what comes first."""
 
-    def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: Hints, ages: Ages) -> None:
+    def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: PeerHints, ages: Ages) -> None:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._transfers = parts.transfers
@@ -99,7 +99,7 @@ class BlockJobs:
         self._new: dict[BlockKey, None] = {}
         """See ``MOST_NEW``; the first that came goes first."""
         self._chains: dict[BlockKey, tuple[Visit, int]] = {}
-        """See ``MOST_CHAINS``; by the last block, the visit that counted it and the kin of what
+        """See ``MOST_CHAINS``; by the last block, the visit that counted it and the origin of what
         comes behind."""
         self._used: deque[list[BlockKey]] = deque()
         """Blocks of requests, in the order of their prompts, whose recency is not refreshed yet."""
@@ -176,7 +176,7 @@ class BlockJobs:
         while left > 0 and self._uncounted:
             wanted = self._uncounted[0]
             end = int(min(len(wanted.keys), wanted.at + left))
-            wanted.kin = self._history.count(wanted.keys, wanted.at, end, wanted.kin, wanted.visit)
+            wanted.origin = self._history.count(wanted.keys, wanted.at, end, wanted.origin, wanted.visit)
             left -= end - wanted.at
             wanted.at = end
             if end == len(wanted.keys):
@@ -207,11 +207,11 @@ class BlockJobs:
         visit; the next turn of a conversation is another."""
         begun = self._chains.pop(parent, None) if parent is not None else None
         if begun is not None:
-            visit, kin = self._history.go_on(begun[0], len(keys)), begun[1]
+            visit, origin = self._history.go_on(begun[0], len(keys)), begun[1]
         else:
             visit = self._history.begin(0, len(keys))
-            kin = self._history.kin_behind(parent) if parent is not None else 0
-        self._chains[keys[-1]] = visit, self._history.count(keys, 0, len(keys), kin, visit)
+            origin = self._history.origin_behind(parent) if parent is not None else 0
+        self._chains[keys[-1]] = visit, self._history.count(keys, 0, len(keys), origin, visit)
 
     def _groups_of(self, keys: Sequence[BlockKey]) -> list[int]:
         return [0] * len(keys) if len(self._geometry.groups) == 1 else list(map(group_of, keys))
@@ -271,7 +271,7 @@ class BlockJobs:
     ) -> list[tuple[int, int, Slot]]:
         """Return positions with their rows in the catalog and their slots."""
         target, states = self._target, self._catalog.columns(self._target.tier).states
-        if not target.refresh_writable(now):
+        if not target.update_writable(now):
             answer.hopeless += [at for at, _ in wanted]
             return []
         vacant = [(at, row) for at, row in wanted if row == NONE or states[row] == ABSENT]
@@ -302,7 +302,7 @@ class BlockJobs:
         return record
 
     def await_room(self, offers: Sequence[Offer]) -> None:
-        """Learn which offers wait for room after this step's ones were answered."""
+        """Take note of the offers that wait for room, at the end of a step's offers."""
         self._waiting = Counter(self._class_of[group_of(offer.key)] for offer in offers)
 
     def give_up(self, count: int) -> None:

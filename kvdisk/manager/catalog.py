@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
+from kvdisk.manager.parents import parents_among, without_circles
 
 NONE: Final = -1
 """No row."""
@@ -30,8 +31,8 @@ NONE: Final = -1
 TierChoice = Collection[Tier] | None
 """Tiers that count; None: all."""
 
-number_of: Callable[[BlockKey], int] = xxh3_64_intdigest
-"""Return a key's number, of 64 bits, for tables by hash: the same in every process."""
+key_hash: Callable[[BlockKey], int] = xxh3_64_intdigest
+"""Return the 64-bit hash of a key, for tables by hash: the same in every process."""
 
 
 class CopyState(IntEnum):
@@ -52,11 +53,11 @@ BEFORE: Final = {
 }
 """The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
 _PRESENCE_OF = bytes((ABSENT, WRITING, READY, ABSENT))
-"""The presence of a block by the state of its only copy, which its tier lets be read."""
+"""The presence of a block, by the state of its only copy where that can be read."""
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 _FEW = 8
-"""Of fewer keys an array costs more than it saves."""
+"""Keys below which an array costs more than it saves."""
 
 
 class CopyCounts(Protocol):
@@ -106,7 +107,24 @@ class TierColumns:
         self.states[:] = bytes([READY]) * len(segments)
         np.frombuffer(self.segments, np.uint32)[:] = segments
         np.frombuffer(self.indices, np.uint32)[:] = indices
-        self.link(range(len(segments)))
+        self._link_all()
+
+    def _link_all(self) -> None:
+        """Hang the copies of all rows on their parents, as ``link`` does one by one; none hangs
+        yet."""
+        parent_rows = np.frombuffer(self._parent_rows, np.int32)
+        first, after, before = (
+            np.frombuffer(links, np.int32) for links in (self.first_child, self.next_child, self._previous_child)
+        )
+        rows = np.flatnonzero(parent_rows != NONE).astype(np.int32)
+        first[parent_rows[rows]] = rows  # the last of each parent stays
+        has_several = np.zeros(len(first), np.bool_)
+        has_several[parent_rows[rows[first[parent_rows[rows]] != rows]]] = True
+        rows = rows[has_several[parent_rows[rows]]]
+        rows = rows[np.argsort(parent_rows[rows], kind="stable")]
+        are_siblings = parent_rows[rows[1:]] == parent_rows[rows[:-1]]
+        after[rows[1:][are_siblings]] = rows[:-1][are_siblings]
+        before[rows[:-1][are_siblings]] = rows[1:][are_siblings]
 
     def link(self, rows: Iterable[int]) -> None:
         """Hang copies that have begun on their parents."""
@@ -154,7 +172,7 @@ class TierColumns:
         return _PRESENCE_OF[state]
 
     def presences(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-        """As ``presence``, of many rows."""
+        """Return the ``presence`` of each row."""
         states = np.frombuffer(self.states, np.uint8)[rows]
         found = np.frombuffer(_PRESENCE_OF, np.uint8)[states]
         if self.hidden:
@@ -235,7 +253,7 @@ class Catalog:
         return [NONE if row != NONE and is_placeholder[row] else row for row in found]
 
     def find_many(self, keys: Iterable[BlockKey]) -> NDArray[np.intp]:
-        """As ``find_all``, of many blocks."""
+        """Return what ``find_all`` does, as an array: for many keys."""
         rows = np.array(list(map(self._rows.get, keys, repeat(NONE))), np.intp)
         if self._is_placeholder:
             rows[np.frombuffer(self._is_placeholder, np.bool_)[rows]] = NONE  # the last one's, where there is none
@@ -316,16 +334,16 @@ class Catalog:
         np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
         np.frombuffer(self.stored_s, np.uint32)[:] = blocks.stored_s
         np.frombuffer(self.tenants, np.uint64)[:] = blocks.tenants
-        parent_rows = np.fromiter(map(self._rows.get, blocks.each_parent(), repeat(NONE)), np.int32, count)
+        parent_rows = parents_among(blocks, self._rows)
         lacking = (parent_rows == NONE) & (blocks.parent_bytes > 0)
-        parent_rows = _without_circles(parent_rows)
+        parent_rows = without_circles(parent_rows)
         np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows
         counts = np.bincount(parent_rows[parent_rows != NONE], minlength=count)
         np.frombuffer(self._child_counts, np.uint32)[:] = counts
         self._columns[tier].fill(blocks.segments, blocks.indices)
-        rows = np.flatnonzero(lacking).tolist()
-        self._follow(rows, compress(blocks.each_parent(), lacking))
-        self._columns[tier].link(rows)
+        if rows := np.flatnonzero(lacking).tolist():
+            self._follow(rows, compress(blocks.each_parent(), lacking))
+            self._columns[tier].link(rows)
         if (share := self._columns[tier].share) is not None:
             share.begun(range(count))
         self.gains += 1
@@ -378,7 +396,7 @@ class Catalog:
         return None
 
     def readable_tiers(self, rows: NDArray[np.intp], tiers: TierChoice = None) -> NDArray[np.uint8]:
-        """As ``readable_tier``, of many rows; 0: none."""
+        """Return the ``readable_tier`` of each row, 0: none."""
         found = np.zeros(len(rows), np.uint8)
         there = np.flatnonzero(rows != NONE)
         for tier, columns in reversed(self._columns.items()) if len(there) else ():
@@ -398,7 +416,7 @@ class Catalog:
         return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))), tiers)
 
     def presences_of(self, rows: Sequence[int], tiers: TierChoice = None) -> bytes:
-        """As ``presences``, of the blocks of some rows; ABSENT of no row."""
+        """Return the ``presences`` of rows; that of NONE is ABSENT."""
         wanted = [columns for tier, columns in self._columns.items() if tiers is None or tier in tiers]
         if not self._rows or not wanted:
             return bytes(len(rows))
@@ -508,7 +526,7 @@ class Catalog:
             pins[row] += 1
 
     def pin_many(self, rows: NDArray[np.intp], tier: Tier) -> None:
-        """As ``pin``, of many rows, each of which is there once."""
+        """Hold READY copies for one job: for many rows, each of which is there once."""
         states, pins = self._columns[tier].states, self._columns[tier].pins
         assert (np.frombuffer(states, np.uint8)[rows] == READY).all()
         np.frombuffer(pins, np.uint32)[rows] += 1
@@ -546,16 +564,3 @@ class Catalog:
         self.gains += is_noted and now != ABSENT
         # What becomes READY in a hidden segment is not on its way any more.
         self.losses += is_noted and (now == ABSENT or bool(columns.hidden))
-
-
-def _without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents; NONE where the way from a block to its head has no end: a damaged
-    record says so."""
-    ahead = parent_rows.copy()
-    for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
-        on_way = np.flatnonzero(ahead != NONE)
-        if not len(on_way):
-            return parent_rows
-        ahead[on_way] = ahead[ahead[on_way]]
-    parent_rows[ahead != NONE] = NONE
-    return parent_rows

@@ -17,7 +17,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.tiers import Tiers, TierSpace
 from kvdisk.messages import JobKind, Move, Reason
 
@@ -60,7 +60,7 @@ class Read:
 class Copies:
     """Begins and ends the copies that jobs read and write."""
 
-    def __init__(self, parts: Parts, tiers: Tiers, hints: Hints) -> None:
+    def __init__(self, parts: Parts, tiers: Tiers, hints: PeerHints) -> None:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._stats = parts.stats
@@ -149,7 +149,7 @@ class Copies:
         tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
         catalog.pin(tails, target.tier)
         classes = [class_of[group] for group, _ in blocks]
-        places = target.within_share(classes, tenants, in_order=in_order)
+        places = target.fit_to_share(classes, tenants, in_order=in_order)
         wanted = classes if len(places) == len(classes) else [classes[at] for at in places]
         free = {each: deque(target.allocate(each, wanted.count(each))) for each in dict.fromkeys(wanted)}
         catalog.unpin(tails, target.tier)

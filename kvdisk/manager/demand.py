@@ -28,7 +28,7 @@ class _Stretch:
     group: int
     start: int
     stop: int
-    kin: int
+    origin: int
     visit: Visit
 
 
@@ -84,9 +84,9 @@ class Demand:
         if start >= stop:
             return
         end, times = self._visit(request, group, stop)
-        self._put_off.append(_Stretch(request, group, start, stop, request.kin[group], times))
+        self._put_off.append(_Stretch(request, group, start, stop, request.origin[group], times))
         request.counted[group] = stop
-        request.kin[group] = self._history.kin_behind(request.keys[group][stop - 1])
+        request.origin[group] = self._history.origin_behind(request.keys[group][stop - 1])
         if stop == end:
             self._uncounted.pop((request, group), None)
 
@@ -99,7 +99,7 @@ class Demand:
             # Nothing has more uses than what it follows, which has not its last one yet.
             times = times._replace(most=max(1, self._history.known(keys[start - 1])[0]))
         stop = request.counted[group] = min(stop, end)
-        request.kin[group] = self._history.count(keys, start, stop, request.kin[group], times)
+        request.origin[group] = self._history.count(keys, start, stop, request.origin[group], times)
         self._want(request, keys[start:stop])
         if stop < end:
             self._uncounted[request, group] = None
@@ -113,7 +113,7 @@ class Demand:
             late = self._put_off[0]
             start, late.start = late.start, min(late.stop, late.start + left)
             keys = late.request.keys[late.group]
-            late.kin = self._history.count(keys, start, late.start, late.kin, late.visit)
+            late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
             self._want(late.request, keys[start : late.start])
             left -= late.start - start
             if late.start == late.stop:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a tier to the next: which copies that is asked to take, which of them wait, and the jobs
-that write them.
+"""Write-behind from a tier to the next: which copies that is to take, and the jobs that write them.
 
-A copy that waits is not evicted: it is about to be written. At most half of the upper tier's slots
-wait, so that the other half always serves new blocks (invariant 8); of one slot that one. Scheduler
-thread only.
+It works as a page cache does. A copy of the upper tier is *dirty* once the lower tier has admitted
+it, until it is being written there; any other copy is *clean*. Only clean copies are evicted, and
+eviction passes over dirty ones where they stand in its order. At most half of the upper tier's
+slots are dirty (at least one), so that the others always serve new blocks (invariant 8): what is
+admitted beyond that stays clean, and may be lost. While the lower tier takes no writes
+(``blocked``), dirty copies may be evicted, too. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kvdisk.blocks import JobId, Slot, group_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.messages import JobKind
@@ -35,11 +37,11 @@ _TURN_BITS = 32
 class Demotions:
     """Moves copies from one tier to the next.
 
-    ``stalls``: the lower tier takes no writes now. Then queued copies may be evicted for room, too,
-    and the lower tier never gets those.
+    ``blocked``: the lower tier takes no writes now. Dirty copies may then be evicted for room, and
+    the lower tier never gets those.
     """
 
-    def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, hints: Hints, copies: Copies) -> None:
+    def __init__(self, parts: Parts, upper: TierSpace, lower: TierSpace, hints: PeerHints, copies: Copies) -> None:
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._stats = parts.stats
@@ -52,49 +54,48 @@ class Demotions:
         """Whether a part of a prompt's blocks can serve nobody."""
         self._hints = hints
         self._copies = copies
-        self._queued = RowLists(len(upper.pool.total))
-        """By size class, in the order of ``_turns``."""
+        self._dirty = RowLists(len(upper.pool.total))
+        """The dirty copies by size class, in the order of ``_turns``."""
         self._turns = array("Q")
-        """Of a queued row: the lowest is written first, whatever its size class."""
+        """By row of a dirty copy: the lowest turn is written first, whatever its size class."""
         self._offers = 0
         self._jobs: list[JobId] = []
-        self.stalls = False
+        self.blocked = False
         self._behind: set[int] = set()
         """Copies that would serve nobody below, since what they follow is not there, or has the
-        only room: they are not queued until they are used."""
-        self.leave_soon: list[set[int]] = [set() for _ in upper.pool.total]
-        """By size class: copies of the upper tier that were to leave it, and were queued instead,
-        since it had room last. Their copies below do not leave: they would be written again and
-        again."""
+        only room. They stay clean until they are used."""
+        self.deferred: list[set[int]] = [set() for _ in upper.pool.total]
+        """By size class: copies whose eviction waits for their write, since the upper tier had room
+        last. What they have below does not leave: it would be written again and again."""
         upper.lower, lower.upper = self, self
 
     # -- what is asked -----------------------------------------------------------------------------
 
     def offer(self, rows: Sequence[int], *, own: bool = False) -> None:
-        """Queue those READY copies that the lower tier admits, and neither has nor can read from a
-        neighbour; no more than there is place for.
+        """Make READY copies dirty that the lower tier admits, and neither has nor can read from a
+        neighbour; no more than may be dirty.
 
-        Asked when a copy becomes READY, and each time its key's count may have risen. ``own``: also
-        what a neighbour has; these are to leave as soon as the lower tier has them.
+        Called when a copy becomes READY, and each time its key's count may have risen. ``own``:
+        also copies that a neighbour has; all of these leave as soon as the lower tier has them.
         """
         if self._lower.status.works:
-            queued = self._queue(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
+            queued = self._make_dirty(self._admitted(self._lacking(rows, own=own)), whole=self._needs_all)
             if own:
                 self._mark(queued)
 
-    def leaving(self, rows: Sequence[int]) -> list[int]:
-        """Offer copies once more before they leave for room. Return which leave: not those that
-        wait for their demotion from now on, nor what these follow.
+    def offer_before_eviction(self, rows: Sequence[int]) -> list[int]:
+        """Offer copies once more, which are about to be evicted. Return which may go: not those
+        that become dirty by it, nor what these follow. One that was dirty already goes.
 
-        Counts why those that will be nowhere then were not wanted. ``rows``: of one chain the tail
-        first.
+        Counts the copies that will be in no tier then, by the reason. ``rows``: the tail of a chain
+        comes before its head.
         """
         status = self._lower.status
         if not status.works:
             return list(rows)
         lacking = self._lacking(rows)
         admitted = self._admitted(lacking)
-        stay, parent_rows = set(self._queue(admitted)), self._catalog.parent_rows
+        stay, parent_rows = set(self._make_dirty(admitted)), self._catalog.parent_rows
         self._mark(stay)
         leaving: list[int] = []
         for row in rows:
@@ -118,30 +119,29 @@ class Demotions:
         return share is not None and tenant != 0 and share.left(size_class, tenant) <= 0
 
     def _lacking(self, rows: Sequence[int], *, own: bool = False) -> list[int]:
-        """Return of which READY copies the lower tier has none, nor (unless ``own``) a neighbour of
-        it."""
+        """Return the READY copies that the lower tier lacks; unless ``own``, without those that a
+        neighbour has."""
         keys, near = self._catalog.keys, self._hints.neighbours.near(self._lower.tier)
         above, below = (self._catalog.columns(space.tier).states for space in (self._upper, self._lower))
         lacking = [row for row in rows if above[row] == READY and below[row] == ABSENT]
         return [row for row in lacking if keys[row] not in near] if near and not own else lacking
 
     def _admitted(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return which copies the lower tier lets in: also what copies there follow, for these
-        would serve nobody without it."""
+        """Return which copies the lower tier admits. A copy that others there follow is always
+        admitted: they would serve nobody without it."""
         if not rows or self._lower.admission.admits_all:
             return rows
         keys, parents = [self._catalog.keys[row] for row in rows], list(map(self._catalog.parent, rows))
         followers, answers = self._catalog.columns(self._lower.tier).first_child, self._lower.admits(keys, parents)
         return [row for row, is_let_in in zip(rows, answers, strict=True) if is_let_in or followers[row] != NONE]
 
-    def _queue(self, rows: Sequence[int], *, whole: bool = False) -> list[int]:
-        """Queue what is not queued, as far as there is place; return that. ``whole``: nothing where
-        there will be place for all, and is not now: parts of prompts would take what whole ones
-        need."""
-        if all(self.count(each) >= self.limit(each) for each in range(len(self._queued.counts))):
+    def _make_dirty(self, rows: Sequence[int], *, whole: bool = False) -> list[int]:
+        """Make clean copies dirty, as many as may be; return those. ``whole``: none where all could
+        be dirty, but not now: parts of prompts would take the place of whole ones."""
+        if all(self.count(each) >= self.limit(each) for each in range(len(self._dirty.counts))):
             return []
         rows = self._without_gaps(rows)
-        before = set(self._queued.held(rows))
+        before = set(self._dirty.held(rows))
         by_class = self._upper.by_class(self._take_turns([row for row in rows if row not in before]))
         if whole and any(
             self.limit(each) - self.count(each) < len(alike) <= self.limit(each) for each, alike in by_class
@@ -150,15 +150,15 @@ class Demotions:
         queued: list[int] = []
         for size_class, alike in by_class:
             fitting = alike[: max(0, self.limit(size_class) - self.count(size_class))]
-            self._queued.append(fitting, repeat(size_class))
+            self._dirty.append(fitting, repeat(size_class))
             queued += fitting
         return queued
 
     def _without_gaps(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the rows but for those that would serve nobody below: behind one that was refused
-        its room, or that is in neither tier. Before each comes what it follows, where that has left
-        the lower tier and is in the upper one; not where that is far. ``rows``: of one chain the
-        tail first, or last."""
+        """Return the rows without those that would serve nobody below: they follow one that found
+        no room there, or is in neither tier. A row's parent is put before it where that has left
+        the lower tier and is in the upper one, within ``MOST_WALKED``. ``rows``: each chain in
+        order, from its tail or its head."""
         above, behind = self._catalog.columns(self._upper.tier).states, self._behind
         found: dict[int, None] = {}
         left = MOST_WALKED
@@ -180,17 +180,17 @@ class Demotions:
         return list(found)
 
     def _missing_parent(self, row: int) -> int:
-        """Return what a row follows, where the lower tier lacks that and does not get it; else
-        NONE. What a group reads without all before it misses nothing."""
+        """Return the parent of a row where the lower tier lacks it, and does not get it; else
+        NONE. In a group that reads less than all before a block no parent is missed."""
         catalog, parent = self._catalog, self._catalog.parent_rows[row]
-        if parent == NONE or parent in self._queued or catalog.columns(self._lower.tier).states[parent] != ABSENT:
+        if parent == NONE or parent in self._dirty or catalog.columns(self._lower.tier).states[parent] != ABSENT:
             return NONE
         is_whole = self._groups[group_of(catalog.keys[row])].reads_all
         return parent if is_whole and catalog.keys[parent] not in self._hints.known else NONE
 
     def _take_turns(self, rows: Sequence[int]) -> Sequence[int]:
-        """Give rows that are offered at once their turns, and return them in that order: the groups
-        of a prompt go on side by side. A hit needs them all."""
+        """Give rows that are offered together their turns, and return them in that order. The
+        groups of a prompt take turns, because a hit needs them all."""
         lacking = max(rows, default=-1) + 1 - len(self._turns)
         if lacking > 0:
             self._turns.frombytes(bytes((lacking + GROWN_ROWS) * self._turns.itemsize))
@@ -207,17 +207,18 @@ class Demotions:
             found.setdefault(group_of(self._catalog.keys[row]), []).append(row)
         return found.values()
 
-    # -- what is queued ----------------------------------------------------------------------------
+    # -- what is dirty -----------------------------------------------------------------------------
 
-    def is_queued(self, row: int) -> bool:
-        """Whether a copy waits for its demotion."""
-        return row in self._queued
+    def is_dirty(self, row: int) -> bool:
+        """Return whether a copy is dirty."""
+        return row in self._dirty
 
-    def may_leave_below(self, rows: Sequence[int]) -> list[int]:
-        """Return which copies of the lower tier may leave for what is queued. What something queued
-        follows stays, and that is refused, with what waits behind it: it would serve nobody there.
+    def clean_followers(self, rows: Sequence[int]) -> list[int]:
+        """Return which copies of the lower tier may leave for what is dirty. One that a dirty copy
+        follows stays, and that one becomes clean, with all dirty ones behind it: they would serve
+        nobody there.
 
-        ``rows``: of one chain the tail first.
+        ``rows``: the tail of a chain comes before its head.
         """
         if not self.total:
             return list(rows)
@@ -225,7 +226,7 @@ class Demotions:
         for row in rows:
             waiting = self._waiting_behind(row)
             if waiting:
-                self._queued.remove(waiting)
+                self._dirty.remove(waiting)
                 self._behind.update(waiting)
             if waiting or row in staying:
                 staying.add(parent_rows[row])
@@ -234,15 +235,15 @@ class Demotions:
         return leaving
 
     def _waiting_behind(self, row: int) -> list[int]:
-        """Return the queued copies that follow a row, directly or behind each other; none where a
-        group reads less than all: there the later one is worth more."""
+        """Return the dirty copies that follow a row, directly or behind each other; none where a
+        group reads less than all before a block: there the later block is worth more."""
         found: list[int] = []
         if self._groups[group_of(self._catalog.keys[row])].reads_all:
             columns, looked_at = self._catalog.columns(self._upper.tier), [row]
             while looked_at:
                 child = columns.first_child[looked_at.pop()]
                 while child != NONE:
-                    if child in self._queued:
+                    if child in self._dirty:
                         found.append(child)
                         looked_at.append(child)
                     child = columns.next_child[child]
@@ -250,46 +251,47 @@ class Demotions:
 
     def forget(self, rows: Sequence[int]) -> None:
         """Copies have ended in the upper tier."""
-        self._queued.remove(rows)
+        self._dirty.remove(rows)
         self.used(rows)
 
     def used(self, rows: Sequence[int]) -> None:
-        """Copies were used in the upper tier: they do not leave it soon, and are offered anew."""
+        """Copies were used in the upper tier: they do not leave it soon, and may become dirty
+        again."""
         if self._behind:
             self._behind.difference_update(rows)
-        for marked in self.leave_soon:
+        for marked in self.deferred:
             if marked:
                 marked.difference_update(rows)
 
     def _mark(self, rows: Collection[int]) -> None:
         for size_class, alike in self._upper.by_class(list(rows)):
-            self.leave_soon[size_class].update(alike)
+            self.deferred[size_class].update(alike)
 
     def count(self, size_class: int) -> int:
-        """Return how many copies of a size class are queued."""
-        return self._queued.counts[size_class]
+        """Return how many copies of a size class are dirty."""
+        return self._dirty.counts[size_class]
 
     def limit(self, size_class: int) -> int:
-        """Return how many copies of a size class may be queued."""
+        """Return how many copies of a size class may be dirty."""
         return max(1, self._upper.pool.total[size_class] // 2)
 
     @property
     def total(self) -> int:
-        """How many copies are queued."""
-        return sum(self._queued.counts)
+        """How many copies are dirty."""
+        return sum(self._dirty.counts)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> None:
-        """Make room in the lower tier for what is queued; plan jobs for what finds some."""
+        """Make room in the lower tier for what is dirty; plan jobs for what finds some."""
         lower = self._lower
         if not lower.status.works:
-            self._queued = RowLists(len(self._queued.counts))
+            self._dirty = RowLists(len(self._dirty.counts))
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        self.stalls = not self._affordable_bytes(now)
-        lower.make_room(now, list(self._queued.counts) if lower.share is None else self._within_shares(now))
-        has_room = {size_class for size_class, count in enumerate(self._queued.counts) if count}
+        self.blocked = not self._affordable_bytes(now)
+        lower.make_room(now, list(self._dirty.counts) if lower.share is None else self._within_shares(now))
+        has_room = {size_class for size_class, count in enumerate(self._dirty.counts) if count}
         while has_room and len(self._jobs) < MAX_DEMOTE_JOBS and (affordable := self._affordable_bytes(now)):
             wanted = self._next_rows(has_room, affordable)
             if not any(wanted.values()):
@@ -297,39 +299,43 @@ class Demotions:
             has_room -= self._plan_job(wanted)
 
     def _within_shares(self, now: float) -> list[int]:
-        """Make way in the lower tier for what this step may write; return how many that are, by
-        size class. What finds no room in its tenant's share is not queued any more."""
+        """Make way in the lower tier for what this step may write; return how many copies that
+        are, by size class. What finds no room in its tenant's share becomes clean."""
         if not self._affordable_bytes(now):
-            return [0] * len(self._queued.counts)
+            return [0] * len(self._dirty.counts)
         wanted: list[int] = []
         most = MAX_DEMOTE_MOVES * (MAX_DEMOTE_JOBS - len(self._jobs))
-        for size_class in range(len(self._queued.counts)):
-            rows = list(islice(self._queued.walk(size_class), most))
+        for size_class in range(len(self._dirty.counts)):
+            rows = list(islice(self._dirty.walk(size_class), most))
             tenants = [self._catalog.tenants[row] for row in rows]
-            let_in = self._lower.within_share([size_class] * len(rows), tenants, in_order=False)
+            let_in = self._lower.fit_to_share([size_class] * len(rows), tenants, in_order=False)
             if len(let_in) < len(rows):
                 beyond = set(rows).difference([rows[at] for at in let_in])
-                self._queued.remove(beyond)
+                self._dirty.remove(beyond)
                 self._behind.update(beyond)
-            wanted.append(sum(row in self._queued for row in rows))  # another may have gone, whose parent was to leave
+            wanted.append(sum(row in self._dirty for row in rows))  # another may have gone, whose parent was to leave
         return wanted
 
     def _affordable_bytes(self, now: float) -> float:
-        """Return how many bytes may go to the lower tier now: every limit of demotions is here.
+        """Return how many bytes may go to the lower tier now, 0 where they are less than a block.
 
-        While that is 0 queued copies may be evicted, an idle engine sleeps, and the remote store
-        does not wait for the queue.
+        A limit of demotions lowers this, and learns in ``_charge`` what was planned. While this is
+        0 dirty copies may be evicted, an idle engine sleeps until it has something else to do, and
+        the remote store does not wait for what is dirty.
         """
-        return self._lower.affordable_bytes if self._lower.refresh_writable(now) else 0
+        return self._lower.affordable_bytes if self._lower.update_writable(now) else 0
+
+    def _charge(self, count_bytes: int) -> None:
+        """So many bytes were planned to be written. The lower tier keeps account of its own."""
 
     def _next_rows(self, classes: Collection[int], left: float) -> dict[int, list[int]]:
-        """Return, by size class, the first that wait of some classes, whatever their class: of one
-        job, and of ``left`` bytes at most."""
+        """Return by size class the dirty copies of these classes whose turn is next: as many as one
+        job takes, of ``left`` bytes at most."""
         turns = self._turns
         wanted: dict[int, list[int]] = {size_class: [] for size_class in classes}
         waiting = merge(
             *(
-                zip(map(turns.__getitem__, self._queued.walk(each)), self._queued.walk(each), repeat(each))
+                zip(map(turns.__getitem__, self._dirty.walk(each)), self._dirty.walk(each), repeat(each))
                 for each in classes
             )
         )
@@ -341,8 +347,8 @@ class Demotions:
         return wanted
 
     def _plan_job(self, wanted: Mapping[int, Sequence[int]]) -> set[int]:
-        """Plan one job of rows that wait, by size class; return the classes that have no room for
-        all of theirs, or wait no more."""
+        """Plan one job that writes dirty copies, given by size class. Return the classes that are
+        done: there is no room for all of theirs, or none is dirty any more."""
         rows: list[int] = []
         slots: list[Slot] = []
         ended: set[int] = set()
@@ -350,21 +356,22 @@ class Demotions:
             found = self._lower.allocate(size_class, len(alike)) if alike else []
             rows += alike[: len(found)]
             slots += found
+            self._charge(len(found) * self._lower.bytes_of(size_class))
             if len(found) < len(alike) or len(found) == self.count(size_class):
                 ended.add(size_class)
         if not rows:
             return ended
-        self._queued.remove(rows)
+        self._dirty.remove(rows)
         moves, details = self._copies.begin_moves(rows, self._upper.tier, self._lower.tier, slots)
         record = self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch)
         self._jobs.append(record.job.id)
         return ended
 
-    def can_go_on(self, now: float, *, silent: bool) -> bool:
-        """Whether what is queued can be planned. False lets an idle engine sleep: what is queued
-        stays in the upper tier, and waits. ``silent``: nothing was heard of commits for long: none
-        is awaited."""
+    def has_work(self, now: float, *, silent: bool) -> bool:
+        """Return whether dirty copies can be written by further steps. False lets an idle engine
+        sleep: they stay in the upper tier. ``silent``: commits were silent for long, and none is
+        awaited."""
         return bool(self._affordable_bytes(now)) and any(
             count and self._lower.may_get_room(size_class, silent=silent)
-            for size_class, count in enumerate(self._queued.counts)
+            for size_class, count in enumerate(self._dirty.counts)
         )

@@ -68,7 +68,7 @@ class EvictionPolicy:
         """The tails of each class and standing."""
         self._own: TenantLists | None = None
         """The same of each tenant, where these are told apart, but for those that stay."""
-        self._numbers = bytearray()
+        self._list_of = bytearray()
         """By row: its class, or ``classes`` and its standing; ``_NOT_HERE``."""
         self._counts = [0] * self._kinds
         self._last = array("Q")
@@ -100,8 +100,8 @@ class EvictionPolicy:
         lacking = max(rows, default=-1) + 1 - len(self._last)
         if lacking > 0:
             self._last.extend(bytes(lacking + GROWN_ROWS))
-            self._numbers.extend(bytes([_NOT_HERE]) * (lacking + GROWN_ROWS))
-        last, numbers, counts, now = self._last, self._numbers, self._counts, self.now
+            self._list_of.extend(bytes([_NOT_HERE]) * (lacking + GROWN_ROWS))
+        last, numbers, counts, now = self._last, self._list_of, self._counts, self.now
         for row, number in zip(rows, self.classes_of(rows), strict=True):
             assert numbers[row] == _NOT_HERE, "inserted twice"
             last[row], numbers[row] = now, number
@@ -115,7 +115,7 @@ class EvictionPolicy:
         for row in self._held(rows):
             if row in lists:
                 continue
-            number = self._numbers[row]
+            number = self._list_of[row]
             newer = -1 if last[row] == now else self._first_not_older(lists, lists.oldest(number), last[row])
             if newer < 0:
                 lists.append((row,), (number,))
@@ -147,7 +147,7 @@ class EvictionPolicy:
     def unlist(self, rows: Iterable[int]) -> None:
         """Something follows these rows: propose them no more until they are tails again. NONE is
         ignored."""
-        lists, numbers, staying = self._lists, self._numbers, self.classes + PINNED
+        lists, numbers, staying = self._lists, self._list_of, self.classes + PINNED
         followed = [row for row in rows if row != NONE and row in lists and numbers[row] != staying]
         lists.remove(followed)
         if self._own is not None:
@@ -160,7 +160,7 @@ class EvictionPolicy:
         the copy, and when it reaches the block. The history counts that once.
         """
         rows = self._held(rows)
-        last, numbers, counts, now = self._last, self._numbers, self._counts, self.now
+        last, numbers, counts, now = self._last, self._list_of, self._counts, self.now
         for row, number in zip(rows, self.classes_of(rows), strict=True):
             last[row], before = now, numbers[row]
             if number > before:  # a key may be forgotten, but not while its copy is here
@@ -177,7 +177,7 @@ class EvictionPolicy:
         """A tail could not leave now: propose it later than others of its class. That is no use."""
         if row in self._lists:
             self._last[row] = self.now
-            self._lists.move(row, self._numbers[row])
+            self._lists.move(row, self._list_of[row])
             if self._own is not None:
                 self._append_own(self._own, (row,))
 
@@ -185,8 +185,8 @@ class EvictionPolicy:
         """Make each tail in turn the newest of its tenant, unless it is to stay."""
         own.remove(tails)
         staying = self.classes + PINNED
-        leaving = [row for row in tails if self._numbers[row] != staying]
-        own.append(leaving, map(self._numbers.__getitem__, leaving))
+        leaving = [row for row in tails if self._list_of[row] != staying]
+        own.append(leaving, map(self._list_of.__getitem__, leaving))
 
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys."""
@@ -195,35 +195,38 @@ class EvictionPolicy:
         if self._own is not None:
             self._own.remove(rows)
         for row in dict.fromkeys(rows):
-            self._counts[self._numbers[row]] -= 1
-            self._numbers[row] = _NOT_HERE
+            self._counts[self._list_of[row]] -= 1
+            self._list_of[row] = _NOT_HERE
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32], is_tail: NDArray[np.bool_]) -> None:
         """Insert many rows at once, the oldest first, into an empty policy, and into the history:
         what was there before a restart. ``uses``: how often each was used since it was stored;
         ``is_tail``: of each row."""
-        found = self._history.restore([self._keys[row] for row in rows.tolist()], uses)
+        # Keys are read in the order in which they lie: in that of their last use each is far away.
+        ascending = np.sort(rows)
+        keys = np.asarray(self._keys, np.object_)[ascending].tolist()
+        found = self._history.restore(keys, np.searchsorted(ascending, rows), uses)
         if self.classes != CLASSES:
             found = np.array(self.classes_of(rows.tolist()), np.uint8)
         count = int(rows.max(initial=-1)) + 1
         last, numbers = np.zeros(count, np.uint64), np.full(count, _NOT_HERE, np.uint8)
         last[rows] = np.maximum(np.arange(1 - len(rows), 1) + self.now, 0)
         numbers[rows] = found
-        self._last, self._numbers = array("Q", last.tobytes()), bytearray(numbers)
+        self._last, self._list_of = array("Q", last.tobytes()), bytearray(numbers)
         self._counts = np.bincount(found, minlength=self._kinds).tolist()
         self._lists.fill(rows[is_tail], found[is_tail])
         if self._own is not None:
             self._own.append(rows[is_tail].tolist(), found[is_tail].tolist())
 
     def _held(self, rows: Iterable[int]) -> list[int]:
-        numbers, end = self._numbers, len(self._numbers)
+        numbers, end = self._list_of, len(self._list_of)
         return [row for row in rows if row < end and numbers[row] != _NOT_HERE]
 
     # -- standings -------------------------------------------------------------------------------
 
     def holds(self, row: int) -> bool:
         """Return whether a row is here."""
-        return row < len(self._numbers) and self._numbers[row] != _NOT_HERE
+        return row < len(self._list_of) and self._list_of[row] != _NOT_HERE
 
     def count(self, standing: int) -> int:
         """Return how many rows have a standing."""
@@ -236,7 +239,7 @@ class EvictionPolicy:
 
     def standing(self, row: int) -> int | None:
         """Return a row's standing; None: it has none, or is not here."""
-        number = self._numbers[row] - self.classes if self.holds(row) else -1
+        number = self._list_of[row] - self.classes if self.holds(row) else -1
         return number if number >= 0 else None
 
     def place(self, row: int, standing: int | None) -> bool:
@@ -247,9 +250,9 @@ class EvictionPolicy:
         if standing is None:
             self._last[row] = self.now
         number = self.classes_of((row,))[0] if standing is None else self.classes + standing
-        self._counts[self._numbers[row]] -= 1
+        self._counts[self._list_of[row]] -= 1
         self._counts[number] += 1
-        self._numbers[row] = number
+        self._list_of[row] = number
         if row in self._lists:  # also what stayed, and is no tail: that is seen when it is proposed
             self._lists.move(row, number)
             if self._own is not None:
@@ -267,7 +270,7 @@ class EvictionPolicy:
 
     def worth_of(self, row: int) -> float:
         """Return what a row is worth now; infinite where it is not here."""
-        return self._worth(self._numbers[row], self._last[row]) if self.holds(row) else math.inf
+        return self._worth(self._list_of[row], self._last[row]) if self.holds(row) else math.inf
 
     def _worth(self, number: int, last: int) -> float:
         return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]
@@ -290,8 +293,8 @@ class EvictionPolicy:
         return self._in_order(self._lists, numbers, [self._lists.oldest(number) for number in numbers])
 
     def proposals_of(self, tenant: int) -> Iterator[tuple[float, int]]:
-        """As ``proposals``, of the rows of one tenant, where tenants are told apart. A class that
-        has ``proposals`` of its own may have these, too."""
+        """Return the ``proposals`` among the rows of one tenant, where tenants are told apart. A
+        class that overrides ``proposals`` may override this, too."""
         assert self._own is not None
         oldest = [(number, self._own.oldest(tenant, number)) for number in range(self.classes + PINNED)]
         found = [(number, row) for number, row in oldest if row >= 0]

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, Tier
 from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
-from kvdisk.manager.load_price import LoadThreshold
-from kvdisk.manager.lookup import first_needed
+from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.requests import Asked, Outcome, RequestState
+from kvdisk.manager.prefix_match import first_needed
+from kvdisk.manager.requests import Asked, RequestOutcome, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.stats import Miss
 
@@ -46,7 +46,7 @@ class HitCounts:
     """
 
     def __init__(
-        self, parts: Parts, tiers: Tiers, threshold: LoadThreshold, tell: Callable[[Outcome], None] | None = None
+        self, parts: Parts, tiers: Tiers, threshold: LoadThreshold, tell: Callable[[RequestOutcome], None] | None = None
     ) -> None:
         self._config = parts.config
         self._geometry = parts.geometry
@@ -60,7 +60,7 @@ class HitCounts:
         self._began: tuple[float, int] | None = None
         """Seconds, and the history's count, when the first request was scheduled."""
         self._saved_s = 0.0
-        """Of less than a second, and so not counted yet."""
+        """Saved time below a second, which is not counted yet."""
 
     def waits(self, request: RequestState, now: float) -> None:
         """Count a lookup that was answered 'not yet'."""
@@ -109,7 +109,7 @@ class HitCounts:
                 self._stats.add(f"{name}.{tier.label}", count)
             missed_tokens += found["hit_tokens"]
             missed_blocks += found["hit_blocks"]
-        request.outcome = Outcome(
+        request.outcome = RequestOutcome(
             request.request_id, request.prompt_tokens, asked.total_tokens, start_tokens, tokens, miss, asked_ago_s
         )
         if not loaded_tokens:
@@ -122,9 +122,10 @@ class HitCounts:
         would have computed what it brought, at the rate that was measured, less those that it took.
         Nothing where that is less than nothing, or no rate is known.
 
-        What it failed to bring was no hit: vLLM computes all from the first failed block on where
-        there is one group of full attention, and everything elsewhere. ``first_failed``: its
-        position; None: none has failed. ``load_s``: how long it took, None: it was never sent.
+        What it failed to bring saves nothing, though it stays in ``hit_tokens``: vLLM computes all
+        from the first failed block on where there is one group of full attention, and everything
+        elsewhere. ``first_failed``: its position; None: none has failed. ``load_s``: how long it
+        took, None: it was never sent.
         """
         outcome = request.outcome
         if outcome is None:
@@ -144,7 +145,7 @@ class HitCounts:
             self._stats.add("saved_seconds", int(whole_s))
         self._end(request, outcome._replace(load_s=load_s, saved_s=saved_s))
 
-    def _end(self, request: RequestState, outcome: Outcome) -> None:
+    def _end(self, request: RequestState, outcome: RequestOutcome) -> None:
         request.outcome = None
         if outcome.miss is not None:
             self._stats.add(f"misses.{outcome.miss}")

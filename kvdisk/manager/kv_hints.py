@@ -23,7 +23,7 @@ DEMOTED_S: Final = 3600.0
 
 
 class KVHints:
-    """Does what KV hints say."""
+    """Applies the KV hints of requests: standings of blocks, and prefetches."""
 
     def __init__(self, parts: Parts, tiers: Tiers, promotions: Promotions) -> None:
         self._config = parts.config
@@ -57,7 +57,7 @@ class KVHints:
         self._rank(keys)
 
     def refresh(self, now: float) -> None:
-        """Learn, once a step, what time it is."""
+        """Set the time, once a step, and end the standings that are over."""
         ended = self._standings.take_ended(now)
         if ended:
             self._rank(ended)

@@ -24,15 +24,15 @@ from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
 from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.load_price import LoadThreshold
+from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import NO_BLOCK, JobKind, Move
 
 MOST_PLANNED = 4096
-"""Blocks of loads that a step plans, but that each load that begins has a job of as many."""
+"""Blocks of loads that a step plans. The first job of a new load may add as many again."""
 _STRETCH = 1024
 """Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
@@ -99,7 +99,7 @@ class GpuLoads:
         return self._noted().get(key)
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """As ``Catalog.presences``: READY is what is on its way to the GPU."""
+        """Return a byte for each key, as ``Catalog.presences``: READY is on its way to the GPU."""
         return bytes(map(self._noted().__contains__, keys)).replace(b"\1", _READY)
 
 
@@ -170,7 +170,7 @@ class LoadJobs:
         tiers: Tiers,
         hits: HitCounts,
         demand: Demand,
-        hints: Hints,
+        hints: PeerHints,
         threshold: LoadThreshold,
         copies: Copies,
     ) -> None:

@@ -26,17 +26,18 @@ from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
 from kvdisk.manager.garbage import uncollected
+from kvdisk.manager.hit_lookup import HitLookup
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.manager.kv_hints import KVHints
 from kvdisk.manager.load_jobs import LoadJobs
-from kvdisk.manager.load_price import LoadThreshold
-from kvdisk.manager.loads import LoadLookups
+from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.prefetch import Promotions
-from kvdisk.manager.remote import Hints, RemoteCopies
-from kvdisk.manager.requests import NO_LIMITS, KVHint, Outcome, RequestLimits, RequestState
+from kvdisk.manager.remote import RemoteCopies
+from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits, RequestOutcome, RequestState
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -46,8 +47,8 @@ from kvdisk.messages import JobKind, Plan, Report
 from kvdisk.remote.base import RemoteIndex
 
 LONGEST_SILENCE = 4
-"""In ``io_deadline_s``: transfers are answered within one; jobs of files, and commits, never where
-a drive hangs."""
+"""How many times ``io_deadline_s`` an idle engine waits for jobs and commits that are silent.
+Transfers are answered within one; jobs of files and commits may hang with their drive."""
 
 
 class TierManager:
@@ -66,7 +67,7 @@ class TierManager:
         store_policy: StorePolicy,
         first_generation: int,
         neighbours: Neighbours | None = None,
-        tell: Callable[[Outcome], None] | None = None,
+        tell: Callable[[RequestOutcome], None] | None = None,
         remote: RemoteIndex | None = None,
     ) -> None:
         self._geometry = parts.geometry
@@ -88,7 +89,7 @@ class TierManager:
         parts.state.generation = first_generation
         near = NeighbourCopies(parts, neighbours)
         self._remote = _make_remote(parts, remote)
-        self._hints = Hints(near, self._remote, parts.state)
+        self._hints = PeerHints(near, self._remote, parts.state)
         copies = self._copies = Copies(parts, tiers, self._hints)
         self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
@@ -102,7 +103,7 @@ class TierManager:
         gpu_loads = self._loads.gpu_loads
         self._promotions = Promotions(parts, tiers, demand, self._hints, gpu_loads, copies)
         self._kv_hints = KVHints(parts, tiers, self._promotions)
-        self._lookups = LoadLookups(parts, tiers, self._hits, self._hints, gpu_loads, self._threshold)
+        self._lookups = HitLookup(parts, tiers, self._hits, self._hints, gpu_loads, self._threshold)
         self._ages = Ages(parts, tiers)
         self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, self._ages, copies)
         self.blocks = BlockJobs(parts, tiers, copies, self._hints, self._ages)
@@ -168,7 +169,7 @@ class TierManager:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                request.may_wait_again()
+                request.reset_wait()
                 job_id = self._stores.save(request, overwritten, now)
                 if job_id is not None:
                     self._urgent.append(job_id)
@@ -220,9 +221,11 @@ class TierManager:
 
     # -- stores --------------------------------------------------------------------------------
 
-    def may_offer(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether ``plan_store`` could have something to do. Cheap: call it for every request that
-        a step runs."""
+    def note_scheduled(self, request_id: str, computed_tokens: int) -> bool:
+        """A step runs this request. Return whether ``plan_store`` may have something to do.
+
+        Cheap: call it for every request that a step runs. It ends the request's prefetch, and
+        counts what the request found when it is the first step after a lookup."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -249,9 +252,8 @@ class TierManager:
     # -- steps ---------------------------------------------------------------------------------
 
     def note_time(self, now_s: int) -> None:
-        """Learn what time it is, in seconds since the Unix epoch, for the uses and ages of blocks.
-        Call it before lookups and before stores are planned, not after: a step may be the first one
-        after a long time."""
+        """Set the time, in seconds since the Unix epoch, for the uses and ages of blocks. Call it
+        before lookups and before stores are planned: a step may be the first one for long."""
         self._ages.note_time(now_s)
         for space in self._tiers:
             space.note_time(now_s)
@@ -314,8 +316,8 @@ class TierManager:
             self._remote.pause(report.remote_pause_s, now)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
-        """Learn which GPU blocks of a step no load has filled. Call it before ``settle`` of the
-        same report.
+        """Take note of the GPU blocks of a step that no load has filled. Call it before ``settle``
+        of the same report.
 
         Blocks that no load of kvdisk's own failed to fill were another connector's, and the model
         has computed on what was there.
@@ -338,7 +340,7 @@ class TierManager:
         again."""
         self._stores.reset()
         for request in self._requests.values():
-            request.holds_nothing()
+            request.forget_gpu_blocks()
 
     def publish(self) -> Journal:
         """Keep a journal of what becomes loadable and what goes, from what is there now on. At most
@@ -350,7 +352,7 @@ class TierManager:
         return journal
 
     def commit(self) -> None:
-        """Learn how far the index's commits have come; never waits for one."""
+        """Free the slots whose deletion is committed by now. Waits for no commit."""
         for space in self._tiers:
             self._state.released += space.commit()
 
@@ -426,20 +428,20 @@ class TierManager:
             self._heard_tickets, self._heard_s = tickets, now
         silent = now - self._heard_s >= self._longest_silence_s
         return (
-            self._stores.has_left(now)
+            self._stores.has_deferred(now)
             or self._ages.any
             or self._transfers.any_queued
             or bool(self._loads.unplanned)
-            or any(demotions.can_go_on(now, silent=silent) for demotions in self._demotions)
+            or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))
-            or (not silent and self._may_send and self._remote.can_go_on(now))
+            or (not silent and self._may_send and self._remote.has_work(now))
         )
 
     @property
     def _may_send(self) -> bool:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
-        return not any(demotions.total and not demotions.stalls for demotions in self._demotions)
+        return not any(demotions.total and not demotions.blocked for demotions in self._demotions)
 
 
 def _make_remote(parts: Parts, index: RemoteIndex | None) -> RemoteCopies:
@@ -448,10 +450,10 @@ def _make_remote(parts: Parts, index: RemoteIndex | None) -> RemoteCopies:
     if index is None or config.remote_read_only:
         return RemoteCopies(parts, index, None)
     if rate := config.remote_write_bytes_per_s:
-        largest = geometry.part_count * max(geometry.slot_sizes)
+        largest = geometry.shard_count * max(geometry.slot_sizes)
         if 60 * rate < 2 * largest:
             raise ConfigError(f"remote_write_bytes_per_s {rate} sends no two blocks of {largest} bytes in a minute.")
-        budget = WriteBudget(60 * rate, largest, day_s=60.0)
+        budget = WriteBudget.within(60 * rate, 60.0, largest)
     admission = make_admission(config.remote_admission, parts.history, "remote_admission")
     return RemoteCopies(parts, index, admission, budget)
 

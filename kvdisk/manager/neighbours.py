@@ -25,8 +25,8 @@ MOST_KEYS = 16384
 """Keys of one question, over all groups: for the rest of a longer prompt it is asked again."""
 MOST_REJECTED = 8192
 MOST_FILE_JOBS = 1024
-"""With so many segments being opened or dropped no hint is used: where files hang, each load would
-add two more."""
+"""Segments that are being opened or dropped at once, from which on no hint is used: where files
+hang, each load would add two more."""
 HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 

@@ -33,7 +33,7 @@ from kvdisk.messages import JobKind, Reason, SegmentSpec
 logger = logging.getLogger("kvdisk.manager")
 
 RUN_BYTES = 16 << 20
-"""Of one rank's file: what goes to one drive before the next one's turn."""
+"""Bytes of one rank that go to a drive before it is the next drive's turn."""
 SHORT_RUN_SLOTS = 8
 """Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
 _MAX_EVICTED_PER_STEP = 256
@@ -67,7 +67,7 @@ class NvmeSpace(TierSpace):
         self._index = index
         self._transfers = parts.transfers
         self.segments = Segments(self.tier, parts, layout, drive_count)
-        self._shift = RoomShift(parts, self.tier, self.segments, self.pool, self._orders)
+        self._shift = RoomShift(parts, self.tier, self.segments, self.pool, self._evictors)
         self.uses = Uses()
         self._drops: dict[int, bool] = {}
         """Segments that are being dropped, and whether the job that drops their files is
@@ -87,12 +87,12 @@ class NvmeSpace(TierSpace):
         self._allocated = [0] * len(parts.geometry.slot_sizes)
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
-        self._parts_of_block = parts.geometry.part_count
+        self._slots_per_block = parts.geometry.shard_count
         self.keeps_tenants = True
         """Whether records say whose blocks they are: False where no digest would mean the same
         after a restart."""
         self.capacity = layout.class_slots(parts.geometry)
-        """Where each size class has what long prompts need of it."""
+        """Slots that each size class may have, where prompts are long."""
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class NvmeSpace(TierSpace):
             known_uses = np.zeros(0, USES_RECORD)
         segments = {record.segment: record for record in records}
         restored = restore_blocks(
-            self._index, self._geometry, self._catalog, self._orders, segments, self.uses, known_uses
+            self._index, self._geometry, self._catalog, self._evictors, segments, self.uses, known_uses
         )
         if restored.stale:
             self._ticket = self._index.delete(restored.stale)
@@ -140,9 +140,9 @@ class NvmeSpace(TierSpace):
         self.uses.now_s = now_s
 
     def refresh(self, now: float) -> bool:
-        """Learn of commits, drives and budget. Return whether room may have come free."""
+        """Bring commits, drives and budget up to date. Return whether room may have come free."""
         released = self.commit()
-        resumed = self.segments.drives.refresh(now) and self.refresh_writable(now)
+        resumed = self.segments.drives.refresh(now) and self.update_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
         self._hide()
@@ -151,17 +151,17 @@ class NvmeSpace(TierSpace):
         self._end_copies()
         return released or resumed
 
-    def refresh_writable(self, now: float) -> bool:
+    def update_writable(self, now: float) -> bool:
         """Fill the budget, and learn which drives may be written. Return whether copies may be: the
         store is open, some drive is in order and not in a back-off, the budget is not spent, and
         the index is not gone: without it no slot that had a copy comes free."""
         if self._index_state is IndexState.GONE:
             return False
-        return self.segments.refresh_writable(now) and (self._budget is None or self._budget.refresh(now))
+        return self.segments.update_writable(now) and (self._budget is None or self._budget.refresh(now))
 
     def on_settled(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job how the drives are, and what has become of the files; hide what
-        a quarantined drive holds."""
+        """Take note of what a settled job says of drives and files; hide what a quarantined drive
+        holds."""
         if record.job.kind is JobKind.OPEN_HOME and record.failed:
             self.segments.home_open = False
             logger.warning(
@@ -200,11 +200,11 @@ class NvmeSpace(TierSpace):
 
     # -- slots ---------------------------------------------------------------------------------
 
-    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:  # noqa: ARG002
+    def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:  # noqa: ARG002
         """Take up to ``count`` free slots, run by run from the drives in turn, so that a load reads
         from all; fewer, or none, for want.
 
-        From the drives that could be written at the last ``refresh_writable``. They are charged
+        From the drives that could be written at the last ``update_writable``. They are charged
         to the budget.
         """
         count = self._affordable(size_class, count)
@@ -256,18 +256,18 @@ class NvmeSpace(TierSpace):
 
         for size_class in sorted(range(len(wanted)), key=made_share):
             wish, total = wanted[size_class], self.pool.total[size_class]
-            if not self.refresh_writable(now) or self.segments.hold_up(size_class, now):
+            if not self.update_writable(now) or self.segments.defers_eviction(size_class, now):
                 continue
             needed = max(self._affordable(size_class, wish), spare_slots(total))
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
             made = short <= 0 or self._make_or_take(size_class, now)
             if short <= 0:
-                self._shift.has_enough(size_class)
+                self._shift.note_satisfied(size_class)
             elif not made and total:
                 evicted = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
                 self._shift.evicted(size_class, evicted)
                 made = evicted > 0
-            made |= self._shift.comes_to(size_class) or self._orders[size_class].ended_early
+            made |= self._shift.is_freeing_for(size_class) or self._evictors[size_class].ended_early
             self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
 
     def _make_or_take(self, size_class: int, now: float) -> bool:
@@ -285,7 +285,7 @@ class NvmeSpace(TierSpace):
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:
         """Whether ``make_room`` found a way to room, or slots come free with a commit."""
         limbo = self.pool.limbo[size_class]
-        if silent and (limbo or self._shift.comes_to(size_class)) and not self.free_slots(size_class):
+        if silent and (limbo or self._shift.is_freeing_for(size_class)) and not self.free_slots(size_class):
             return False
         return not self._stuck[size_class] or (self._index_writable and limbo > 0)
 
@@ -445,11 +445,11 @@ class NvmeSpace(TierSpace):
         if ranges is None and len(going) == len(rows):
             self._drop_segment(spec)
             file_bytes = segment_file_bytes(spec.slot_bytes, spec.slot_count)
-            return len(rows), file_bytes * self._geometry.part_count
+            return len(rows), file_bytes * self._geometry.shard_count
         self.discard(*going)
         return len(going), 0
 
-    def take_no_more(self) -> None:
+    def stop_writes(self) -> None:
         """Write nothing more until a restart: the next start would not find it. What is there is
         served."""
         self.segments.home_open = False
@@ -466,8 +466,8 @@ class NvmeSpace(TierSpace):
     # -- commits and failures ------------------------------------------------------------------
 
     def commit(self) -> bool:
-        """Learn how far the index has come: slots leave limbo, and dropped segments lose their
-        files.
+        """Take note of what the index has committed: slots leave limbo, and dropped segments lose
+        their files.
 
         Returns whether room came free.
         """
@@ -477,6 +477,6 @@ class NvmeSpace(TierSpace):
         self._stats.add("dropped_records", progress.dropped_puts - self._dropped)
         self._dropped = progress.dropped_puts
         free = sum(self.pool.free)
-        self.pool.settle_limbo(self._committed)
+        self.pool.free_committed(self._committed)
         self._drop_files()
         return sum(self.pool.free) > free

@@ -73,7 +73,7 @@ class SlotPool:
         self.total = [0] * size_class_count
         self.limbo = [0] * size_class_count
         self.states: dict[int, bytearray] = {}
-        """Of each slot, by segment: FREE, USED or LIMBO."""
+        """By segment, a byte for each slot: FREE, USED or LIMBO."""
         self._place_of: dict[int, tuple[int, int]] = {}
         """Size class and drive, by segment in service."""
         self._runs: defaultdict[tuple[int, int], FreeRuns] = defaultdict(FreeRuns)
@@ -164,7 +164,7 @@ class SlotPool:
             self._change(ranges, USED, LIMBO)
             self._limbo.append((ticket, ranges))
 
-    def settle_limbo(self, committed: int) -> None:
+    def free_committed(self, committed: int) -> None:
         """Free the slots in limbo whose ticket is at most ``committed``."""
         while self._limbo and self._limbo[0][0] <= committed:
             known = [one for one in self._limbo.popleft()[1] if one[0] in self.states]  # others were forgotten

@@ -17,9 +17,9 @@ from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.load_jobs import GpuLoads
-from kvdisk.manager.lookup import Lookups, first_needed, reachable
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
+from kvdisk.manager.prefix_match import Lookups, first_needed, reachable
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
@@ -29,8 +29,8 @@ MAX_PROMOTE_JOBS = 4
 only where loads leave half of its reads."""
 MAX_PROMOTE_MOVES = 64
 PREFETCH_DIVISOR = 2
-"""Of each size class's CPU slots, one in so many may hold, or get, blocks read ahead for requests
-that still wait."""
+"""One in so many CPU slots of each size class may have a block that is read ahead for a request
+that still waits."""
 MOST_SEEN = 16
 """Requests at the head of the queue that one step passes over or looks at."""
 MOST_FOUND = 4
@@ -53,7 +53,7 @@ class Promotions:
     """
 
     def __init__(
-        self, parts: Parts, tiers: Tiers, demand: Demand, hints: Hints, gpu_loads: GpuLoads, copies: Copies
+        self, parts: Parts, tiers: Tiers, demand: Demand, hints: PeerHints, gpu_loads: GpuLoads, copies: Copies
     ) -> None:
         self._config = parts.config
         self._geometry = parts.geometry
@@ -76,7 +76,7 @@ class Promotions:
         """The same of all."""
         self._asked: set[RequestState] = set()
         """Those of the waiting that were made for a KV hint, and are no requests of the engine."""
-        self._far_jobs: list[JobId] = []
+        self._remote_jobs: list[JobId] = []
         """Promotions from the remote store that were out."""
 
     # -- the queue -----------------------------------------------------------------------------
@@ -155,26 +155,26 @@ class Promotions:
                 found += 1
                 found_keys += sum(map(len, request.keys))
                 wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
-            while wanted and not self._is_full(self._is_far(wanted[0])):
+            while wanted and not self._has_enough_jobs(self._is_remote(wanted[0])):
                 if not self._plan_job(request.request_id, wanted):
                     if request not in self._asked:
                         return  # for want of room: those behind it would take what comes free
                     wanted.clear()
             if not wanted:
                 self._end(request)
-            elif not self._is_far(wanted[0]):
+            elif not self._is_remote(wanted[0]):
                 return
 
-    def _is_far(self, read: Read) -> bool:
+    def _is_remote(self, read: Read) -> bool:
         """Whether a block would come from the remote store."""
         return self._catalog.find(read.key) < 0 and self._hints.tier_of(read.key) is self._hints.remote.tier
 
-    def _is_full(self, far: bool) -> bool:
+    def _has_enough_jobs(self, is_remote: bool) -> bool:
         """Whether so many promotions are out already, of the remote store or of drives, that a slow
         one does not hold up the other."""
-        self._far_jobs = [job_id for job_id in self._far_jobs if job_id in self._transfers]
-        count = len(self._far_jobs)
-        return (count if far else self._transfers.count(JobKind.PROMOTE) - count) >= MAX_PROMOTE_JOBS
+        self._remote_jobs = [job_id for job_id in self._remote_jobs if job_id in self._transfers]
+        count = len(self._remote_jobs)
+        return (count if is_remote else self._transfers.count(JobKind.PROMOTE) - count) >= MAX_PROMOTE_JOBS
 
     def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
@@ -225,8 +225,8 @@ class Promotions:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
         assert self._landing is not None
         picked: list[Read] = []
-        far, hints = self._is_far(wanted[0]), self._hints.usable
-        while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_far(wanted[0]) is far:
+        is_remote, hints = self._is_remote(wanted[0]), self._hints.usable
+        while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_remote(wanted[0]) is is_remote:
             read = wanted.popleft()
             row = self._catalog.find(read.key)
             if self._is_wanted(read.key, row, hints) and self._landing.admits((read.key,), (read.parent,))[0]:
@@ -248,7 +248,7 @@ class Promotions:
             record = self._transfers.add(
                 JobKind.PROMOTE, moves, details, epoch=self._state.epoch, request_id=request_id
             )
-            self._far_jobs += [record.job.id] if far else []
+            self._remote_jobs += [record.job.id] if is_remote else []
         return bool(made) or not left
 
     def _take_slots(self, request_id: str, reads: list[Read]) -> dict[int, deque[Slot]]:
@@ -258,8 +258,8 @@ class Promotions:
         for size_class, wanted in Counter(map(self._class_of, reads)).items():
             limit = self._landing.pool.total[size_class] // PREFETCH_DIVISOR
             count = max(0, min(wanted, limit - self._taken[size_class]))
-            count = self._landing.make_way(size_class, reads[0].tenant, count, keep_queued=True)
-            slots[size_class] = deque(self._landing.allocate(size_class, count, keep_queued=True) if count > 0 else ())
+            count = self._landing.make_way(size_class, reads[0].tenant, count, keep_dirty=True)
+            slots[size_class] = deque(self._landing.allocate(size_class, count, keep_dirty=True) if count > 0 else ())
             taken = {size_class: len(slots[size_class])}
             self._ahead.setdefault(request_id, Counter()).update(taken)
             self._taken.update(taken)

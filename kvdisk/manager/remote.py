@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the remote store is thought to have, what is sent there, and all hints together.
+"""What the remote store is thought to have, and what is sent there.
 
 A remote store names blocks by key and evicts by itself: there are no slots of it, nor copies in the
 catalog. What it answers is a hint for a while. Blocks go there from the CPU tier, once the
@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Final
 
 from kvdisk.blocks import BY_KEY, BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import NONE, READY, TierChoice
+from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.jobs import JobRecord, MoveDetail
-from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import STEP_KEYS, Parts, StepState
+from kvdisk.manager.parts import Parts
 from kvdisk.manager.questions import MOST_HINTS, Asking
-from kvdisk.manager.requests import RequestState
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.remote.base import RemoteAnswer, RemoteIndex
@@ -164,11 +162,11 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         self._look(now)
 
     def note_time(self, now: float) -> None:
-        """Learn what time it is, before jobs are settled."""
+        """Set the time, before jobs are settled."""
         self._now_s = now
 
     def _look(self, now: float) -> None:
-        """Learn whether its hints can be used."""
+        """Find out whether its hints can be used."""
         index, before = self._index, self._is_usable
         may_try = now >= self._paused_until_s and not (self._is_doubted and self._reads)
         self._is_usable = index is not None and index.any and index.is_sound and may_try
@@ -278,7 +276,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         wanted = self._by_place([*compress(ready, bad), *wanted])[: max(0, MOST_QUEUED - len(self._queue))]
         self._queue.update((key, self.bad.is_to_replace(key) is True) for key in wanted)
 
-    def can_go_on(self, now: float) -> bool:
+    def has_work(self, now: float) -> bool:
         """Whether blocks that wait to be sent may be."""
         return bool(self._queue) and (self._budget is None or self._budget.refresh(now))
 
@@ -287,9 +285,9 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         if not self._queue:
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        largest, parts = max(self._geometry.slot_sizes), self._geometry.part_count
+        largest, parts = max(self._geometry.slot_sizes), self._geometry.shard_count
         for _ in range(MOST_BATCHES):  # much of what waited may have left memory
-            if len(self._jobs) >= MOST_SEND_JOBS or not self.can_go_on(now):
+            if len(self._jobs) >= MOST_SEND_JOBS or not self.has_work(now):
                 return
             most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
             keys, is_over = self._next(min(MOST_SEND_MOVES, most))
@@ -330,121 +328,3 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
                 self.bad.end_replacing(move.key, failed=at in record.failed)
             if at not in record.failed and self._index is not None and record.job.epoch == self._state.epoch:
                 self._hint(move.key, now)
-
-
-class Hints:
-    """What others are thought to have, the nearest first: neighbours, then the remote store."""
-
-    def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies, state: StepState | None = None) -> None:
-        self._state = StepState() if state is None else state
-        self.neighbours = neighbours
-        self.remote = remote
-        self._asked: list[Asking] = []
-        """Those that were asked for since the last ``absorb``, which knows the time."""
-        self._now_s = 0.0
-
-    @property
-    def changes(self) -> int:
-        """Rises with each change of which keys they name."""
-        return self.neighbours.changes + self.remote.changes
-
-    @property
-    def usable(self) -> Collection[BlockKey]:
-        """Return the keys that a lookup may count as READY now."""
-        near, far = self.neighbours.usable_hints, self.remote.usable_hints
-        return _Either(near, far) if near and far else near or far
-
-    def usable_in(self, tiers: TierChoice) -> Collection[BlockKey]:
-        """As ``usable``, of what is read as one of some tiers."""
-        if tiers is None:
-            return self.usable
-        near = self.neighbours.usable_hints if self.neighbours.tier in tiers else ()
-        far = self.remote.usable_hints if self.remote.tier in tiers else ()
-        return _Either(near, far) if near and far else near or far
-
-    @property
-    def known(self) -> Collection[BlockKey]:
-        """Return the keys of all that others are thought to have, though it may not be read now."""
-        return _Either(self.neighbours.hints, self.remote.hints)
-
-    def ask(self, request: Asking) -> None:
-        """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
-        tiers = request.load_tiers
-        if tiers is None or self.neighbours.tier in tiers:
-            self.neighbours.ask(request)
-        if tiers is None or self.remote.tier in tiers:
-            self.remote.ask(request, self.neighbours.hints)
-        self._asked.append(request)
-
-    def renew(self, request: RequestState) -> None:
-        """Ask again where the last question of a request that waits is long ago: hints are kept for
-        a time only. One that was looked up since it came does not wait a second time."""
-        age_s = 0.0 if request.asked_s is None else self._now_s - request.asked_s
-        if age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2):
-            request.asked_s = self._now_s
-            self.ask(request)
-            if request.looked_up:
-                request.question = request.remote_question = 0
-
-    def refresh(self, request: RequestState, now: float) -> None:
-        """Take in answers before a request is looked up, and ask again where its question is long
-        ago."""
-        self.absorb(now)
-        self.renew(request)
-        request.looked_up = True
-
-    def is_asking(self, request: Asking) -> bool:
-        """Whether an answer to a request's questions is still to come."""
-        return self.neighbours.is_asking(request) or self.remote.is_asking(request)
-
-    def absorb(self, now: float) -> None:
-        """Take in the answers that have come, and forget hints that are too old."""
-        self._now_s = now
-        for request in self._asked:
-            request.asked_s = now
-        self._asked.clear()
-        self.neighbours.absorb(now)
-        self.remote.absorb(now)
-
-    def begin_step(self, now: float) -> None:
-        """Allow as much work as a step may have, and begin with it."""
-        self._state.keys_left = STEP_KEYS
-        self._state.steps += 1
-        self.absorb(now)
-
-    def take(self, key: BlockKey, tiers: TierChoice = None) -> tuple[Tier, Slot, int] | None:
-        """Return where a move can read a block as of one of some tiers, and its generation; None:
-        no hint names it. What it reads is held until the move is settled."""
-        if self.tier_of(key, tiers) is self.remote.tier:
-            return self.remote.take()
-        return self.neighbours.take(key) if tiers is None or self.neighbours.tier in tiers else None
-
-    def tier_of(self, key: BlockKey, tiers: TierChoice = None) -> Tier:
-        """Return what a hinted block is read as, of some tiers."""
-        may_be_far = key in self.remote.hints and (tiers is None or self.remote.tier in tiers)
-        is_near = key in self.neighbours.usable_hints and (tiers is None or self.neighbours.tier in tiers)
-        return self.remote.tier if may_be_far and not is_near else self.neighbours.tier
-
-    def stop(self) -> None:
-        """Ask no more, because this engine's weights are no longer those of the files."""
-        self.neighbours.stop()
-        self.remote.stop()
-
-
-class _Either(Collection[BlockKey]):
-    """The keys of two collections."""
-
-    def __init__(self, near: Collection[BlockKey], far: Collection[BlockKey]) -> None:
-        self._pair = near, far
-        self._near: Callable[[object], bool] = near.__contains__
-        self._far: Callable[[object], bool] = far.__contains__
-
-    def __contains__(self, key: object) -> bool:
-        return self._near(key) or self._far(key)
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        near, far = self._pair
-        return iter({*near, *far})
-
-    def __len__(self) -> int:
-        return sum(map(len, self._pair))

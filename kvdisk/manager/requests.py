@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.lookup import Lookups
+from kvdisk.manager.prefix_match import Lookups
 from kvdisk.manager.reuse import Visit
 from kvdisk.stats import Miss
 
@@ -89,7 +89,7 @@ class Asked(NamedTuple):
     now: float = 0.0
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What a request found each time it was scheduled without computed tokens, in tokens.
 
     ``tokens``: loaded, by tier. ``miss``: why it was not more, None: nothing was missing.
@@ -188,7 +188,7 @@ class RequestState:
     stale: bool = False
     counted: list[int] = field(default_factory=list)
     """By group: how many of its blocks are counted as wanted."""
-    kin: list[int] = field(default_factory=list)
+    origin: list[int] = field(default_factory=list)
     """By group: what ``ReuseHistory.count`` returned for these."""
     visits: list[tuple[int, Visit] | None] = field(default_factory=list)
     """By group: up to where its blocks are counted as wanted at once, and as a part of what."""
@@ -208,7 +208,7 @@ class RequestState:
     due: list[tuple[int, int]] = field(default_factory=list)
     """Blocks that the store policy offers and no tier has taken yet, by group and position."""
     back_off: BackOff = field(default_factory=BackOff)
-    """Of its offers."""
+    """The pause after its offers were refused."""
     load_limit_tokens: int | None = None
     """No external hit reaches beyond this any more, because a load failed there; None: any may."""
     loaded: tuple[int, int] = (0, 0)
@@ -217,7 +217,7 @@ class RequestState:
     loading: bool = False
     load_start_tokens: int = 0
     load_end_tokens: int = 0
-    """Of its last load."""
+    """Where its last load ends."""
     load_job: JobId | None = None
     """Its last load."""
     awaited_loads: set[JobId] = field(default_factory=set)
@@ -234,10 +234,10 @@ class RequestState:
     """When they were asked last."""
     looked_up: bool = False
     hit_tokens: dict[Tier, int] = field(default_factory=dict)
-    """Of the last planned load, by the tier they come from."""
+    """Tokens of the last planned load, by the tier that they come from."""
     asked: Asked | None = None
     """The last lookup, until it is known what came of it."""
-    outcome: Outcome | None = None
+    outcome: RequestOutcome | None = None
     """What came of it, while its load is out."""
     waited_since_s: float | None = None
     """When the wait that goes on began, whatever for."""
@@ -246,13 +246,13 @@ class RequestState:
     known_hashes: list[bytes] = field(default_factory=list)
     """What ``keys`` are made of: the engine may replace its own while blocks of these are held."""
     first_prompt_tokens: int = field(init=False)
-    """Of a session: before its prompt took in what it generated."""
+    """Tokens of its prompt; of a session before it took in what was generated."""
 
     def __post_init__(self) -> None:
         self.first_prompt_tokens = self.prompt_tokens
         hash_tokens = self.geometry.hash_tokens
         self.keys = tuple([BlockKeys(self.known_hashes, group, hash_tokens) for group in self.geometry.groups])
-        self.holds_nothing()
+        self.forget_gpu_blocks()
         self.count_anew()
 
     def update_keys(self) -> None:
@@ -266,7 +266,7 @@ class RequestState:
         """The tiers that it may load from; None: all."""
         return self.limits.load_tiers
 
-    def holds_nothing(self) -> None:
+    def forget_gpu_blocks(self) -> None:
         """Its GPU blocks are gone, or may hold what is wrong: it reaches again what it computes."""
         self.held_tokens, self.held_blocks = 0, ()
         self.reached = [0] * len(self.geometry.groups)
@@ -275,7 +275,7 @@ class RequestState:
 
     def count_anew(self) -> None:
         """What was counted of it is forgotten, or it has other keys."""
-        self.counted, self.kin = ([0] * len(self.keys) for _ in range(2))
+        self.counted, self.origin = ([0] * len(self.keys) for _ in range(2))
         self.visits = [None] * len(self.keys)
         self.states = []
 
@@ -283,7 +283,7 @@ class RequestState:
         """Let no hit reach beyond this position any more, because a load failed there."""
         self.load_limit_tokens = tokens if self.load_limit_tokens is None else min(tokens, self.load_limit_tokens)
 
-    def may_wait_again(self) -> None:
+    def reset_wait(self) -> None:
         """Wait anew, however the last wait ended, and for whatever load: it is preempted."""
         self._begin_wait()
         self.awaited_load = None

@@ -18,34 +18,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, group_of
-from kvdisk.manager.catalog import number_of
+from kvdisk.manager.catalog import key_hash
 
 MOST_PLACES: Final = 1 << 22
 FEWEST_PLACES: Final = 1 << 18
 MOST_USES: Final = 65
-"""That are told apart."""
-_KINS: Final = 5
-"""What brought a block: a prompt that began anew (0) or branched off, the second turn of a
-conversation (2), or a later one. States have a kin of their own."""
+"""Uses that are told apart."""
+_ORIGINS: Final = 5
+"""The origins of reuse, by what first brought a block: a prompt that began anew (0) or branched off
+(1), the second turn of a conversation (2), or a later one (3). States have their own (4)."""
 _BRANCH: Final = 1
 _LATER_TURN: Final = 3
 STATES: Final = 4
-"""The kin of recurrent states: a class for each number of uses, of their own."""
+"""The origin of recurrent states: a class for each number of uses, of their own."""
 _MOST_LEVEL: Final = 5
 _LEVEL_OF: Final = bytes(min(max(0, uses - 1).bit_length(), _MOST_LEVEL) for uses in range(MOST_USES + 1))
-"""Of a number of uses: how often it can be halved, rounded up."""
-CLASSES: Final = (max(_LEVEL_OF) + 1) * _KINS
-_CLASS_OF: Final = [_LEVEL_OF[mark // _KINS] * _KINS + mark % _KINS for mark in range((MOST_USES + 1) * _KINS)]
-_KIN_BEHIND: Final = bytes(
-    min(max(kin, _BRANCH) + 1, _LATER_TURN) if uses == 1 else _BRANCH
+"""By number of uses: its level, the rounded-up logarithm to base 2."""
+CLASSES: Final = (max(_LEVEL_OF) + 1) * _ORIGINS
+_CLASS_OF: Final = [
+    _LEVEL_OF[mark // _ORIGINS] * _ORIGINS + mark % _ORIGINS for mark in range((MOST_USES + 1) * _ORIGINS)
+]
+_ORIGIN_BEHIND: Final = bytes(
+    min(max(origin, _BRANCH) + 1, _LATER_TURN) if uses == 1 else _BRANCH
     for uses in range(MOST_USES + 1)
-    for kin in range(_KINS)
+    for origin in range(_ORIGINS)
 )
-"""Of a block's uses and kin: the kin of what comes behind it for the first time."""
-NEW_STATE: Final = _CLASS_OF[_KINS + STATES]
+"""By a block's uses and origin: the origin of a new block that follows it."""
+NEW_STATE: Final = _CLASS_OF[_ORIGINS + STATES]
 """The class of a state that nobody has wanted since it came."""
 _BUCKETS: Final = 33
-"""Of ages: an age is in the bucket of its bit length."""
+"""Buckets of ages: an age is in the bucket of its bit length."""
 _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(_BUCKETS)])
 _WIDTHS: Final = np.diff(_EDGES)
 _BITS: Final = 0xFFFFFFFF
@@ -57,18 +59,19 @@ _PRIOR: Final = 5.0
 """A class's own counts weigh as much as all classes' together once prompts of it of this weight
 were at risk."""
 _FIRST_CHANCE: Final = 0.1
-"""Of reuse while an age doubles, before anything is learnt: the order is then that of last use."""
+"""The chance of reuse while an age doubles, before anything is learnt: the order is that of last
+use."""
 _FIRST_WEIGHT: Final = 5.0
 _LEAST_LEFT: Final = 0.1
-"""Of blocks: an age that fewer have come to is taken to be much like the one before."""
+"""Least share of blocks that have come to an age: with fewer the age counts like the one before."""
 _WITNESS: Final = 0.006
-"""Of a tier: new blocks and first reuses of one visit that say as much as any number does."""
+"""Cap of one visit's weight as evidence of a scan, as a share of the tier's slots."""
 _RARER: Final = 10.0
 """How many times as rarely new blocks come back while a scan runs."""
-_DOUBT: Final = 7.0
-"""From which evidence of a scan on less is expected of new blocks."""
-_MOST_DOUBT: Final = 11.0
-"""A few reuses end it."""
+_SCAN_SCORE: Final = 7.0
+"""The scan score from which on less is expected of new blocks."""
+_MOST_SCAN_SCORE: Final = 11.0
+"""The highest scan score, so that a few reuses end a scan."""
 
 _MOST_MOVES: Final = 64
 """Keys that move to make a place for one."""
@@ -77,17 +80,17 @@ _NOWHERE: Final = -1
 _NEW: Final = -1
 """The age of a key that was not known."""
 _MANY: Final = 64
-"""Of fewer keys arrays cost more than they save."""
+"""Keys from which on arrays save more than they cost."""
 _CLASSES_OF: Final = np.array(_CLASS_OF)
-_KINS_BEHIND: Final = np.frombuffer(_KIN_BEHIND, np.uint8)
+_ORIGINS_BEHIND: Final = np.frombuffer(_ORIGIN_BEHIND, np.uint8)
 
 _Floats = NDArray[np.float64]
 
 
 class Visit(NamedTuple):
-    """That a request came to its prompt. ``before``, ``now``: the time that it began and ended, for
-    all of its blocks. ``share``: what each of them counts. ``most``: uses that they have then at
-    most."""
+    """A request came to its prompt. ``before``, ``now``: the history's time as the visit begins
+    and ends, for all of its blocks. ``share``: the weight of each block. ``most``: uses
+    that they have then at most."""
 
     before: int
     now: int
@@ -99,7 +102,7 @@ class ReuseHistory:
     """Remembers keys: how many requests wanted each, and when last. Learns from that how soon, if
     at all, blocks of a class are wanted again.
 
-    The class of a block is made of its uses, in doublings, and of its kin: what the prompt was
+    The class of a block is made of its uses, in doublings, and of its origin: what the prompt was
     that first brought it. Nothing before the block was known; or it branches off from what several
     requests had wanted; or it extends the prompt of one: the second turn of a conversation, or a
     later one. Of a prompt that came no block has more uses than the one before it.
@@ -127,12 +130,12 @@ class ReuseHistory:
         self._restored = 0
         """``now`` after a restart: nobody knows how old a block was that came before."""
         self._prompt_blocks = 1.0
-        """Of a request, in the mean of late. Nothing leaves for less."""
-        self._doubt = [0.0] * _KINS
-        """By kin: how likely it is that its new blocks come back more rarely lately: the sum of
-        logarithms of likelihood ratios, from the last time on when nothing spoke for it."""
+        """The recent mean of blocks a request. Nothing leaves for less."""
+        self._scan_score = [0.0] * _ORIGINS
+        """By origin: the evidence that its new blocks come back more rarely lately. It is the sum
+        of logarithms of likelihood ratios since the last time that it was 0."""
         self._past: list[tuple[int, _Floats, _Floats]] = [(0, np.zeros(CLASSES), np.zeros(CLASSES * _BUCKETS))]
-        """Of ``now`` and of both counts, the earliest first."""
+        """Earlier values of ``now`` and of both counts, the earliest first."""
         self._learn()
 
     def reserve(self, slots: int) -> None:
@@ -146,7 +149,7 @@ class ReuseHistory:
         """Forget all keys: their KV is gone. What was learnt of classes holds."""
         self._tags, self._times = array("I", [0]) * self._places, array("I", [0]) * self._places
         self._marks = array("H", [0]) * self._places
-        """Of a key, ``_KINS`` times its uses, and its kin."""
+        """By place: the key's uses times ``_ORIGINS``, plus its origin."""
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -167,158 +170,163 @@ class ReuseHistory:
         so_far = visit.now - visit.before + count
         return Visit(visit.before, visit.before + so_far, so_far**-0.5)
 
-    def kin_behind(self, key: BlockKey) -> int:
-        """Return the kin of what comes behind a block for the first time, with another visit than
-        the block's last."""
-        place, is_known = self._find(number_of(key))
-        return _KIN_BEHIND[self._marks[place]] if is_known else 0
+    def origin_behind(self, key: BlockKey) -> int:
+        """Return the origin of a new block that follows this one, and comes with another visit."""
+        place, is_known = self._find(key_hash(key))
+        return _ORIGIN_BEHIND[self._marks[place]] if is_known else 0
 
-    def count(self, keys: Sequence[BlockKey], start: int, stop: int, kin: int, visit: Visit | None = None) -> int:
+    def count(self, keys: Sequence[BlockKey], start: int, stop: int, origin: int, visit: Visit | None = None) -> int:
         """A request came to these blocks of its prompt, from ``start`` on, for the first time. All
         of them are known then, as far as there are places.
 
-        ``keys``: of the prompt, at least up to ``stop``. ``kin``: as returned for those before
+        ``keys``: of the prompt, at least up to ``stop``. ``origin``: as returned for those before
         ``start``; 0 at first; of a state, which comes alone, ``STATES``. ``visit``: what these
         blocks are a part of; None: they are all. Each request counts once: the caller sees to that.
         """
         if visit is None:
-            visit = self.begin(start, stop, is_prompt=kin != STATES)
-        names = list(map(number_of, keys[start:stop]))
-        add = self._count_many if len(names) >= _MANY else self._count_few
-        least, kin, new, again = add(names, kin, visit)
+            visit = self.begin(start, stop, is_prompt=origin != STATES)
+        hashes = list(map(key_hash, keys[start:stop]))
+        add = self._count_many if len(hashes) >= _MANY else self._count_few
+        least, origin, new, again = add(hashes, origin, visit)
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
                 part = (stop - start) / (visit.now - visit.before)
-                self._doubt[number] = self._doubted(number, came, came_again, part)
+                self._scan_score[number] = self._scan_score_of(number, came, came_again, part)
         self._raise(keys, start, least)
         if self.now >= self._learns_at:
             self._learn()
-        return kin
+        return origin
 
-    def _doubted(self, number: int, came: int, came_again: int, part: float) -> float:
-        """Return how likely it is that new blocks of a kin come back more rarely lately than what
-        was learnt, after a part of a visit: Page's test (CUSUM). Blocks of one visit come together,
-        and all of it is one witness."""
+    def _scan_score_of(self, number: int, came: int, came_again: int, part: float) -> float:
+        """Return the scan score of an origin after a part of a visit, by Page's test (CUSUM): it
+        rises while new blocks come back more rarely than was learnt. The blocks of one visit come
+        together, so a visit is one observation."""
         often = self._returned[number] / (1.0 + self._returned[number])
         if not 0.0 < often < 1.0:
-            return self._doubt[number]
+            return self._scan_score[number]
         rarely, again = often / _RARER, came_again / (came + came_again)
         evidence = again * math.log(rarely / often) + (1.0 - again) * math.log((1.0 - rarely) / (1.0 - often))
         weight = part * min(1.0, (came + came_again) / self._witness_blocks)
-        return min(_MOST_DOUBT, max(0.0, self._doubt[number] + weight * evidence))
+        return min(_MOST_SCAN_SCORE, max(0.0, self._scan_score[number] + weight * evidence))
 
-    def _count_few(self, names: list[int], kin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
-        """Count keys that follow each other. Return the uses of the first, the kin of what comes
-        behind them, and by kin how many came for the first and for the second time."""
+    def _count_few(self, hashes: list[int], origin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
+        """Count keys that follow each other. Return the uses of the first, the origin of what comes
+        behind them, and by origin how many came for the first and for the second time."""
         marks, entered, reused = self._marks, self._entered, self._reused
         share, known_ages = visit.share, visit.before - self._restored
-        places, ages, kins, kin = self._settle(names, kin, visit)
-        new, again = [0] * _KINS, [0] * _KINS
+        places, ages, origins, origin = self._find_or_insert(hashes, origin, visit)
+        new, again = [0] * _ORIGINS, [0] * _ORIGINS
         least = 0
-        for place, age, own_kin in zip(reversed(places), reversed(ages), reversed(kins), strict=True):
+        for place, age, own_origin in zip(reversed(places), reversed(ages), reversed(origins), strict=True):
             if age == _NEW:
                 uses = 1
-                new[own_kin] += 1
+                new[own_origin] += 1
             else:
-                mark = marks[place] if place != _NOWHERE else _KINS + own_kin
+                mark = marks[place] if place != _NOWHERE else _ORIGINS + own_origin
                 if age < known_ages:
                     reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += share
-                if mark < 2 * _KINS:
-                    again[mark % _KINS] += 1
-                uses, own_kin = divmod(mark, _KINS)  # noqa: PLW2901
+                if mark < 2 * _ORIGINS:
+                    again[mark % _ORIGINS] += 1
+                uses, own_origin = divmod(mark, _ORIGINS)  # noqa: PLW2901
                 uses += uses < visit.most
             least = max(least, uses)
-            mark = least * _KINS + own_kin
+            mark = least * _ORIGINS + own_origin
             entered[_CLASS_OF[mark]] += share
             if place != _NOWHERE:
                 marks[place] = mark
-        return least, kin, new, again
+        return least, origin, new, again
 
-    def _count_many(self, names: list[int], kin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
-        """As ``_count_few``, by arrays."""
+    def _count_many(self, hashes: list[int], origin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
+        """Do what ``_count_few`` does, by arrays."""
         share, known_ages = visit.share, visit.before - self._restored
-        places, ages, kins, kin = self._settle_many(np.array(names, np.uint64), names, kin, visit)
+        places, ages, origins, origin = self._find_or_insert_many(np.array(hashes, np.uint64), hashes, origin, visit)
         marks, is_known, has_place = np.frombuffer(self._marks, np.uint16), ages != _NEW, places != _NOWHERE
-        of_key = np.where(has_place & is_known, marks[places], _KINS + kins).astype(np.intp)
+        of_key = np.where(has_place & is_known, marks[places], _ORIGINS + origins).astype(np.intp)
         is_timed = is_known & (ages < known_ages)
         # bit_length: exact for ages below 2**53.
         buckets = _CLASSES_OF[of_key] * _BUCKETS + np.frexp(ages.astype(np.float64))[1]
         _add_share(self._reused, buckets[is_timed][::-1], share)
-        new = np.bincount(kins[~is_known], minlength=_KINS).tolist()
-        again = np.bincount(of_key[is_known & (of_key < 2 * _KINS)] % _KINS, minlength=_KINS).tolist()
-        uses, own_kins = np.divmod(of_key, _KINS)
+        new = np.bincount(origins[~is_known], minlength=_ORIGINS).tolist()
+        again = np.bincount(of_key[is_known & (of_key < 2 * _ORIGINS)] % _ORIGINS, minlength=_ORIGINS).tolist()
+        uses, own_origins = np.divmod(of_key, _ORIGINS)
         uses = np.where(is_known, np.maximum(uses, np.minimum(uses + 1, visit.most)), 1)
         least = np.maximum.accumulate(uses[::-1])[::-1]
-        after = least * _KINS + own_kins
+        after = least * _ORIGINS + own_origins
         _add_share(self._entered, _CLASSES_OF[after][::-1], share)
         marks[places[has_place]] = after[has_place]
-        return int(least[0]), kin, new, again
+        return int(least[0]), origin, new, again
 
-    def _settle(self, names: list[int], kin: int, visit: Visit) -> tuple[list[int], list[int], list[int], int]:
-        """Give each of some keys that follow each other a place, and the time of the visit. Return
-        by key its place, its age (``_NEW`` of one that was not known) and its kin; and the kin of
-        what comes behind them."""
+    def _find_or_insert(
+        self, hashes: list[int], origin: int, visit: Visit
+    ) -> tuple[list[int], list[int], list[int], int]:
+        """Find or make the place of each key of a chain, and note the time of the visit there.
+        Return by key its place, its age (``_NEW``: the key is new) and its origin; and the origin
+        of a new block that follows them."""
         tags, times, marks, mask = self._tags, self._times, self._marks, self._places - 1
         time, now, since = visit.now & _BITS, self.now, self.now - visit.before
         places: list[int] = []
         ages: list[int] = []
-        kins: list[int] = []
+        origins: list[int] = []
         lacking: list[int] = []
-        for at, name in enumerate(names):
-            place = name & mask
-            if tags[place] != name >> 32 | 1:
-                place = self._other(place, name >> 32 | 1)
-            if tags[place] == name >> 32 | 1:
+        for at, hashed in enumerate(hashes):
+            place = hashed & mask
+            if tags[place] != hashed >> 32 | 1:
+                place = self._other(place, hashed >> 32 | 1)
+            if tags[place] == hashed >> 32 | 1:
                 mark = marks[place]
                 ages.append(max(0, (now - times[place] & _BITS) - since))
                 times[place] = time
-                kins.append(mark % _KINS)
-                kin = _KIN_BEHIND[mark]
+                origins.append(mark % _ORIGINS)
+                origin = _ORIGIN_BEHIND[mark]
             else:
                 lacking.append(at)
                 ages.append(_NEW)
-                kins.append(kin)
+                origins.append(origin)
             places.append(place)
         moved = False
         for at in lacking:  # once the others are held: none of them gives way to these
-            tag = names[at] >> 32 | 1
-            places[at], has_moved = self._enter(names[at] & mask, tag, time, _KINS + kins[at], since)
+            tag = hashes[at] >> 32 | 1
+            places[at], has_moved = self._enter(hashes[at] & mask, tag, time, _ORIGINS + origins[at], since)
             moved |= has_moved
         if moved:
-            found = map(self._find, names)
+            found = map(self._find, hashes)
             places = [place if is_known else _NOWHERE for place, is_known in found]
-        return places, ages, kins, kin
+        return places, ages, origins, origin
 
-    def _settle_many(
-        self, numbers: NDArray[np.uint64], names: list[int], kin: int, visit: Visit
+    def _find_or_insert_many(
+        self, numbers: NDArray[np.uint64], hashes: list[int], origin: int, visit: Visit
     ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.intp], int]:
-        """As ``_settle``, by arrays. ``numbers``: the names."""
+        """Do what ``_find_or_insert`` does, by arrays. ``numbers``: the hashes as an array."""
         tags, times, marks = (np.frombuffer(each, each.typecode) for each in (self._tags, self._times, self._marks))
         time, now, since, mask = visit.now & _BITS, self.now, self.now - visit.before, self._places - 1
         places = (numbers & np.uint64(mask)).astype(np.intp)
-        of_names = (numbers >> np.uint64(32)).astype(np.int64) | 1
-        others = places ^ (of_names * _SPREAD >> 16 & mask | 1)
-        places = np.where(tags[places] == of_names, places, others)
-        is_known = tags[places] == of_names
+        upper = (numbers >> np.uint64(32)).astype(np.int64) | 1
+        others = places ^ (upper * _SPREAD >> 16 & mask | 1)
+        places = np.where(tags[places] == upper, places, others)
+        is_known = tags[places] == upper
         held = places[is_known]
-        ages = np.full(len(names), _NEW, np.int64)
+        ages = np.full(len(hashes), _NEW, np.int64)
         ages[is_known] = np.maximum(0, (now - times[held].astype(np.int64) & _BITS) - since)
         times[held] = time
-        # What is not known has the kin that the last one before it leaves.
-        last = np.maximum.accumulate(np.where(is_known, np.arange(len(names)), -1))
-        own = np.zeros(len(names), np.intp)
+        # What is not known has the origin that the last one before it leaves.
+        last = np.maximum.accumulate(np.where(is_known, np.arange(len(hashes)), -1))
+        own = np.zeros(len(hashes), np.intp)
         own[is_known] = marks[held]
-        kins = np.where(is_known, own % _KINS, np.where(last < 0, kin, _KINS_BEHIND[own[last]])).astype(np.intp)
-        kin = kin if last[-1] < 0 else _KIN_BEHIND[own[last[-1]]]
+        origins = np.where(is_known, own % _ORIGINS, np.where(last < 0, origin, _ORIGINS_BEHIND[own[last]])).astype(
+            np.intp
+        )
+        origin = origin if last[-1] < 0 else _ORIGIN_BEHIND[own[last[-1]]]
         moved = False
         for at in np.flatnonzero(~is_known).tolist():  # once the others are held: none of them gives way to these
-            name = names[at]
-            places[at], has_moved = self._enter(name & mask, name >> 32 | 1, time, _KINS + int(kins[at]), since)
+            hashed = hashes[at]
+            places[at], has_moved = self._enter(
+                hashed & mask, hashed >> 32 | 1, time, _ORIGINS + int(origins[at]), since
+            )
             moved |= has_moved
         if moved:
-            found = map(self._find, names)
+            found = map(self._find, hashes)
             places = np.array([place if is_there else _NOWHERE for place, is_there in found], np.intp)
-        return places, ages, kins, kin
+        return places, ages, origins, origin
 
     def _enter(self, place: int, tag: int, time: int, mark: int, since: int) -> tuple[int, bool]:
         """Write a key that is not known to one of its two places; return that, and whether others
@@ -350,16 +358,16 @@ class ReuseHistory:
         """Let blocks before ``stop`` have at least so many uses: some were forgotten, and came back
         before those behind them were counted."""
         for at in range(stop - 1, -1, -1):
-            place, is_known = self._find(number_of(keys[at]))
+            place, is_known = self._find(key_hash(keys[at]))
             if is_known:
-                uses, kin = divmod(self._marks[place], _KINS)
+                uses, origin = divmod(self._marks[place], _ORIGINS)
                 if uses >= least:
                     break
-                self._marks[place] = least * _KINS + kin
+                self._marks[place] = least * _ORIGINS + origin
 
-    def _find(self, name: int) -> tuple[int, bool]:
+    def _find(self, hashed: int) -> tuple[int, bool]:
         """Return the place of a key's number, and whether it is there."""
-        tags, tag, place = self._tags, name >> 32 | 1, name & self._places - 1
+        tags, tag, place = self._tags, hashed >> 32 | 1, hashed & self._places - 1
         if tags[place] == tag:
             return place, True
         place = self._other(place, tag)
@@ -368,26 +376,26 @@ class ReuseHistory:
     def classes_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the class of each key; the lowest of one that is not known."""
         tags, marks, mask, found = self._tags, self._marks, self._places - 1, []
-        for name in map(number_of, keys):
-            place, is_known = name & mask, True
-            if tags[place] != name >> 32 | 1:
-                place, is_known = self._find(name)
+        for hashed in map(key_hash, keys):
+            place, is_known = hashed & mask, True
+            if tags[place] != hashed >> 32 | 1:
+                place, is_known = self._find(hashed)
             found.append(_CLASS_OF[marks[place]] if is_known else 0)
         return found
 
     def last_known(self, keys: Sequence[BlockKey]) -> BlockKey | None:
         """Return the last of some keys that is known."""
-        return next((key for key in reversed(keys) if self._find(number_of(key))[1]), None)
+        return next((key for key in reversed(keys) if self._find(key_hash(key))[1]), None)
 
-    def stand_ins(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[BlockKey]:
-        """Return each key; of one that is not known the nearest before it in its chain that is, or
-        behind it: the same requests wanted that. ``keys``: of one chain the tail comes first, or
-        last. ``parents``: of each."""
-        stands = {key: key for key in keys if self._find(number_of(key))[1]}
+    def nearest_known(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[BlockKey]:
+        """Return each key that is known. For another return the nearest known key before it in its
+        chain, else the nearest behind it: the same requests wanted that. ``keys``: each chain in
+        order, from its tail or its head. ``parents``: of each."""
+        stands = {key: key for key in keys if self._find(key_hash(key))[1]}
         if len(stands) == len(keys):
             return keys
         before = {parent for parent in parents if parent is not None}.difference(stands)
-        stands |= {parent: parent for parent in before if self._find(number_of(parent))[1]}
+        stands |= {parent: parent for parent in before if self._find(key_hash(parent))[1]}
         pairs = [(key, parent) for key, parent in zip(keys, parents, strict=True) if parent is not None]
         for key, parent in (*pairs, *reversed(pairs)):
             if key not in stands and parent in stands:
@@ -400,28 +408,32 @@ class ReuseHistory:
     def known(self, key: BlockKey) -> tuple[int, int, int]:
         """Return a key's uses, its class and its age; of one not known 0, the lowest, and as old as
         can be."""
-        place, is_known = self._find(number_of(key))
+        place, is_known = self._find(key_hash(key))
         if not is_known:
             return 0, 0, min(self.now, _BITS)
         mark = self._marks[place]
-        return mark // _KINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
+        return mark // _ORIGINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
 
-    def restore(self, keys: Sequence[BlockKey], uses: NDArray[np.uint32]) -> NDArray[np.uint8]:
-        """Remember keys of before a restart, the one used last at the end, as far as there are
-        places; return the class of each."""
-        names = np.fromiter(map(number_of, keys), np.uint64, len(keys))
-        of_names = (names >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint16) + np.uint16(1)) * np.uint16(_KINS)
+    def restore(self, keys: Sequence[BlockKey], order: NDArray[np.intp], uses: NDArray[np.uint32]) -> NDArray[np.uint8]:
+        """Remember keys of before a restart, as far as there are places; return the class of each.
+
+        ``order``: the places in ``keys`` of all of them, the one used last at the end. ``uses``,
+        and what is returned, are in this order.
+        """
+        hashes = np.fromiter(map(key_hash, keys), np.uint64, len(keys))[order]
+        upper = (hashes >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint16) + np.uint16(1)) * np.uint16(_ORIGINS)
         if self.state_groups:
-            marks += np.fromiter((STATES * (group_of(key) in self.state_groups) for key in keys), np.uint16, len(keys))
+            are_states = (STATES * (group_of(key) in self.state_groups) for key in keys)
+            marks += np.fromiter(are_states, np.uint16, len(keys))[order]
         tags, times = (np.frombuffer(each, np.uint32) for each in (self._tags, self._times))
         left, mask = np.arange(len(keys), dtype=np.uint64), np.uint64(self._places - 1)
-        hops = of_names.astype(np.uint64) * np.uint64(_SPREAD) >> np.uint64(16) & mask | np.uint64(1)  # as in _other
-        for places in (names & mask, names & mask ^ hops):
+        hops = upper.astype(np.uint64) * np.uint64(_SPREAD) >> np.uint64(16) & mask | np.uint64(1)  # as in _other
+        for places in (hashes & mask, hashes & mask ^ hops):
             able = left[tags[places[left]] == 0]  # of several with one place the last has it
-            tags[places[able]], times[places[able]] = of_names[able], able + np.uint64(self.now + 1)
+            tags[places[able]], times[places[able]] = upper[able], able + np.uint64(self.now + 1)
             np.frombuffer(self._marks, np.uint16)[places[able]] = marks[able]
-            left = left[tags[places[left]] != of_names[left]]
+            left = left[tags[places[left]] != upper[left]]
         self._restored = self.now = self.now + len(keys)
         classes: NDArray[np.uint8] = np.array(_CLASS_OF, np.uint8)[marks]
         return classes
@@ -442,8 +454,8 @@ class ReuseHistory:
         over before the ages of its blocks tell.
         """
         bucket, still = age.bit_length(), 1.0
-        if number < _KINS and self._doubt[number] > _DOUBT:
-            still = math.exp(_DOUBT - self._doubt[number])
+        if number < _ORIGINS and self._scan_score[number] > _SCAN_SCORE:
+            still = math.exp(_SCAN_SCORE - self._scan_score[number])
         gains = (still * self._hits[number, bucket:] - rate * self._kept[number, bucket:]).cumsum()
         return float(gains.max() / self._left[number, bucket])
 
@@ -473,7 +485,7 @@ class ReuseHistory:
             (past for past in self._past if past[0] <= now - memory), default=self._past[0], key=lambda past: past[0]
         )
         wanted = (reused - old[2]).reshape(CLASSES, _BUCKETS)
-        self._returned = (wanted[:_KINS].sum(1) / np.maximum(come_to[:_KINS, 0], 1.0)).tolist()
+        self._returned = (wanted[:_ORIGINS].sum(1) / np.maximum(come_to[:_ORIGINS, 0], 1.0)).tolist()
         widths = _WIDTHS.copy()
         widths[0] = self._prompt_blocks  # what the next request wants is kept for as long as that comes
         chance, all_left, left = _FIRST_CHANCE, 1.0, np.ones(CLASSES)

@@ -40,7 +40,7 @@ class RoomShift:
         self._tier = tier
         self._segments = segments
         self._pool = pool
-        self._orders = orders
+        self._evictors = orders
         self.giving: SegmentSpec | None = None
         self.taker: int | None = None
         self._evicted = [0] * len(orders)
@@ -52,12 +52,12 @@ class RoomShift:
         """Copies of a class left for others of it."""
         self._evicted[size_class] += count
 
-    def has_enough(self, size_class: int) -> None:
+    def note_satisfied(self, size_class: int) -> None:
         """A class is not short of room."""
         if self.taker == size_class and self.giving is None:
             self.taker = None
 
-    def comes_to(self, size_class: int) -> bool:
+    def is_freeing_for(self, size_class: int) -> bool:
         """Whether a segment is on its way out for a class."""
         return self.taker == size_class and self.giving is not None
 
@@ -84,15 +84,15 @@ class RoomShift:
         A class with segments gets another one's only after it had to let go of as many copies as
         one holds: each decision has seen that much.
         """
-        if len(self._orders) == 1 or self.taker is not None or not self._segments.lacks_room(size_class):
+        if len(self._evictors) == 1 or self.taker is not None or not self._segments.lacks_room(size_class):
             return None
         total = self._pool.total[size_class]
         least = 0.0
         if total:
             if self._evicted[size_class] < self._segments.whole_slots(size_class):
                 return None
-            least = self._orders[size_class].least_value() / self.MARGIN
-        self._evicted = [0] * len(self._orders)
+            least = self._evictors[size_class].least_value() / self.MARGIN
+        self._evicted = [0] * len(self._evictors)
         values = self._values(size_class)
         spec = min(values, key=lambda each: values[each], default=None)
         if spec is None or (total and values[spec] >= least):
@@ -119,7 +119,7 @@ class RoomShift:
         found: dict[int, list[float]] = {segment: [] for segment in able}
         for row in rows[:: -(-len(rows) // _MOST_SAMPLED) or 1]:
             spec = able[segment_of[row]]
-            found[spec.segment].append(self._orders[segments.class_of(spec)].value_of(row))
+            found[spec.segment].append(self._evictors[segments.class_of(spec)].value_of(row))
         return {
             spec: sum(found[segment]) / max(1, len(found[segment])) * pool.used_part(segment)
             for segment, spec in able.items()

@@ -128,8 +128,7 @@ class RowLists:
 
 
 class TenantLists:
-    """As ``RowLists``, but with lists for each tenant: of number and tenant. Rows of no tenant are
-    left out.
+    """``RowLists`` with a list for each number and tenant. Rows of no tenant are left out.
 
     ``tenants``: by row, 0: none; that of a row in a list stays as it is.
     """
@@ -139,7 +138,7 @@ class TenantLists:
         self._older, self._newer = array("i"), array("i")
         self._number_of = bytearray()
         self._ends: dict[tuple[int, int], tuple[int, int]] = {}
-        """Of each list that is not empty, by tenant and number, the oldest and the newest row."""
+        """By tenant and number, for each list that is not empty: its oldest and its newest row."""
 
     def append(self, rows: Iterable[int], numbers: Iterable[int]) -> None:
         """Make each row in turn the newest of a list of its tenant's."""

@@ -30,7 +30,7 @@ LAST_QUARANTINE_S = 3600.0
 FAILURES_IN_A_ROW = 8
 """Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
 _LEAST_PART = 16
-"""Of a whole segment: the shortest that is made where there is no room for more."""
+"""The shortest segment is one part in so many of a whole one, where there is no room for more."""
 _OPENING_S = 60.0  # old copies stay so long because a segment is being made; on a drive that hangs it never is
 _WRITE_IS_BAD = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
 """Failures of a write after which writes stop for a while, as after one that is late."""
@@ -71,7 +71,7 @@ class NvmeLayout:
         if uses_charge_bytes is not None:
             without = cls.make(budget_bytes, segment_bytes, geometry, index_bytes_for, None, drive_count)
             budget_bytes -= uses_charge_bytes(without.most_slots(geometry))
-        slots = budget_bytes // (min(geometry.slot_sizes) * geometry.part_count)
+        slots = budget_bytes // (min(geometry.slot_sizes) * geometry.shard_count)
         index_bytes = index_bytes_for(slots)
         whole = cls(index_bytes, (), budget_bytes - index_bytes)
         return whole.cut(segment_bytes, geometry, drive_count)
@@ -81,7 +81,7 @@ class NvmeLayout:
     ) -> NvmeLayout:
         """Return the same with segments of up to ``segment_bytes``, so short that there is room for
         some. Raises ConfigError where there is none in the budget."""
-        parts, budget = geometry.part_count, self.segments_bytes
+        parts, budget = geometry.shard_count, self.segments_bytes
         room = budget if room_bytes is None else min(budget, room_bytes)
         # Four segments or more per class, and two a drive: dropping or refusing one must not take
         # the tier away. More where one class is to give another one of them.
@@ -104,14 +104,14 @@ class NvmeLayout:
 
     def most_slots(self, geometry: Geometry) -> int:
         """Return the most slots that there can be, whatever class they are of."""
-        return self.segments_bytes // (min(geometry.slot_sizes) * geometry.part_count)
+        return self.segments_bytes // (min(geometry.slot_sizes) * geometry.shard_count)
 
     def class_slots(self, geometry: Geometry, segments_bytes: int | None = None) -> tuple[int, ...]:
         """Return the slots by size class that so many bytes (None: the budget's) have room for,
         where each class has what long prompts need of it."""
         total = self.segments_bytes if segments_bytes is None else segments_bytes
         return tuple(
-            int(total * share) // (segment_charge_bytes(size, count) * geometry.part_count) * count
+            int(total * share) // (segment_charge_bytes(size, count) * geometry.shard_count) * count
             for size, count, share in zip(geometry.slot_sizes, self.slot_counts, geometry.shares, strict=True)
         )
 
@@ -141,7 +141,7 @@ class Drives:
         self._failures = [0] * count
         """Reads that failed in a row, by drive."""
         self._ends_s: dict[tuple[int, _Pause], float] = {}
-        """Of the pauses that go on, as of the last ``refresh``."""
+        """By drive and pause, for those that go on as of the last ``refresh``: when they end."""
         self._next_s: dict[tuple[int, _Pause], float] = {}
         """How long the next pause is, where it is not the first since things went well."""
 
@@ -151,87 +151,87 @@ class Drives:
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return frozenset(number for number, pause in self._ends_s if pause is _Pause.ALL)
+        return frozenset(drive for drive, pause in self._ends_s if pause is _Pause.ALL)
 
     def refresh(self, now: float) -> bool:
         """End the pauses that are over; return whether there were any."""
         over = [place for place, end_s in self._ends_s.items() if now >= end_s]
-        for number, pause in over:
-            del self._ends_s[number, pause]
+        for drive, pause in over:
+            del self._ends_s[drive, pause]
             if pause is _Pause.ALL:
-                self._failures[number] = FAILURES_IN_A_ROW - 1
-                logger.warning("kvdisk tries drive %d of the store again.", number)
+                self._failures[drive] = FAILURES_IN_A_ROW - 1
+                logger.warning("kvdisk tries drive %d of the store again.", drive)
         return bool(over)
 
-    def may_write(self, number: int, now: float) -> bool:
+    def may_write(self, drive: int, now: float) -> bool:
         """Whether nothing keeps a drive from being written."""
-        return number not in self.quarantined and now >= self._ends_s.get((number, _Pause.WRITES), now)
+        return drive not in self.quarantined and now >= self._ends_s.get((drive, _Pause.WRITES), now)
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
-        return [number for number in range(len(self)) if self.may_write(number, now)]
+        return [drive for drive in range(len(self)) if self.may_write(drive, now)]
 
-    def may_make(self, number: int, now: float) -> bool:
+    def may_make(self, drive: int, now: float) -> bool:
         """Whether a segment may be made on a drive that may be written."""
-        return now >= self._ends_s.get((number, _Pause.SEGMENTS), now)
+        return now >= self._ends_s.get((drive, _Pause.SEGMENTS), now)
 
-    def note_write_result(self, number: int, now: float, failure: str | None = None) -> None:
+    def note_write_result(self, drive: int, now: float, failure: str | None = None) -> None:
         """A write ended. A ``failure`` stops writes for a while, longer each time."""
         if failure is None:
-            self._next_s.pop((number, _Pause.WRITES), None)
-        elif now >= self._ends_s.get((number, _Pause.WRITES), now):
-            length_s = self._begin(number, _Pause.WRITES, now)
+            self._next_s.pop((drive, _Pause.WRITES), None)
+        elif now >= self._ends_s.get((drive, _Pause.WRITES), now):
+            length_s = self._begin(drive, _Pause.WRITES, now)
             self._stats.add("write_pauses")
             logger.warning(
-                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, number, length_s
+                "kvdisk: %s; no writes to drive %d of the store for %.0f s, reads go on.", failure, drive, length_s
             )
 
-    def note_segment_result(self, number: int, now: float, *, failed: bool = False, full: bool = False) -> None:
+    def note_segment_result(self, drive: int, now: float, *, failed: bool = False, full: bool = False) -> None:
         """A segment was made, or could not be made on some rank: then none is for a while.
 
         ``full``: for want of room, which is nothing to warn of each time.
         """
         if not failed:
-            self._next_s.pop((number, _Pause.SEGMENTS), None)
+            self._next_s.pop((drive, _Pause.SEGMENTS), None)
             return
-        length_s = self._begin(number, _Pause.SEGMENTS, now)
+        length_s = self._begin(drive, _Pause.SEGMENTS, now)
         self._stats.add("segment_failures")
         logger.log(
             logging.DEBUG if full else logging.WARNING,
             "kvdisk could not make a segment on drive %d of the store; next try in %.0f s.",
-            number,
+            drive,
             length_s,
         )
 
-    def has_room(self, number: int) -> None:
+    def note_room_freed(self, drive: int) -> None:
         """Room came free on a drive: a segment may be made there at once."""
-        self._ends_s.pop((number, _Pause.SEGMENTS), None)
-        self._next_s.pop((number, _Pause.SEGMENTS), None)
+        self._ends_s.pop((drive, _Pause.SEGMENTS), None)
+        self._next_s.pop((drive, _Pause.SEGMENTS), None)
 
-    def note_read_result(self, number: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
+    def note_read_result(self, drive: int, now: float, *, failed: bool = False, hangs: bool = False) -> None:
         """A block was read, whatever was in it, or not; ``hangs``: not in time, which is enough."""
         if not (failed or hangs):
-            self._failures[number] = 0
-            self._next_s.pop((number, _Pause.ALL), None)
+            self._failures[drive] = 0
+            self._next_s.pop((drive, _Pause.ALL), None)
             return
-        self._failures[number] += 1
-        if number in self.quarantined or (self._failures[number] < FAILURES_IN_A_ROW and not hangs):
+        self._failures[drive] += 1
+        if drive in self.quarantined or (self._failures[drive] < FAILURES_IN_A_ROW and not hangs):
             return
-        length_s = self._begin(number, _Pause.ALL, now)
+        length_s = self._begin(drive, _Pause.ALL, now)
         self._stats.add("drive_quarantines")
         logger.error(
             "kvdisk: drive %d of the store %s; it is quarantined for %.0f s; its blocks will be recomputed.",
-            number,
-            "does not answer" if hangs else f"failed to read {self._failures[number]} blocks in a row",
+            drive,
+            "does not answer" if hangs else f"failed to read {self._failures[drive]} blocks in a row",
             length_s,
         )
 
-    def _begin(self, number: int, pause: _Pause, now: float) -> float:
+    def _begin(self, drive: int, pause: _Pause, now: float) -> float:
         """Begin a pause; return how long it takes: twice as long as the last, up to the most."""
         _, first_s, most_s = pause.value
-        length_s = self._next_s.get((number, pause), first_s)
-        self._ends_s[number, pause] = now + length_s
-        self._next_s[number, pause] = min(2 * length_s, most_s)
+        length_s = self._next_s.get((drive, pause), first_s)
+        self._ends_s[drive, pause] = now + length_s
+        self._next_s[drive, pause] = min(2 * length_s, most_s)
         return length_s
 
 
@@ -239,7 +239,7 @@ class Segments:
     """This engine's segments. ``specs``: every one by its number, from its plan to the end of its
     files.
 
-    ``writable``: drives that might be written at the last ``refresh_writable``. ``home_open``:
+    ``writable``: drives that might be written at the last ``update_writable``. ``home_open``:
     False once a rank could not open the engine store. ``opening``: segments of which a job that
     makes or opens them is under way.
     """
@@ -263,8 +263,8 @@ class Segments:
         self._told = layout.expected_bytes < layout.segments_bytes
         """Whether it was said that there is less room than the budget."""
         self.in_place: dict[int, SegmentSpec] = {}
-        """Of ``specs`` those whose files are there on every rank, as far as is known. A copy may be
-        taken on any thread."""
+        """Those of ``specs`` whose files are there on every rank, as far as is known. Any thread
+        may copy it."""
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -299,7 +299,7 @@ class Segments:
         """Whether none may be planned yet: opening the store removes what the index lacks."""
         return bool(self.opening) or self._transfers.count(JobKind.OPEN_HOME) > 0
 
-    def hold_up(self, size_class: int, now: float) -> bool:
+    def defers_eviction(self, size_class: int, now: float) -> bool:
         """Whether nothing of a size class should leave, because a segment of it is being made or
         opened, or may be made after another one's."""
         if not self.is_opening or now - self._opened_s >= _OPENING_S:
@@ -323,7 +323,7 @@ class Segments:
         if not drives or self.is_opening or self._next >= FOREIGN_SEGMENTS or not self._may_grow(size_class):
             return False
         size = self._geometry.slot_sizes[size_class]
-        drive = min(drives, key=lambda number: self._held[size, number])
+        drive = min(drives, key=lambda each: self._held[size, each])
         whole, least = self._layout.slot_counts[size_class], self._least_slots(size_class)
         count = min(max(least, whole >> self._halvings[drive]), self._slots_left(size_class))
         spec = SegmentSpec(self._next, size, count, drive, create=True)
@@ -361,7 +361,7 @@ class Segments:
     def room_came(self, drive: int) -> None:
         """Files were removed from a drive."""
         self._full.discard(drive)
-        self.drives.has_room(drive)
+        self.drives.note_room_freed(drive)
 
     def lacks_room(self, size_class: int) -> bool:
         """Whether nothing but room keeps a segment from being made: the budget is used up, or all
@@ -392,7 +392,7 @@ class Segments:
     def _slots_left(self, size_class: int) -> int:
         """Return how many slots a segment may have within the budget, of which each size class that
         has none yet keeps what a whole one takes."""
-        sizes, counts, parts = self._geometry.slot_sizes, self._layout.slot_counts, self._geometry.part_count
+        sizes, counts, parts = self._geometry.slot_sizes, self._layout.slot_counts, self._geometry.shard_count
         has = {spec.slot_bytes for spec in self.specs.values()} | {sizes[size_class]}
         kept = sum(
             segment_charge_bytes(size, count) * parts
@@ -414,19 +414,19 @@ class Segments:
 
     def bytes_of(self, spec: SegmentSpec) -> int:
         """Return the bytes of a segment's files, over all ranks."""
-        return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.part_count
+        return segment_charge_bytes(spec.slot_bytes, spec.slot_count) * self._geometry.shard_count
 
     # -- drives --------------------------------------------------------------------------------
 
-    def refresh_writable(self, now: float) -> bool:
-        """Learn which drives may be written: where the engine store is open, those in order with no
-        back-off running. Return whether there are any."""
+    def update_writable(self, now: float) -> bool:
+        """Find the drives that may be written: those in order with no back-off running, once the
+        engine store is open. Return whether there are any."""
         self.writable = self.drives.writable(now) if self.home_open else []
         return bool(self.writable)
 
     def on_settled(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Learn from a settled job how the drives are that it wrote to, or read from: not by reads
-        of segments that are dropped, whose files may not have been opened."""
+        """Take note of what a settled job says of the drives that it wrote to, or read from. Reads
+        of dropped segments say nothing: their files may not have been opened."""
         wrote: dict[int, bool] = {}
         for at, move in enumerate(record.job.moves):
             spec = self.specs.get(move.slots[self._tier].segment) if self._tier in move.slots else None

@@ -17,7 +17,7 @@ from kvdisk.manager.catalog import Catalog
 
 
 class TenantShare:
-    """Of one tier: the copies of each tenant, and how many there may be, by size class.
+    """The copies of each tenant in one tier, and how many there may be, by size class.
 
     Copies count from their beginning until they have ended. ``slots``: returns the slots of a size
     class that there are, or may be. Only tenants with copies take memory.

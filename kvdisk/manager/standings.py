@@ -20,7 +20,7 @@ MOST_STANDINGS: Final = 1 << 18
 MOST_ENDED: Final = 1024
 """Standings that end in one step, at most: the others end in the next."""
 _FEW_SECONDS: Final = 64
-"""That no block has any more, and are left where they are."""
+"""Seconds without a block that may stay in the heap."""
 
 
 class Standings:
@@ -79,7 +79,7 @@ class Standings:
                 self._seconds = sorted(self._ends)  # which is a heap
 
     def take_ended(self, now: float) -> list[BlockKey]:
-        """Learn the time. Return blocks whose standing has ended by now."""
+        """Set the time. Return the blocks whose standing has ended by now."""
         self.now = now
         ended: list[BlockKey] = []
         while self._seconds and self._seconds[0] <= now and len(ended) < MOST_ENDED:

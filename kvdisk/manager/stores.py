@@ -24,7 +24,7 @@ from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import BackOff, BlockKeys, RequestState
 from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -34,7 +34,8 @@ MOST_REACHED = 4096
 """Blocks of one request that a step looks at, or as many as a step can compute: of those it has
 come to, and of those that wait for room."""
 MOST_LEFT = 1024
-"""Blocks of requests that have ended which wait for room: the head of each, and of all the last."""
+"""Blocks of ended requests that wait for room: the first so many of each request, and the newest so
+many of all."""
 
 
 class _Offer(NamedTuple):
@@ -80,7 +81,7 @@ class StorePlanner:
         tiers: Tiers,
         store_policy: StorePolicy,
         demand: Demand,
-        hints: Hints,
+        hints: PeerHints,
         ages: Ages,
         copies: Copies,
     ) -> None:
@@ -105,7 +106,7 @@ class StorePlanner:
         """By how many tokens blocks become final behind the last that was computed."""
         self._prompt_only = any(group.prompt_only for group in groups)
         self._free_back_off = BackOff()
-        """Of offers of free blocks."""
+        """The pause after offers of free blocks were refused."""
         self._left: list[_Offer] = []
         """Blocks that wait for room: of requests that have ended, and recurrent states."""
         self._left_at = -1
@@ -121,7 +122,7 @@ class StorePlanner:
     # -- what requests have computed ------------------------------------------------------------
 
     def may_offer(self, request: RequestState, computed_tokens: int) -> bool:
-        """See ``TierManager.may_offer``."""
+        """See ``TierManager.note_scheduled``."""
         if request.loading or request.stale:
             return False
         if not self._store_policy.saves_victims:
@@ -351,10 +352,10 @@ class StorePlanner:
         """Have blocks offered again while the engine has them cached, whoever needs them."""
         self._left = [*self._left, *offers[:MOST_LEFT]][-MOST_LEFT:]
 
-    def has_left(self, now: float) -> bool:
+    def has_deferred(self, now: float) -> bool:
         """Whether blocks wait to be looked at, or, of requests that have ended, for room that may
         have come free."""
-        return (bool(self._rest) or self._may_store_left) and self._target.refresh_writable(now)
+        return (bool(self._rest) or self._may_store_left) and self._target.update_writable(now)
 
     @property
     def _may_store_left(self) -> bool:
@@ -369,7 +370,7 @@ class StorePlanner:
 
     def forget(self, request: RequestState) -> None:
         """Forget what a request has computed: it has ended, or begins anew."""
-        request.holds_nothing()
+        request.forget_gpu_blocks()
         self._store_policy.request_finished(request.request_id)
 
     def offer_again(self, record: JobRecord, request: RequestState | None, now: float) -> None:
@@ -430,7 +431,7 @@ class StorePlanner:
             places += [(group.group, at) for at in positions]
         # Never offered again: they are overwritten before room comes free.
         offers = [offer._replace(position=-1) for offer in self._offers(request, places, tables)]
-        request.holds_nothing()
+        request.forget_gpu_blocks()
         # The copies come before all else of the step: nobody has to watch the blocks.
         return self._store(offers, request, now, watched=False)[0]
 
@@ -458,7 +459,7 @@ class StorePlanner:
         last time. Where few are free it is asked in each step: what is freed then is near the
         front at once. An ordinary step with many free blocks does not look at the free queue.
         """
-        if self._may_store_left and self._target.refresh_writable(now):
+        if self._may_store_left and self._target.update_writable(now):
             self._left_at = self._state.released
             # One request may have left what another has left, too.
             cached = {offer.key: offer for offer in self._left if self._is_cached(offer)}
@@ -611,7 +612,7 @@ class StorePlanner:
         """Take slots for offers, which come with their rows; with ``in_order`` up to the first that
         gets none. Return what got some, and how many got none because of their tenant's share."""
         target = self._target
-        if not wanted or not target.refresh_writable(now):
+        if not wanted or not target.update_writable(now):
             return [], 0
         blocks, tenants = [(offer.group, offer.parent) for offer, _ in wanted], [offer.tenant for offer, _ in wanted]
         slots, tails, beyond_share = self._copies.take_slots(target, blocks, tenants, in_order=in_order)

@@ -25,15 +25,15 @@ from kvdisk.manager.shares import TenantShare
 from kvdisk.manager.standings import PINNED
 
 MOST_SURPLUS = 256
-"""Where a tenant has more than its share, so many copies leave beside those for which room is
-needed, at most."""
+"""Copies of a tenant beyond its share that may leave at once beside those for which room is
+needed."""
 
 
 class TierStatus(NamedTuple):
     """The state of a tier; the defaults are those of one that can always be written.
 
     ``works``: False once the tier is off for good. ``is_spent``: whether it was a budget that
-    forbade writing at the last ``refresh_writable``. ``has_room_soon``: whether there is room, or
+    forbade writing at the last ``update_writable``. ``has_room_soon``: whether there is room, or
     it comes without an eviction. ``uncommitted``: whether steps are needed until a commit.
     ``tickets``: of the last change that is to be committed, and of the last that is known to be.
     """
@@ -49,29 +49,30 @@ _ALWAYS = TierStatus()
 
 
 class WriteBehind(Protocol):
-    """What a tier asks of ``Demotions``, which move copies out of it or into it: see there.
+    """What a tier asks of the ``Demotions`` out of it, or into it: see there for each call.
 
-    ``stalls``: the lower tier takes no writes now. ``leave_soon``: by size class, copies of the
-    upper tier that wait, since it had room last.
+    ``blocked``: the lower tier takes no writes now. ``deferred``: by size class, copies of the
+    upper tier whose eviction waits for their write.
     """
 
-    stalls: bool
-    leave_soon: list[set[int]]
+    blocked: bool
+    deferred: list[set[int]]
 
     def offer(self, rows: Sequence[int], *, own: bool = False) -> None:
-        """Queue copies that the lower tier is to have."""
+        """Make copies dirty that the lower tier is to have."""
 
-    def leaving(self, rows: Sequence[int]) -> list[int]:
-        """Offer copies once more before they leave for room; return which leave."""
+    def offer_before_eviction(self, rows: Sequence[int]) -> list[int]:
+        """Offer copies once more, which are about to be evicted; return which may go."""
 
-    def may_leave_below(self, rows: Sequence[int]) -> list[int]:
-        """Return which copies of the lower tier may leave for what waits."""
+    def clean_followers(self, rows: Sequence[int]) -> list[int]:
+        """Return which copies of the lower tier may leave for what is dirty; what is dirty behind
+        the others becomes clean."""
 
-    def is_queued(self, row: int) -> bool:
-        """Return whether a copy waits."""
+    def is_dirty(self, row: int) -> bool:
+        """Return whether a copy is dirty."""
 
     def count(self, size_class: int) -> int:
-        """Return how many copies of a size class wait."""
+        """Return how many copies of a size class are dirty."""
 
     def used(self, rows: Sequence[int]) -> None:
         """Copies were used in the upper tier."""
@@ -101,12 +102,12 @@ class TierSpace:
         self._stats = parts.stats
         self._standings = parts.standings
         self._pin_share = parts.config.pin_share
-        self._parts_of_block = parts.geometry.rank_count
+        self._slots_per_block = parts.geometry.rank_count
         """Slots that one block takes, over all ranks."""
         classes = range(len(parts.geometry.slot_sizes))
         self.pool = SlotPool(len(classes))
         self.capacity: Sequence[int] = self.pool.total
-        self._orders = [
+        self._evictors = [
             TailFirst(
                 make_eviction(parts.config.eviction, parts.catalog.keys, parts.history),
                 parts.catalog,
@@ -117,12 +118,12 @@ class TierSpace:
             )
             for size_class in classes
         ]
-        admission.watch(self._orders)
+        admission.watch(self._evictors)
         self.share: TenantShare | None = None
         if parts.config.salt_share is not None:
             self.share = TenantShare(parts.config.salt_share, parts.catalog, parts.geometry, self._most_slots)
             parts.catalog.columns(tier).share = self.share
-            for order in self._orders:
+            for order in self._evictors:
                 order.tell_apart(parts.catalog.tenants)
 
     # -- state -----------------------------------------------------------------------------------
@@ -142,43 +143,43 @@ class TierSpace:
     def free_and_total(self) -> tuple[int, int]:
         """Slots that are or will be free without an eviction, and all that there may be, counted in
         slots of the smallest size."""
-        unit = self._geometry.slot_sizes[0] * self._parts_of_block
+        unit = self._geometry.slot_sizes[0] * self._slots_per_block
         free, total = self._free_and_total_bytes()
         return free // unit, total // unit
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         pool, sizes = self.pool, self._geometry.slot_sizes
         slots = (map(int.__add__, pool.free, pool.limbo), pool.total)
-        free, total = (sum(map(int.__mul__, counts, sizes)) * self._parts_of_block for counts in slots)
+        free, total = (sum(map(int.__mul__, counts, sizes)) * self._slots_per_block for counts in slots)
         return free, total
 
     def note_time(self, now_s: int) -> None:
-        """Learn what time it is, in seconds since the Unix epoch, for what is used from now on."""
+        """Set the time, in seconds since the Unix epoch, for what is used from now on."""
 
     @property
     def is_searching(self) -> bool:
         """Whether the last search for room has ended early: the next one may find some."""
-        return any(order.ended_early for order in self._orders)
+        return any(order.ended_early for order in self._evictors)
 
     def refresh(self, now: float) -> bool:  # noqa: ARG002
         """Refresh the state, once a step. Return whether room may have come free."""
         return False
 
     def commit(self) -> bool:
-        """Learn how far commits have come. Return whether room came free."""
+        """Take note of what was committed. Return whether room came free."""
         return False
 
-    def refresh_writable(self, now: float) -> bool:  # noqa: ARG002
-        """Learn whether copies may be written now, and return it."""
+    def update_writable(self, now: float) -> bool:  # noqa: ARG002
+        """Find out whether copies may be written now; return that."""
         return True
 
     def on_settled(self, record: JobRecord, now: float) -> None:
-        """Learn from a settled job, of any tier's, how this tier is."""
+        """Take note of what a settled job, of any tier, says of this one."""
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
         name, sizes = self.tier.label, self._geometry.slot_sizes
-        pool, parts = self.pool, self._parts_of_block
+        pool, parts = self.pool, self._slots_per_block
         used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
         return {
             f"used_bytes.{name}": sum(map(int.__mul__, used, sizes)) * parts,
@@ -187,14 +188,14 @@ class TierSpace:
         }
 
     def admits(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> Sequence[bool]:
-        """Return of each block whether it may enter now: also what is to stay; never what follows a
-        refused one, which it would be of no use without. ``keys``: of one chain the tail comes
-        first, or last. ``parents``: of each."""
+        """Return for each block whether it may enter now. A pinned block always may; a block whose
+        parent is refused never may, because it would serve nobody. ``keys``: each chain in order,
+        from its tail or its head. ``parents``: of each."""
         if self.admission.admits_all:
             return [True] * len(keys)
         # What the history has forgotten would be refused as what nobody wants, and all behind it.
         by_history = isinstance(self.admission, AdmitLearned | AdmitReused)
-        answers = list(self.admission.admits(self._history.stand_ins(keys, parents) if by_history else keys))
+        answers = list(self.admission.admits(self._history.nearest_known(keys, parents) if by_history else keys))
         if self._standings.held:
             answers = [answer or self._is_to_stay(key) for key, answer in zip(keys, answers, strict=True)]
         refused = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
@@ -205,7 +206,7 @@ class TierSpace:
         return answers
 
     def _is_to_stay(self, key: BlockKey) -> bool:
-        order = self._orders[self._geometry.size_classes[group_of(key)]]
+        order = self._evictors[self._geometry.size_classes[group_of(key)]]
         return self._standings.of(key) == PINNED and order.standings.may_stay()
 
     def _most_staying(self, size_class: int) -> int:
@@ -220,15 +221,15 @@ class TierSpace:
     def reorder(self, rows: Sequence[int]) -> None:
         """Blocks have another standing than before; of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].standings.reorder(alike)
+            self._evictors[size_class].standings.reorder(alike)
 
     # -- room ----------------------------------------------------------------------------------
 
-    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
+    def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         """Take up to ``count`` slots; of a tier that cannot always be written, as the last
-        ``refresh_writable`` found it.
+        ``update_writable`` found it.
 
-        ``keep_queued``: no copy leaves for them that waits for its demotion.
+        ``keep_dirty``: no dirty copy is evicted for them, whatever the next tier takes.
         """
         raise NotImplementedError
 
@@ -238,12 +239,12 @@ class TierSpace:
 
     @property
     def affordable_bytes(self) -> float:
-        """Bytes that may be written, as of the last ``refresh_writable``."""
+        """Bytes that may be written, as of the last ``update_writable``."""
         return math.inf
 
     def bytes_of(self, size_class: int) -> int:
         """Return the bytes of a block over all ranks."""
-        return self._geometry.slot_sizes[size_class] * self._parts_of_block
+        return self._geometry.slot_sizes[size_class] * self._slots_per_block
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
         """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
@@ -252,24 +253,24 @@ class TierSpace:
         """Whether ``make_room`` found a way to room. ``silent``: no commit is awaited."""
         return True
 
-    def make_way(self, size_class: int, tenant: int, count: int, *, keep_queued: bool = False) -> int:
-        """Return for how many of ``count`` new copies of one tenant its share has room. Where it
-        has none, so many of its own leave, as an eviction chooses among them. 0 is no tenant, and
-        has room for all. ``keep_queued``: see ``allocate``."""
+    def make_way(self, size_class: int, tenant: int, count: int, *, keep_dirty: bool = False) -> int:
+        """Evict a tenant's own copies where its share has no room for ``count`` new ones. Return
+        for how many there is room then. Tenant 0 is none, and has room for all. ``keep_dirty``: see
+        ``allocate``."""
         if self.share is None or not tenant:
             return count
         left, freed = self.share.left(size_class, tenant), 0
         if left < count:
             surplus = min(MOST_SURPLUS, max(0, -left))
-            freed = self._evict(size_class, count - max(0, left) + surplus, keep_queued=keep_queued, tenant=tenant)
+            freed = self._evict(size_class, count - max(0, left) + surplus, keep_dirty=keep_dirty, tenant=tenant)
             self._stats.add(f"share_evicted_blocks.{self.tier.label}", freed)
             left = self.share.left(size_class, tenant)
         # What has too much from before a restart may at least replace its own.
         return max(0, min(count, max(left, freed)))
 
-    def within_share(self, classes: Sequence[int], tenants: Sequence[int], *, in_order: bool) -> Sequence[int]:
-        """Return which of some blocks may begin copies, by their places, as far as the shares of
-        their tenants go (``make_way``). ``classes``, ``tenants``: of each. ``in_order``: none
+    def fit_to_share(self, classes: Sequence[int], tenants: Sequence[int], *, in_order: bool) -> Sequence[int]:
+        """Make way for blocks within the shares of their tenants (``make_way``). Return the places
+        of those that may begin copies. ``classes``, ``tenants``: of each block. ``in_order``: none
         behind the first that may not."""
         if self.share is None or not any(tenants):
             return range(len(classes))
@@ -288,51 +289,52 @@ class TierSpace:
 
     def _evictable_of(self, size_class: int) -> Callable[[int], bool]:
         evictable = self._evictable()
-        above = self.upper.leave_soon[size_class] if self.upper is not None else None
+        above = self.upper.deferred[size_class] if self.upper is not None else None
         return (lambda row: evictable(row) and row not in above) if above else evictable
 
     def _evictable(self) -> Callable[[int], bool]:
         """Return the test whether a copy may be evicted for room: to be used at once."""
         return self._catalog.evictable_in(self.tier)
 
-    def _evict(self, size_class: int, count: int, *, keep_queued: bool = False, tenant: int = 0) -> int:
+    def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0) -> int:
         """End up to ``count`` copies, of one tenant or (0) of any; the others are in use, or wait
         for their demotion. All its searches together are as long as one may be."""
         evicted, searched = 0, False
         while evicted < count:
-            rows = self._victims(size_class, count - evicted, keep_queued=keep_queued, go_on=searched, tenant=tenant)
+            rows = self._victims(size_class, count - evicted, keep_dirty=keep_dirty, go_on=searched, tenant=tenant)
             searched = True
-            may_leave = rows if self.upper is None else self.upper.may_leave_below(rows)
-            leaving = may_leave if self.lower is None else self.lower.leaving(may_leave)
+            may_leave = rows if self.upper is None else self.upper.clean_followers(rows)
+            leaving = may_leave if self.lower is None else self.lower.offer_before_eviction(may_leave)
             self.drop(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
             if len(may_leave) < len(rows):
-                break  # less is queued for the room now
-            # Others may be found where some were queued, which is bounded, or where those that are
+                break  # less is dirty for the room now
+            # Others may be found where some became dirty, which is bounded, or where those that are
             # may leave as well.
-            stalls = self.lower is not None and self.lower.stalls and not keep_queued
-            if not rows or (len(leaving) == len(rows) and not stalls):
+            blocked = self.lower is not None and self.lower.blocked and not keep_dirty
+            if not rows or (len(leaving) == len(rows) and not blocked):
                 break
         if self.lower is not None and evicted >= count and not tenant:
-            self.lower.leave_soon[size_class].clear()  # nobody waits for what was queued
+            self.lower.deferred[size_class].clear()  # it has room
         return evicted
 
     def _victims(
-        self, size_class: int, count: int, *, keep_queued: bool, go_on: bool = False, tenant: int = 0
+        self, size_class: int, count: int, *, keep_dirty: bool, go_on: bool = False, tenant: int = 0
     ) -> list[int]:
-        """Return copies that may leave. ``go_on``, ``tenant``: see ``TailFirst.victims``.
+        """Return clean copies that may be evicted. ``go_on``, ``tenant``: as in
+        ``TailFirst.victims``.
 
-        While the next tier takes no writes, queued copies may, too; otherwise they would block
-        their ancestors.
+        While the next tier takes no writes, dirty copies may go where no clean one is found:
+        otherwise they would hold back those before them in their chains.
         """
-        order, lower, evictable = self._orders[size_class], self.lower, self._evictable_of(size_class)
+        order, lower, evictable = self._evictors[size_class], self.lower, self._evictable_of(size_class)
         if self._standings.held:
             order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if lower is None:
             return order.victims(count, evictable, go_on=go_on, tenant=tenant)
-        rows = order.victims(count, lambda row: evictable(row) and not lower.is_queued(row), go_on=go_on, tenant=tenant)
-        if not rows and lower.stalls and not keep_queued and lower.count(size_class):
+        rows = order.victims(count, lambda row: evictable(row) and not lower.is_dirty(row), go_on=go_on, tenant=tenant)
+        if not rows and lower.blocked and not keep_dirty and lower.count(size_class):
             rows = order.victims(count, evictable, go_on=go_on, tenant=tenant)
         return rows
 
@@ -350,8 +352,8 @@ class TierSpace:
             self.abandon(row)
         self._catalog.finish(ready, self.tier)
         for size_class, alike in self.by_class(ready):
-            self._orders[size_class].insert(alike)
-            for order in self._orders if len(self._orders) > 1 else ():
+            self._evictors[size_class].insert(alike)
+            for order in self._evictors if len(self._evictors) > 1 else ():
                 order.unlist(map(self._catalog.parent_rows.__getitem__, alike))
         self._record(ready, now_s)
         return ready
@@ -374,7 +376,7 @@ class TierSpace:
     def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
-            self._orders[size_class].touch(alike)
+            self._evictors[size_class].touch(alike)
         if self.lower is not None:
             self.lower.used(rows)
 
@@ -401,8 +403,8 @@ class TierSpace:
 
     def _forget(self, rows: Sequence[int]) -> None:
         for size_class, alike in self.by_class(rows):
-            before = self._orders[size_class].remove(alike)
-            for order in self._orders if len(self._orders) > 1 else ():
+            before = self._evictors[size_class].remove(alike)
+            for order in self._evictors if len(self._evictors) > 1 else ():
                 order.list_tails(before)  # a state may be of another size than what it follows
         if self.lower is not None:
             self.lower.forget(rows)
@@ -428,7 +430,7 @@ class TierSpace:
 
     def by_class(self, rows: Sequence[int]) -> Collection[tuple[int, Sequence[int]]]:
         """Return rows by the size class of their blocks, each in the order given."""
-        if len(self._orders) == 1:
+        if len(self._evictors) == 1:
             return ((0, rows),)
         found: dict[int, list[int]] = {}
         for row in rows:
@@ -452,9 +454,9 @@ class MemorySpace(TierSpace):
             if count:
                 self.pool.add_segment(size_class, size_class, count)
 
-    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
+    def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free."""
-        self._evict(size_class, count - self.pool.free[size_class], keep_queued=keep_queued)
+        self._evict(size_class, count - self.pool.free[size_class], keep_dirty=keep_dirty)
         slots = self.pool.allocate(size_class, count)
         self._is_short[size_class] = len(slots) < count
         return slots
@@ -494,5 +496,5 @@ class Tiers:
 
     @property
     def landing_tier(self) -> TierSpace | None:
-        """Where a copy of what is read from a slower tier can be left, if anywhere."""
+        """The tier where a load may leave a copy of what it reads from a slower one, if any."""
         return self.first if self.first.in_memory else None

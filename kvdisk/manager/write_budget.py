@@ -5,30 +5,33 @@ from __future__ import annotations
 
 
 class WriteBudget:
-    """How much may be written: a bucket of bytes, over all ranks, that fills steadily.
+    """A token bucket of bytes, over all ranks: it holds ``burst_bytes``, and ``bytes_per_s`` flow
+    in.
 
-    It starts empty: a restart gives nothing away. Once it holds less than one block, nothing is
-    written until it holds enough for a run of blocks. Failed writes are not given back: the drive
-    may have written them. ``may_spend``: whether blocks might be written as of the last
-    ``refresh``.
+    It starts empty: a restart gives nothing away. Once it holds less than a block
+    (``largest_bytes``), nothing is written until it holds enough for a run of blocks. Failed writes
+    are not given back: the drive may have written them. ``may_spend``: whether blocks might be
+    written as of the last ``refresh``.
     """
 
     _RUN_BLOCKS = 64
 
-    def __init__(self, bytes_per_day: int, largest_bytes: int, day_s: float = 86_400.0) -> None:
-        """Allow no day in which more than ``bytes_per_day`` is written.
-
-        The bucket holds an hour's share (one block at least) and fills with the rest of the day's
-        bytes over a day. ``largest_bytes``: of a block, over all ranks. ``day_s``: length of a day,
-        of 24 such hours.
-        """
-        self.burst_bytes = max(bytes_per_day // 24, largest_bytes)
-        self._bytes_per_s = max(0, bytes_per_day - self.burst_bytes) / day_s
+    def __init__(self, burst_bytes: int, bytes_per_s: float, largest_bytes: int) -> None:
+        assert 0 < largest_bytes <= burst_bytes and bytes_per_s >= 0
+        self.burst_bytes = burst_bytes
+        self._bytes_per_s = bytes_per_s
         self._largest = largest_bytes
         self._bytes = 0.0
         self._refreshed_s: float | None = None
         self.may_spend = False
         self._resumed = False
+
+    @classmethod
+    def within(cls, byte_count: int, seconds: float, largest_bytes: int) -> WriteBudget:
+        """Return a budget with which in no such time more than ``byte_count`` is written: the
+        bucket holds a 24th of it (one block at least), and the rest flows in over that time."""
+        burst_bytes = max(byte_count // 24, largest_bytes)
+        return cls(burst_bytes, max(0, byte_count - burst_bytes) / seconds, largest_bytes)
 
     def refresh(self, now: float) -> bool:
         """Fill the bucket; return whether blocks may be written now."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``Objects`` protocol: named objects of a store that other hosts share, asked for in batches.
 
-A block's part of one rank is one object: its slot as it is, header and all, under a name that says
+One rank's shard of a block is one object: its slot as it is, header and all, under a name that says
 whose it is. The store evicts as it likes, and there is no index of it.
 """
 
@@ -142,10 +142,10 @@ class RemoteIndex(Protocol):
         """Stop asking. Idempotent."""
 
 
-def object_name(namespace: Namespace, key: BlockKey, part: int, part_count: int) -> str:
+def object_name(namespace: Namespace, key: BlockKey, part: int, shard_count: int) -> str:
     """Return the name of one rank's part of a block."""
     shown = key.hex()
-    return f"kvdisk1/{namespace.fingerprint.hex()}/{namespace.epoch}/{shown[:2]}/{shown}/r{part}of{part_count}"
+    return f"kvdisk1/{namespace.fingerprint.hex()}/{namespace.epoch}/{shown[:2]}/{shown}/r{part}of{shard_count}"
 
 
 class Health:

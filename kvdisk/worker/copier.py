@@ -22,7 +22,7 @@ import torch
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.messages import NO_BLOCK
-from kvdisk.worker.copies import Event, Passed, Slots
+from kvdisk.worker.copier_base import Event, Passed, Slots
 from kvdisk.worker.cudart import cuda_runtime, forget_error, is_out_of_memory, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")

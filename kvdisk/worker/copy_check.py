@@ -16,10 +16,10 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, LayerBlocks, Way
-from kvdisk.worker.copies import Slots
+from kvdisk.worker.copier_base import Slots
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copies import Event
+    from kvdisk.worker.copier_base import Event
 
 logger = logging.getLogger("kvdisk.worker")
 

@@ -30,7 +30,7 @@ class DeviceIo:
         self._device = device
         self._stats = stats
         self._log = log
-        self._parts: dict[int, Batch] = {}
+        self._under_way: dict[int, Batch] = {}
         """Under way, late or not, by ticket."""
         self._read_again: set[Batch] = set()
         """Those of them whose slots are read a second time, each alone."""
@@ -39,19 +39,19 @@ class DeviceIo:
         """Whether a batch under way, late or not, names the segment."""
         return any(
             batch.route.slow_slot(batch.work.job.moves[position]).segment == segment
-            for batch in self._parts.values()
+            for batch in self._under_way.values()
             for position in batch.positions
         )
 
     @property
     def busy(self) -> bool:
         """Whether a batch is under way."""
-        return bool(self._parts)
+        return bool(self._under_way)
 
     def send(self, batch: Batch, files: Mapping[int, OpenFile]) -> dict[int, Reason]:
         """Start a batch at the device. Returns the moves that fail at once, for the caller to drop.
 
-        ``files``: the open ones, by segment. With at least one move left, ``ended`` will yield the
+        ``files``: the open ones, by segment. With at least one move left, ``reap`` will yield the
         batch; until then the device owns its slots.
         """
         unopened = self._submit(batch, batch.positions, files, longest=len(batch.positions))
@@ -89,14 +89,14 @@ class DeviceIo:
             start = end
         if transfers:
             op = Op.READ if batch.leg is Leg.READ else Op.WRITE
-            self._parts[self._device.submit(op, transfers)] = batch
+            self._under_way[self._device.submit(op, transfers)] = batch
         return unopened
 
     def poll(self, wait_s: float) -> list[Outcome]:
         """Return the batches that have ended; wait up to ``wait_s`` for the first."""
-        return self._device.poll(wait_s) if self._parts else []
+        return self._device.poll(wait_s) if self._under_way else []
 
-    def ended(
+    def reap(
         self, outcomes: Sequence[Outcome], files: Mapping[int, OpenFile]
     ) -> Iterator[tuple[Batch, dict[int, Reason]]]:
         """Yield the batches that have ended, with moves that failed just now.
@@ -105,7 +105,7 @@ class DeviceIo:
         one block.
         """
         for outcome in outcomes:
-            batch = self._parts.pop(outcome.ticket)
+            batch = self._under_way.pop(outcome.ticket)
             failed: dict[int, Reason] = {}
             for at, number in {} if batch.late else outcome.errors.items():
                 failed |= dict.fromkeys(batch.transfers[at], self._reason_of(batch, at, number))

@@ -201,7 +201,7 @@ class FileJobs:
         assert job.kind in FILE_KINDS
         self._waiting.append(job)
 
-    def delay(self, job: Job) -> bool:
+    def is_blocked(self, job: Job) -> bool:
         """Whether a job that has not ended opens or drops a segment of ``job``."""
         pending = {
             other.segment.segment

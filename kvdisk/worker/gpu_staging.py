@@ -20,7 +20,7 @@ from kvdisk.device.checksum import LANES, ROW_BYTES, ROW_WORDS, WORD_BYTES, mult
 from kvdisk.geometry import HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.worker.arena import SlotMemory
 from kvdisk.worker.copier import CudaLanes, Lane, unless_full
-from kvdisk.worker.copies import Event
+from kvdisk.worker.copier_base import Event
 
 SCRATCH_BYTES = 8 << 20
 """GPU memory in which sums are computed, for each lane; never less than one slot's payload."""

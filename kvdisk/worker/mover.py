@@ -16,7 +16,7 @@ from kvdisk.worker.resources import Resources
 from kvdisk.worker.runner import BATCH_BYTES, Runner
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copies import Event
+    from kvdisk.worker.copier_base import Event
 
 _WAIT_S = 0.001
 """Longest wait for the device, or for files, before new plans are looked for."""

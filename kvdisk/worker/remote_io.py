@@ -28,7 +28,7 @@ class RemoteIo:
 
     def __init__(self, objects: Objects, geometry: Geometry, rank: int, headers: SlotHeaders) -> None:
         self._objects = objects
-        self._part, self._part_count = geometry.part_of(rank), geometry.part_count
+        self._part, self._part_count = geometry.shard_of(rank), geometry.shard_count
         self._headers = headers
         self._batches: dict[int, Batch] = {}
         self._has_told = False
@@ -40,7 +40,7 @@ class RemoteIo:
         return bool(self._batches)
 
     def send(self, batch: Batch) -> None:
-        """Start a batch. Until ``ended`` yields it, the store has its slots."""
+        """Start a batch. Until ``reap`` yields it, the store has its slots."""
         objects = [
             RemoteObject(self.name_of(batch, position), batch.memory.view(batch.size_class, slot))
             for position, slot in zip(batch.positions, batch.slots, strict=True)
@@ -60,13 +60,13 @@ class RemoteIo:
         namespace = Namespace(self._headers.fingerprint, job.epoch)
         return object_name(namespace, job.moves[position].key, self._part, self._part_count)
 
-    def new_pause_s(self) -> float:
+    def take_pause_s(self) -> float:
         """Return for how long reads are left alone, once of each such pause; 0: nothing new."""
         pause_s = self._objects.pause_s
         told, self._has_told = self._has_told, pause_s > 0
         return 0.0 if told else pause_s
 
-    def ended(self, wait_s: float) -> Iterator[tuple[Batch, dict[int, Reason]]]:
+    def reap(self, wait_s: float) -> Iterator[tuple[Batch, dict[int, Reason]]]:
         """Yield the batches that have ended, with the moves that failed; wait up to ``wait_s`` for
         the first."""
         for outcome in self._objects.poll(wait_s) if self._batches else ():

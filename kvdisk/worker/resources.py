@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank moves bytes with."""
+"""The memory, device, files and copier of one rank, as ``assembly`` hands them to its mover."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvdisk.worker.arena import Arena, SlotMemory
 from kvdisk.worker.routes import Memory, Staging
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copies import Copier
+    from kvdisk.worker.copier_base import Copier
     from kvdisk.worker.direct import Direct
     from kvdisk.worker.files import SegmentFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resources:
-    """What one rank moves bytes with.
+    """The memory, device, files and copier that a mover works with.
 
     ``arenas``: of each tier of the MEMORY medium that there is; ``staging``: at least one slot of
     each size class where there is an NVMe tier. ``direct``: the way straight between drive and GPU,

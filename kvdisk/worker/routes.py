@@ -14,7 +14,7 @@ from kvdisk.messages import Job, JobKind, Move, Reason
 from kvdisk.worker.arena import SlotMemory
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copies import Event
+    from kvdisk.worker.copier_base import Event
 
 
 class Staging(Enum):
@@ -206,7 +206,7 @@ class Batch:
     ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open. On
     a direct route ``memory`` is GPU staging.
 
-    ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``copy``: its
+    ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``pending``: its
     end, where it is a copy, or on another thread; ``transfers``: the positions of the moves in each
     transfer, where it is at the device. ``late``: its moves have failed, and the device still owns
     its slots.
@@ -223,7 +223,7 @@ class Batch:
     staging: list[int] = field(default_factory=list)
     begun: int = 0
     began_s: float = 0.0
-    copy: Event | None = None
+    pending: Event | None = None
     transfers: list[list[int]] = field(default_factory=list)
     late: bool = False
 

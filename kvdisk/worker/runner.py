@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs jobs leg by leg: what ``Mover`` does on its thread. No thread, lock or clock of its own.
+"""Runs jobs leg by leg: what ``Mover`` does on its thread.
 
 Work is taken in batches of a few MiB and the queues are looked at between batches, so that a load
 waits for the batches under way and never for a long store. Several batches are under way at once:
@@ -26,7 +26,7 @@ from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.arena_io import copy_slots
-from kvdisk.worker.copies import Slots
+from kvdisk.worker.copier_base import Slots
 from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FILE_KINDS, FileJobs
@@ -36,7 +36,7 @@ from kvdisk.worker.routes import Batch, Leg, Route, Work
 from kvdisk.worker.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
-    from kvdisk.worker.copies import Event
+    from kvdisk.worker.copier_base import Event
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -155,7 +155,7 @@ class Runner:
             else:
                 self._files.add(job)
             return
-        if self._files.delay(job):
+        if self._files.is_blocked(job):
             self._waiting.append(work)
         else:
             self._admit(work)
@@ -202,7 +202,7 @@ class Runner:
             if self._direct is not None and job.segment is not None:
                 self._direct.note_changed(job.segment.segment)
             self._finish(work)
-        for work in [work for work in self._waiting if happened and not self._files.delay(work.job)]:
+        for work in [work for work in self._waiting if happened and not self._files.is_blocked(work.job)]:
             self._waiting.remove(work)
             self._admit(work)
         return happened
@@ -229,7 +229,7 @@ class Runner:
         """Whether a copy that goes on has to be asked for its end; not one that waits for the
         model's work, which takes as long as a step."""
         return any(
-            batch.copy is not None
+            batch.pending is not None
             and (batch.leg not in _ON_BLOCKS or batch.work.after is None or batch.work.after.query())
             for batch in self._under_way
         )
@@ -255,7 +255,7 @@ class Runner:
         report, self._report = self._report, Report()
         report.stats = self._stats.take()
         if self._remote_io is not None:
-            report.remote_pause_s = self._remote_io.new_pause_s()
+            report.remote_pause_s = self._remote_io.take_pause_s()
         return report
 
     def halt(self) -> None:
@@ -274,7 +274,7 @@ class Runner:
         with self._touching:
             self._unmapped = True
         for batch in list(self._under_way):
-            copy = batch.copy
+            copy = batch.pending
             if copy is not None:
                 copy.synchronize()
 
@@ -287,8 +287,8 @@ class Runner:
         self.halt()
         for batch in self._under_way:
             with suppress(Exception):  # a GPU that fails copies nothing any more
-                if batch.copy is not None:
-                    batch.copy.synchronize()
+                if batch.pending is not None:
+                    batch.pending.synchronize()
 
     def close(self) -> None:
         """Close device and files, after ``await_copies``. Waits for what has begun, and reports
@@ -323,8 +323,8 @@ class Runner:
         others = [batch for batch in self._under_way if not batch.late]
         reads = sum(batch.leg is Leg.READ and batch.route.slow is route.slow for batch in others)
         writes = sum(batch.route.writes and batch.route.slow is route.slow for batch in others)
-        of_stores = sum(batch.route.gathers and batch.copy is not None for batch in others)
-        of_loads = sum(batch.route.scatters and batch.copy is not None for batch in others)
+        of_stores = sum(batch.route.gathers and batch.pending is not None for batch in others)
+        of_loads = sum(batch.route.scatters and batch.pending is not None for batch in others)
         summing = self._resources.checksum_threads
         return (
             not (route.reads and reads >= (MOST_READS // 2 if route.kind is JobKind.PROMOTE else MOST_READS))
@@ -404,7 +404,7 @@ class Runner:
                 copy_slots(batch, arena)
                 self._count(batch, len(batch.positions))
                 return False
-            batch.copy = ThreadDone(self._threads.submit(copy_slots, batch, arena))
+            batch.pending = ThreadDone(self._threads.submit(copy_slots, batch, arena))
         elif batch.route.by_key:
             assert self._remote_io is not None, "a move names the remote store, and there is none"
             self._remote_io.send(batch)
@@ -425,15 +425,15 @@ class Runner:
             if batch.leg is Leg.GATHER and batch.work.job.id in self.given_up:
                 self._drop(batch, dict.fromkeys(batch.positions, Reason.OVERWRITTEN))
                 return False
-            batch.copy = copy = self._copy_begun(batch)
+            batch.pending = copy = self._start_copy(batch)
         if copy is None:
             text = "the GPU has no memory left for copies: blocks are not stored, or computed instead of loaded"
             self._log.warn("gpu memory", text)
             self._drop(batch, dict.fromkeys(batch.positions, Reason.NO_GPU_MEMORY))
             return False
-        return not self._has_copied(batch, copy)
+        return not self._reap_copy(batch, copy)
 
-    def _copy_begun(self, batch: Batch) -> Event | None:
+    def _start_copy(self, batch: Batch) -> Event | None:
         """Start the copy; None: the GPU has no memory for it."""
         copier, work = self._resources.copier, batch.work
         if batch.leg in {Leg.SUM, Leg.SEAL}:
@@ -452,12 +452,12 @@ class Runner:
             return copier.gather(batch.group, blocks, slots, work.after)
         return copier.scatter(batch.group, slots, blocks, work.after)
 
-    def _has_copied(self, batch: Batch, copy: Event) -> bool:
+    def _reap_copy(self, batch: Batch, copy: Event) -> bool:
         """Note a copy, or a seal or check on another thread, that has ended."""
         if not copy.query():
             return False
         copy.synchronize()
-        batch.copy = None
+        batch.pending = None
         if isinstance(copy, ThreadDone) and batch.leg in _SUMS:
             self._note_summed(batch, copy.future.result())
         else:
@@ -465,14 +465,14 @@ class Runner:
         return True
 
     def _reap_copies(self) -> bool:
-        copying = [(batch, batch.copy) for batch in self._under_way if batch.copy is not None]
-        ended = [batch for batch, copy in copying if self._has_copied(batch, copy)]
+        copying = [(batch, batch.pending) for batch in self._under_way if batch.pending is not None]
+        ended = [batch for batch, copy in copying if self._reap_copy(batch, copy)]
         for batch in ended:
             self._advance(batch)
         return bool(ended)
 
     def _reap(self, outcomes: Sequence[Outcome]) -> None:
-        for batch, failed in self._device_io.ended(outcomes, self._files.open):
+        for batch, failed in self._device_io.reap(outcomes, self._files.open):
             if batch.late:
                 self._end_late(batch)
                 continue
@@ -485,7 +485,7 @@ class Runner:
 
         Where it failed a job in batch, nothing more of that is started: it would hold the request
         for as long again, and what follows in the prompt is computed anyway."""
-        ended = [] if self._remote_io is None else list(self._remote_io.ended(wait_s))
+        ended = [] if self._remote_io is None else list(self._remote_io.reap(wait_s))
         for batch, failed in ended:
             self._count(batch, len(batch.positions) - len(failed))
             for position in [at for at, reason in failed.items() if reason is Reason.HEADER]:
@@ -529,7 +529,7 @@ class Runner:
         if self._threads is None or batch.route.direct:
             self._note_summed(batch, act(batch))
             return True
-        batch.copy = ThreadDone(self._threads.submit(act, batch))
+        batch.pending = ThreadDone(self._threads.submit(act, batch))
         return False
 
     def _note_summed(self, batch: Batch, found: tuple[dict[int, Reason], list[int]] | None) -> None:
@@ -645,7 +645,7 @@ class Runner:
         if work.job.kind is not JobKind.STORE or work.copied or self._resources.arenas:
             return
         gathering = any(
-            batch.work is work and batch.leg is Leg.GATHER and batch.copy is not None for batch in self._under_way
+            batch.work is work and batch.leg is Leg.GATHER and batch.pending is not None for batch in self._under_way
         )
         if self.has_launched(work.job.id) and not gathering:
             work.copied = True

@@ -37,7 +37,7 @@ class SlotHeaders:
     def __init__(self, geometry: Geometry, rank: int, fingerprint: bytes, direct: Direct | None) -> None:
         self.fingerprint = fingerprint
         self._geometry = geometry
-        self._part = geometry.part_of(rank)
+        self._part = geometry.shard_of(rank)
         self._direct = direct
 
     def seal(self, batch: Batch) -> None:
@@ -85,6 +85,6 @@ class SlotHeaders:
         for position, slot in zip(batch.positions, batch.slots, strict=True):
             move = job.moves[position]
             identity = SlotIdentity(
-                namespace, move.key, move.generation, payload_bytes, self._part, geometry.part_count
+                namespace, move.key, move.generation, payload_bytes, self._part, geometry.shard_count
             )
             yield position, slot, move, identity

@@ -221,7 +221,7 @@ def test_a_state_that_memory_serves_counts_as_used_on_nvme_too(engines, eviction
     state = {name: catalog.find(bench.keys(name, 1)[BLOCKS - 1]) for name in ("before 1", "before 2")}
     assert not nvme.uses.table[state["before 2"]]["uses"] and nvme.uses.table[state["before 1"]]["uses"] == 1
     ((size_class, _),) = nvme.by_class((state["before 1"],))
-    assert nvme._victims(size_class, 1, keep_queued=False) == [state["before 2"]]
+    assert nvme._victims(size_class, 1, keep_dirty=False) == [state["before 2"]]
 
 
 def test_nothing_but_states(engines):

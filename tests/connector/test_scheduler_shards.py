@@ -57,7 +57,7 @@ def test_blocks_span_the_tokens_of_all_ranks(engines: Engines, groups, ranks, lo
     theirs = bench.scheduler.kv_cache_manager.coordinator.single_type_managers
     assert [group.block_tokens for group in geometry.groups] == [one.block_size for one in theirs]
     assert resolve_kv_cache_block_sizes(bench.cache, bench.config)[1] == geometry.hash_tokens == BLOCK_TOKENS
-    assert bench.ranks[0].views[0][1].shape[1] == BLOCK_TOKENS // 2 and geometry.part_count == ranks
+    assert bench.ranks[0].views[0][1].shape[1] == BLOCK_TOKENS // 2 and geometry.shard_count == ranks
     bench.warm(1)
     for name, *tiers in (("drive",), ("memory", Tier.NVME)):
         bench.serve(name, PROMPT)

@@ -54,7 +54,7 @@ def test_each_worker_stores_and_loads_its_own_layers(engines, ranks):
     geometry = bench.connector.scheduler._geometry
     assert [group.payload_bytes for group in geometry.groups] == [2 * LAYER, LAYER]
     assert [group.window_tokens for group in geometry.groups] == [None, 2 * BLOCK_TOKENS]
-    assert geometry.part_count == 2 * ranks
+    assert geometry.shard_count == 2 * ranks
     assert geometry.slot_sizes == (HEADER_BYTES + LAYER, HEADER_BYTES + 2 * LAYER), "of the largest stage"
     assert {tuple(rank.ours.worker._parts.memory[0].slot_sizes) for rank in bench.ranks} == {geometry.slot_sizes}
     bench.warm(1)

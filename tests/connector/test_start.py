@@ -396,7 +396,7 @@ def test_mla_is_the_same_on_every_rank(specs, tensor, prefill, decode, replicate
     config = _config(**sizes, decode_context_parallel_size=decode)
     geometry = geometry_of(config, _cache(*specs))
     assert geometry.replicated == replicated
-    assert geometry.part_count == (1 if replicated else tensor * prefill)
+    assert geometry.shard_count == (1 if replicated else tensor * prefill)
     assert {group.block_tokens for group in geometry.groups} == {32 * decode}
     ranks = [ParallelConfig(**sizes, rank=rank) for rank in range(2 * tensor * prefill)]  # of two engines
     assert [rank_of(SimpleNamespace(parallel_config=rank)) for rank in ranks] == [*range(tensor * prefill)] * 2

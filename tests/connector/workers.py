@@ -118,7 +118,7 @@ class Rank:
         """Of each request where its last step ended, and before where a drafter's KV is final."""
         self._bench = bench
         self._number = number
-        self._part = bench.connector.scheduler._geometry.part_of(number)
+        self._part = bench.connector.scheduler._geometry.shard_of(number)
         self._threaded = threaded
         self._tables: dict[str, list[list[int]]] = {}
         self._states: dict[tuple[str, int], tuple[int, int, int]] = {}

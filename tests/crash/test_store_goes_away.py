@@ -50,7 +50,7 @@ def start(store: Path) -> Iterator[Callable[..., LiveEngine]]:
 def upkeep_of(engine: LiveEngine, path: Path) -> Upkeep:
     parts = engine.parts
     assert parts.home is not None and parts.nvme is not None
-    return Upkeep(Store.open(path, create=False), parts.home, parts.nvme, parts.mailbox, MODEL.geometry.part_count)
+    return Upkeep(Store.open(path, create=False), parts.home, parts.nvme, parts.mailbox, MODEL.geometry.shard_count)
 
 
 def warnings(caplog: pytest.LogCaptureFixture, engine: LiveEngine) -> list[str]:

@@ -22,9 +22,9 @@ from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.hit_lookup import HitLookup
 from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.load_jobs import GpuLoads, LoadJobs
-from kvdisk.manager.loads import LoadLookups
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.pool import FREE, LIMBO, SlotPool
@@ -323,13 +323,13 @@ BUGS = {
     "source of a failed promotion kept": Bug(instead(Copies, "end_reads", keep_sources_of_promotions), on.QUEUE_SIZES),
     # -- loads and reading ahead --
     "read without a pin": Bug(without_pins(LoadJobs, "_find"), (on.ONE_GROUP, *on.QUEUE_SIZES)),
-    "waiting without end": Bug(nothing(LoadLookups, "_is_over", False), (on.NVME_ONLY, on.QUEUE_WINDOW)),
+    "waiting without end": Bug(nothing(HitLookup, "_is_over", False), (on.NVME_ONLY, on.QUEUE_WINDOW)),
     "neighbour's block kept under a generation of its own": Bug(give_another_generation),
     "lookup remembered after an eviction": Bug(instead(Catalog, "_change", forget_losses), (on.ONE_GROUP,)),
     "reading ahead without bound": Bug(lambda planter: planter.set(prefetch, "PREFETCH_DIVISOR", 1), on.QUEUE_SIZES),
     "reading ahead for those that run": Bug(nothing(Promotions, "leave"), on.QUEUE_SIZES),
     "reading ahead what the tier refuses": Bug(admit_all_while_reading_ahead, (on.QUEUE_REUSE,)),
-    "block read a second time": Bug(nothing(LoadLookups, "_is_being_read", False), on.QUEUE_SIZES),
+    "block read a second time": Bug(nothing(HitLookup, "_is_being_read", False), on.QUEUE_SIZES),
     "block loaded a second time": Bug(nothing(GpuLoads, "begin"), (on.NVME_ONLY,)),
     "load that has ended still waited for": Bug(nothing(GpuLoads, "end"), on.QUEUE_SIZES),
     # -- stores and their policies --
@@ -361,7 +361,7 @@ BUGS = {
     "demotion without a pin": Bug(without_pins(Demotions, "_plan_job")),
     "index written when planned": Bug(write_the_index_when_planned),
     "refused block not asked before it leaves": Bug(
-        instead(Demotions, "leaving", lambda _real, _self, rows: list(rows)), on.ADMISSION_SIZES
+        instead(Demotions, "offer_before_eviction", lambda _real, _self, rows: list(rows)), on.ADMISSION_SIZES
     ),
     "head evicted before its tail": Bug(instead(TailFirst, "_tails", propose_heads)),
     "one request counted twice": Bug(before(Demand, "reach", count_again), (on.REUSE_CPU,)),

@@ -14,7 +14,7 @@ import torch
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.copier import CudaLanes, Lane, Rows
-from kvdisk.worker.copies import Event, Passed
+from kvdisk.worker.copier_base import Event, Passed
 
 
 def range_of(buffer: Buffer) -> GpuRange:

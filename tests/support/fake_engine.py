@@ -218,7 +218,7 @@ class FakeEngine:
         self.manager.preempt(preempted, self.now, overwritten)
         for request, new_tokens in self._scheduled.items():
             computed_tokens = min(request.computed + new_tokens, len(request.tokens))
-            if self.manager.may_offer(request.id, computed_tokens):
+            if self.manager.note_scheduled(request.id, computed_tokens):
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
         scheduled_tokens = sum(self._scheduled.values())
@@ -381,7 +381,7 @@ class FakeEngine:
     def _sample(self, request: FakeRequest) -> None:
         if request.finishing:
             # The token sampled last has no KV, and is not among ``tokens``.
-            if self.manager.may_offer(request.id, request.computed):
+            if self.manager.note_scheduled(request.id, request.computed):
                 self.manager.plan_store(request.id, request.computed, request.copied_table(), self.now)
             self.watch.offered(request, request.computed)
             self.manager.request_finished(request.id)

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kvdisk.worker.copier import Lane, Rows
-from kvdisk.worker.copies import Event
+from kvdisk.worker.copier_base import Event
 from support.addressed_device import CpuLanes
 
 _VIEWS = {"as_strided", "slice", "split", "select", "view", "alias", "unflatten", "_unsafe_view", "detach"}

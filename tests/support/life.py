@@ -70,7 +70,7 @@ class Life:
     def _cut(self, sizes: Sizes) -> None:
         """Cut what the index has to the cap, as ``recovery.open_index`` does."""
         geometry, segments_bytes = sizes.geometry, layout_of(sizes).segments_bytes
-        dropped = excess(list(self.index.segments()), geometry.slot_sizes, segments_bytes, geometry.part_count)
+        dropped = excess(list(self.index.segments()), geometry.slot_sizes, segments_bytes, geometry.shard_count)
         gone = {record.segment for record in dropped}
         self.index.delete([(each.epoch, each.key) for each in self.index.blocks() if each.slot.segment in gone])
         for segment in gone:

@@ -49,7 +49,7 @@ def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = T
         return 0
     records, segments = list(index.blocks()), list(index.segments())
     if files_hold:
-        audit_files(home.segments_path, segments, engine.model.geometry.part_count)
+        audit_files(home.segments_path, segments, engine.model.geometry.shard_count)
     audit_records(home.segments_path, segments, records, engine.model, records_hold=records_hold)
     assert allocated_bytes(home.path) <= home.cap_bytes - HOME_OVERHEAD_BYTES
     return len(records)
@@ -105,7 +105,7 @@ def audit_records(
         assert segment is not None, f"{record} points into no segment"
         assert record.slot.index < segment.slot_count, f"{record} points behind its segment"
         if records_hold:
-            for rank in range(model.geometry.part_count):
+            for rank in range(model.geometry.shard_count):
                 _audit_slot(segments_path, segment, record, model, rank)
 
 
@@ -114,7 +114,7 @@ def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: 
         file.seek(slot_offset(segment.slot_bytes, record.slot.index))
         slot = memoryview(file.read(segment.slot_bytes))
     found, namespace = read_header(slot).identity, Namespace(model.fingerprint, record.epoch)
-    named = (namespace, record.key, record.generation, found.payload_bytes, rank, model.geometry.part_count)
+    named = (namespace, record.key, record.generation, found.payload_bytes, rank, model.geometry.shard_count)
     assert found == named, f"{record} names another block's slot"
     # An epoch is the number of its weights, and that of the files is 0.
     content = model.content(record.epoch, record.key[:-GROUP_BYTES], group_of(record.key), rank)

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.messages import JobKind, Plan
 from support.fake_engine import FakeEngine, Watch
@@ -60,7 +60,7 @@ class LiveEngine(FakeEngine):
         self._live_ranks: list[LiveRank] = []
         super().__init__(model.geometry, block_count, self._live_ranks)
         self.watch = self.counting = _Counting()
-        self.parts: SchedulerParts = assemble_scheduler(
+        self.parts: SchedulerHalf = assemble_scheduler(
             config, model.geometry, self.pool, model.fingerprint, {"model": model.name}
         )
         self.manager = self.parts.manager

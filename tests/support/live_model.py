@@ -85,7 +85,7 @@ class LiveModel:
 
     def content(self, weights: int, digest: bytes, group: int, rank: int) -> bytes:
         """Return what a block of the engine's with this hash holds on a rank."""
-        part = self.geometry.part_of(rank)
+        part = self.geometry.shard_of(rank)
         return _content(f"{self.name} {weights} {group} {part}", digest, self._gpu_payload_bytes(group))
 
     def digests_of(self, key: BlockKey) -> list[bytes]:
@@ -108,7 +108,7 @@ class LiveModel:
         be as it comes.
         """
         groups = self.geometry.groups
-        parts = self.geometry.part_count
+        parts = self.geometry.shard_count
         per_block = sum(group.slot_bytes for group in groups) * parts
         largest = max(self.geometry.slot_sizes)
         room = cap = per_block * blocks + per_block * blocks // 16

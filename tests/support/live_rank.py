@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from kvdisk.assembly import WorkerParts, assemble_worker
+from kvdisk.assembly import WorkerHalf, assemble_worker
 from kvdisk.blocks import JobId, group_of
 from kvdisk.config import Config
 from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Plan, Report
@@ -25,7 +25,7 @@ from kvdisk.worker.request_loads import RequestLoads
 from support.fake_engine import StepWork
 from support.live_model import LiveModel
 
-MakeWorker = Callable[[Config, LiveModel, int, list[list[torch.Tensor]]], WorkerParts]
+MakeWorker = Callable[[Config, LiveModel, int, list[list[torch.Tensor]]], WorkerHalf]
 IDLE_WAIT_S = 0.002
 OUTLIVING_S = 120.0
 """Longest that a rank goes on with the jobs it has, after its scheduler is gone."""
@@ -35,7 +35,7 @@ class WrongBytesError(AssertionError):
     """A block holds something else than it must: what kvdisk is there to prevent."""
 
 
-def make_worker(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
+def make_worker(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerHalf:
     return assemble_worker(config, model.geometry, rank, layers)
 
 

@@ -124,7 +124,7 @@ class WatchedCpuSpace(MemorySpace):
 
     wanted: Callable[[BlockKey], bool]
 
-    def allocate(self, size_class: int, count: int, *, keep_queued: bool = False) -> list[Slot]:
+    def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         catalog = self._catalog
         only_here = [
             (row, catalog.keys[row])
@@ -136,19 +136,19 @@ class WatchedCpuSpace(MemorySpace):
         before = ready_copies(catalog, Tier.CPU)
         lower = self.lower
         assert lower is None or isinstance(lower, Demotions)
-        waiting = [] if lower is None else list(lower._queued.walk(size_class))
+        waiting = [] if lower is None else list(lower._dirty.walk(size_class))
         short = count - self.pool.free[size_class]
         useless = set() if lower is None else {row for row, _ in only_here if self._is_useless_below(lower, row)}
-        slots = super().allocate(size_class, count, keep_queued=keep_queued)
-        kept = lower is None or all(map(lower.is_queued, waiting))
-        assert kept or not keep_queued, "a copy that was to be demoted has left for a block read ahead"
+        slots = super().allocate(size_class, count, keep_dirty=keep_dirty)
+        kept = lower is None or all(map(lower.is_dirty, waiting))
+        assert kept or not keep_dirty, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
         lost = [
             key
             for row, key in only_here
             if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key) and row not in useless
         ]
-        if lost and lower is not None and not lower.stalls:
+        if lost and lower is not None and not lower.blocked:
             full = lower.count(size_class) >= lower.limit(size_class)
             assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
             assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
@@ -210,7 +210,7 @@ class ManagerParts:
         if sizes.has_nvme:
             layout = layout_of(sizes)
             bytes_per_day = sizes.config.nvme_write_bytes_per_day
-            budget = None if bytes_per_day is None else WriteBudget(bytes_per_day, sizes.largest_bytes, DAY_S)
+            budget = None if bytes_per_day is None else WriteBudget.within(bytes_per_day, DAY_S, sizes.largest_bytes)
             admission = make_admission(sizes.config.nvme_admission, parts.history)
             nvme = WatchedNvmeSpace(parts, layout, index, admission, sizes.drives, budget)
             nvme.restore(HOME_ID, FINGERPRINT)

@@ -18,8 +18,8 @@ from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import NONE, CopyState
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
-from kvdisk.manager.lookup import first_needed
 from kvdisk.manager.pool import USED, SlotPool
+from kvdisk.manager.prefix_match import first_needed
 from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
@@ -278,7 +278,7 @@ class ManagerWatch(Watch):
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
         nvme = self.parts.nvme
-        progress = (self.index.poll().committed, nvme is None or nvme.refresh_writable(self.engine.now))
+        progress = (self.index.poll().committed, nvme is None or nvme.update_writable(self.engine.now))
         # Within a second, a failed write's back-off can have begun and ended.
         self._changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
         self._progress, self._planned_s = progress, self.engine.now
@@ -421,7 +421,7 @@ class ManagerWatch(Watch):
     def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason, late: bool) -> None:
         nvme = self.parts.nvme
         bad_write = _writes(job) and (late or reason in _BAD_WRITE)
-        if nvme is not None and nvme.refresh_writable(self.engine.now) and bad_write:
+        if nvme is not None and nvme.update_writable(self.engine.now) and bad_write:
             self._write_failed_s = self.engine.now
             self._first_paused = self.parts.transfers._next_id
         if position < 0:
@@ -482,9 +482,9 @@ class ManagerWatch(Watch):
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
-        if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.refresh_writable(now)):
-            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.can_go_on(now)
-            searches = parts.cpu is not None and parts.manager._stores.has_left(now)
+        if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.update_writable(now)):
+            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.has_work(now)
+            searches = parts.cpu is not None and parts.manager._stores.has_deferred(now)
             goes_on = parts.manager._promotions.is_asked or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
@@ -556,11 +556,11 @@ class ManagerWatch(Watch):
         any more leaves as others."""
         catalog, standings = self.parts.catalog, self.parts.manager._kv_hints._standings
         for space in self.parts.manager._tiers:
-            for size_class, order in enumerate(space._orders):
+            for size_class, order in enumerate(space._evictors):
                 assert order._policy.count(PINNED) <= space._most_staying(size_class)
             for row in catalog.rows_in(space.tier):
                 size_class = self.sizes.geometry.size_classes[group_of(catalog.keys[row])]
-                policy = space._orders[size_class]._policy
+                policy = space._evictors[size_class]._policy
                 told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_so, parent = policy.standing(row), catalog.parent_rows[row]
                 assert is_so in {None, DEMOTED} or told in {is_so, PINNED}

@@ -163,7 +163,7 @@ BUGS: dict[str, Bug] = {
     "a lookup that remembers what has left": Bug(
         "a hit is promised only of what is there",
         forget_losses,
-        "tests/unit/test_lookup.py::test_what_is_remembered_is_what_would_be_found",
+        "tests/unit/test_prefix_match.py::test_what_is_remembered_is_what_would_be_found",
     ),
     # -- jobs, fences --
     "a job that is settled when the first rank has answered": Bug(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvdisk.assembly import WorkerParts
+from kvdisk.assembly import WorkerHalf
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, check_slot
@@ -20,7 +20,7 @@ from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace
 from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
-from kvdisk.worker.copies import Event, Passed, Slots
+from kvdisk.worker.copier_base import Event, Passed, Slots
 from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
@@ -203,7 +203,7 @@ class SimRank(LocalRank):
         super().__init__(sizes.config, model, rank, sizes.block_count, self._make)
         self.mover = self._parts.mover
 
-    def _make(self, config: Config, _: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerParts:
+    def _make(self, config: Config, _: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerHalf:
         geometry, world = self.sizes.geometry, self._world
         users = {"gather": self.readers_of, "scatter": self.writers_of}
         self.copier = SimCopier(
@@ -227,7 +227,7 @@ class SimRank(LocalRank):
             batch_bytes=PART_SLOTS * min(geometry.slot_sizes),
             threaded=False,
         )
-        return WorkerParts(mover, (staging,) if self.arena is None else (self.arena, staging))
+        return WorkerHalf(mover, (staging,) if self.arena is None else (self.arena, staging))
 
     # -- steps ---------------------------------------------------------------------------------
 

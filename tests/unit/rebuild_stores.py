@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdisk.assembly import SchedulerParts, assemble_scheduler
+from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.blocks import BlockKey, Slot, Tier, make_block_key
 from kvdisk.config import Config
 from kvdisk.device.header import CHECKSUM_KINDS, SlotIdentity, seal_slot
@@ -54,11 +54,11 @@ class NoPool:
     caches = True
 
 
-def start(path: Path | Sequence[Path], *, cap_bytes: int = CAP) -> SchedulerParts:
+def start(path: Path | Sequence[Path], *, cap_bytes: int = CAP) -> SchedulerHalf:
     return assemble_scheduler(config(path, cap_bytes=cap_bytes), GEOMETRY, NoPool(), MINE, DESCRIPTION)  # type: ignore[arg-type]
 
 
-def rows(parts: SchedulerParts) -> set[Row]:
+def rows(parts: SchedulerHalf) -> set[Row]:
     """Return the blocks that the manager knows on NVMe."""
     catalog: Catalog = parts.manager._catalog
     return {
@@ -166,7 +166,7 @@ def stamp(path: Path | Sequence[Path], stored_s: Callable[[Slot], int], *, clean
     return home_id
 
 
-def end(parts: SchedulerParts, *, clean: bool = True) -> None:
+def end(parts: SchedulerHalf, *, clean: bool = True) -> None:
     """Close; not clean: as after kill -9."""
     assert parts.home is not None and parts.index is not None
     if clean:

@@ -52,11 +52,11 @@ def test_queued_copies_leave_only_while_nothing_is_written_and_nothing_else_can(
     served.serve(FIRST)
     served.serve(OTHERS[0])
     cpu, demotions = served.parts.cpu, served.parts.demotions
-    assert demotions.stalls and demotions.count(0) == demotions.limit(0) == 2
-    assert len(cpu.allocate(0, 3, keep_queued=True)) == 2
-    assert not cpu.allocate(0, 1, keep_queued=True)
+    assert demotions.blocked and demotions.count(0) == demotions.limit(0) == 2
+    assert len(cpu.allocate(0, 3, keep_dirty=True)) == 2
+    assert not cpu.allocate(0, 1, keep_dirty=True)
     assert served.held(FIRST, Tier.CPU) == [True, True], "those that are queued have stayed"
-    demotions.stalls = False
+    demotions.blocked = False
     assert not cpu.allocate(0, 1)
-    demotions.stalls = True
+    demotions.blocked = True
     assert len(cpu.allocate(0, 1)) == 1

@@ -11,7 +11,7 @@ import pytest
 from support.fake_pool import FakePool
 
 from kvdisk import __version__
-from kvdisk.assembly import SchedulerParts, _gpu_copier, assemble_scheduler
+from kvdisk.assembly import SchedulerHalf, _gpu_copier, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.engine_store import EngineStore
 from kvdisk.errors import ConfigError, DeviceError
@@ -73,7 +73,7 @@ def test_an_end_is_clean_where_all_was_committed(flushed, closed, clean):
     """Where the file system hangs nothing more is written to it."""
     index, home = Mock(), Mock()
     index.flush.return_value, index.close.side_effect = flushed, closed
-    SchedulerParts(Mock(), EngineStore(Mock(), home, index, Mock()), None, None, Mock(), None, [Mock()]).close()
+    SchedulerHalf(Mock(), EngineStore(Mock(), home, index, Mock()), None, None, Mock(), None, [Mock()]).close()
     assert [call.kwargs["clean"] for call in home.close.call_args_list] == clean
     assert home.release.called == (not clean)
 

@@ -9,7 +9,7 @@ from tier_bench import TierBench
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.manager import block_jobs
 from kvdisk.manager.block_jobs import BlockJobs, Offer
-from kvdisk.manager.reuse import _KINS, ReuseHistory
+from kvdisk.manager.reuse import _ORIGINS, ReuseHistory
 
 NEW, SECOND_TURN = 0, 2
 """Kinds of blocks."""
@@ -35,7 +35,7 @@ def put(jobs: BlockJobs, keys: list[BlockKey], start: int = 0, stop: int | None 
 
 
 def kinds(history: ReuseHistory, keys: list[BlockKey]) -> set[int]:
-    return {number % _KINS for number in history.classes_of(keys)}
+    return {number % _ORIGINS for number in history.classes_of(keys)}
 
 
 @pytest.mark.parametrize("most", [block_jobs.MOST_CHAINS, 0])
@@ -55,9 +55,9 @@ def test_a_prompt_in_parts_is_one_visit_of_one_kind(jobs):
     seen: list[tuple[int, float]] = []
     count, before = history.count, history.now
 
-    def watched(keys, start, stop, kin, visit=None):
+    def watched(keys, start, stop, origin, visit=None):
         seen.append((visit.before, (stop - start) / (visit.now - visit.before)))
-        return count(keys, start, stop, kin, visit)
+        return count(keys, start, stop, origin, visit)
 
     history.count = watched
     keys = chain("long", 64)

@@ -97,7 +97,7 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks, monke
     slots = sum(parts.nvme.capacity)
     parts.close()
     assert 0 <= slots - fit.blocks <= slots * 0.05
-    assert fit.used_bytes == round(fit.tokens * token_bytes(geometry, geometry.part_count)) <= 40 * GIB
+    assert fit.used_bytes == round(fit.tokens * token_bytes(geometry, geometry.shard_count)) <= 40 * GIB
     assert 0.9 < fit.used_bytes / (40 * GIB) < 1
     assert cpu.blocks <= sum(geometry.memory_slots(8 * GIB)) and 0.9 < cpu.used_bytes / (8 * GIB) < 1
     for one in (fit, cpu):

@@ -103,7 +103,7 @@ def given_up() -> tuple[TierBench, int]:
     assert bench.held("abcdefgh") == [True] * 4
     *_, tail = bench.rows("abcdefgh")
     bench.parts.nvme.drop([tail])
-    assert bench.parts.cpu.lower.leaving([tail]) == []
+    assert bench.parts.cpu.lower.offer_before_eviction([tail]) == []
     bench.idle()
     assert bench.held("abcdefgh") == [True] * 4
     return bench, tail
@@ -112,15 +112,15 @@ def given_up() -> tuple[TierBench, int]:
 def test_what_memory_gives_up_stays_on_the_drive_until_memory_has_let_go():
     """Else the tail of a chain that fills the drive is written, leaves, and is written again."""
     bench, tail = given_up()
-    assert bench.parts.nvme._victims(0, 1, keep_queued=False) == []
-    bench.parts.cpu.drop(bench.parts.cpu.lower.leaving([tail]))
-    assert bench.parts.nvme._victims(0, 1, keep_queued=False) == [tail]
+    assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == []
+    bench.parts.cpu.drop(bench.parts.cpu.lower.offer_before_eviction([tail]))
+    assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == [tail]
 
 
 def test_what_memory_uses_again_may_leave_the_drive():
     bench, tail = given_up()
     bench.parts.cpu.touch([tail])
-    assert bench.parts.nvme._victims(0, 1, keep_queued=False) == [tail]
+    assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == [tail]
 
 
 def test_a_search_that_ends_early_for_ever_is_given_up(monkeypatch):
@@ -170,11 +170,11 @@ def test_a_search_on_the_drive_repeats_no_offers_to_memory(monkeypatch):
     bench = TierBench([4], [4])
     bench.serve("abcd")
     bench.idle()
-    bench.parts.nvme._orders[0].ended_early = True
+    bench.parts.nvme._evictors[0].ended_early = True
     before = bench.manager._state.released
     bench.manager.take_plan(bench.now, idle=True)
     assert bench.parts.nvme.is_searching
     assert bench.manager._state.released == before
-    bench.parts.cpu._orders[0].ended_early = True
+    bench.parts.cpu._evictors[0].ended_early = True
     bench.manager.take_plan(bench.now, idle=True)
     assert bench.manager._state.released == before + 1

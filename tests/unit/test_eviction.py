@@ -119,8 +119,8 @@ def test_a_copy_keeps_its_class_when_its_key_is_forgotten():
     for _ in range(5):
         history.count(KEYS, 0, 1, 0)
     policy.insert((0,))
-    number = policy._numbers[0]
+    number = policy._list_of[0]
     history.clear()
     history.count(KEYS, 0, 1, 0)
     policy.touch((0,))
-    assert policy._numbers[0] == number > policy.classes_of([0])[0]
+    assert policy._list_of[0] == number > policy.classes_of([0])[0]

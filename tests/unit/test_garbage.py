@@ -76,7 +76,7 @@ def test_blocks_that_are_stored_used_evicted_and_stored_again(eviction):
     store(parts, nvme, range(CHAIN, 3 * SLOTS))
     assert walked() - before < ALLOWED
     nvme._evict(0, SLOTS)
-    nvme.pool.settle_limbo(1)
+    nvme.pool.free_committed(1)
     assert walked() - before < ALLOWED
     store(parts, nvme, range(3 * SLOTS, 4 * SLOTS))
     assert walked() - before < ALLOWED

@@ -154,12 +154,12 @@ def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_ref
     bench.parts.nvme.drop(rows[:3:-1])
     demoting.offer(rows[4:])
     assert demoting.total == 2
-    assert demoting.may_leave_below(rows[3::-1]) == []
+    assert demoting.clean_followers(rows[3::-1]) == []
     assert demoting.total == 0 == bench.stats["left_blocks.room"]
-    assert demoting.may_leave_below(rows[3::-1]) == rows[3::-1]
+    assert demoting.clean_followers(rows[3::-1]) == rows[3::-1]
     demoting.offer(rows[4:])
     assert demoting.total == 0, "refused until they are used"
-    assert demoting.leaving(rows[:3:-1]) == rows[:3:-1]
+    assert demoting.offer_before_eviction(rows[:3:-1]) == rows[:3:-1]
     assert bench.stats["left_blocks.room"] == 2
     bench.parts.cpu.touch(rows[:3:-1])
     demoting.offer(rows[4:])

@@ -9,7 +9,7 @@ import pytest
 from tier_bench import keys_of
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
 
 (KEY,) = keys_of("aa")
 
@@ -25,7 +25,7 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
         hints={KEY} if near else set(), usable_hints={KEY} if usable else set(), tier=Tier.NVME, take=lambda _: "near"
     )
     remote = SimpleNamespace(hints={KEY} if far else {}, take=lambda: "far", tier=Tier.REMOTE)
-    hints = Hints(neighbours, remote)
+    hints = PeerHints(neighbours, remote)
     assert hints.take(KEY) == source
     assert hints.tier_of(KEY) is (Tier.REMOTE if source == "far" else Tier.NVME)
 
@@ -36,6 +36,6 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
 def test_of_two_that_have_a_block_one_is_read_that_may_be(tiers, source):
     neighbours = SimpleNamespace(hints={KEY}, usable_hints={KEY}, tier=Tier.NVME, take=lambda _: "near")
     remote = SimpleNamespace(hints={KEY}, usable_hints={KEY}, take=lambda: "far", tier=Tier.REMOTE)
-    hints = Hints(neighbours, remote)
+    hints = PeerHints(neighbours, remote)
     assert hints.take(KEY, tiers) == source
     assert bool(hints.usable_in(tiers)) == (source is not None)

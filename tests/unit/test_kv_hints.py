@@ -75,7 +75,7 @@ def test_what_is_retained_leaves_where_nothing_else_can():
 def test_pins_fill_their_share_from_the_head_and_what_is_over_is_retained(caplog):
     bench = make(pin_share=0.25)
     tell(bench, "aabbccddx", KVHint("pin", None, 600.0))
-    assert bench.parts.cpu._orders[0]._policy.count(PINNED) == 2
+    assert bench.parts.cpu._evictors[0]._policy.count(PINNED) == 2
     tell(bench, OTHERS[0], KVHint("pin", 2, 600.0))
     for prompt in OTHERS[1:]:
         tell(bench, prompt, KVHint("retain", None, 60.0))
@@ -88,7 +88,7 @@ def test_less_room_than_there_was_lets_pins_go(share):
     bench = make(pin_share=0.5)
     tell(bench, "aabbccddx", KVHint("pin", None, 600.0))
     bench.parts.cpu._pin_share = share
-    bench.parts.cpu._victims(0, 1, keep_queued=False)
+    bench.parts.cpu._victims(0, 1, keep_dirty=False)
     flood(bench)
     assert bench.held("aabbccddx", Tier.CPU) == [True] * 4, "they are retained at least"
     bench.serve("mmnnooppqqrrssttx")
@@ -171,7 +171,7 @@ def test_a_reset_forgets_what_was_said():
     tell(bench, KEPT, KVHint("pin", None, 600.0))
     bench.change_weights()
     for space in (bench.parts.cpu, bench.parts.nvme):
-        assert space._orders[0]._policy.count(PINNED) == 0
+        assert space._evictors[0]._policy.count(PINNED) == 0
     bench.serve(KEPT, cold=True)
     flood(bench)
     assert bench.held(KEPT, Tier.CPU) == [False, False]

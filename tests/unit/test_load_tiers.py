@@ -56,11 +56,11 @@ def test_what_lies_in_other_tiers_is_missed_and_the_reason_says_so():
     assert asked(bench, None, "all") == 8
     assert asked(bench, frozenset({Tier.CPU, Tier.NVME}), "both") == 8
     assert asked(bench, frozenset({Tier.CPU, Tier.REMOTE}), "memory") == 4
-    bench.manager.may_offer("memory", 4)  # it runs with less than it could have had
+    bench.manager.note_scheduled("memory", 4)  # it runs with less than it could have had
     assert bench.stats["misses.excluded"] == 0, "what it was given it has not taken"
     bench.parts.cpu.drop(bench.rows(PROMPT)[1::-1])
     assert asked(bench, frozenset({Tier.CPU}), "nothing") == 0
-    bench.manager.may_offer("nothing", 4)
+    bench.manager.note_scheduled("nothing", 4)
     assert bench.stats["misses.excluded"] == 1
 
 

@@ -132,7 +132,7 @@ def test_tails_that_may_not_leave_are_passed_over_for_a_while_only(monkeypatch):
         bench.serve(prompt_of(number, 1))
     rows = [bench.rows(prompt_of(number, 1))[0] for number in range(12)]
     bench.catalog.pin(rows[:10], Tier.CPU)
-    (order,) = bench.parts.cpu._orders
+    (order,) = bench.parts.cpu._evictors
     found = [order.victims(1, bench.catalog.evictable_in(Tier.CPU)) for _ in range(4)]
     assert found == [[], [], [], [rows[10]]]
     bench.catalog.pin(rows[10:], Tier.CPU)

@@ -71,7 +71,7 @@ def test_each_slot_is_in_one_place_and_runs_are_cut_as_short_as_they_can_be(step
             continue
         if step == "commit":
             committed = min(ticket, committed + count // 3)
-            pool.settle_limbo(committed)
+            pool.free_committed(committed)
             free |= {slot for slot, of in limbo.items() if of <= committed}
             limbo = {slot: of for slot, of in limbo.items() if of > committed}
         elif step == "release":

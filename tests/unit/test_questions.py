@@ -19,10 +19,11 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import ForeignCopy, SegmentRecord
 from kvdisk.manager import neighbours, remote
-from kvdisk.manager.lookup import Lookups, reachable
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import STEP_KEYS, Parts
-from kvdisk.manager.remote import ASK_AGAIN_S, Hints, RemoteCopies
+from kvdisk.manager.peer_hints import PeerHints
+from kvdisk.manager.prefix_match import Lookups, reachable
+from kvdisk.manager.remote import ASK_AGAIN_S, RemoteCopies
 from kvdisk.manager.requests import RequestState
 from kvdisk.remote.reader import MOST_ALONE, RemoteReader
 from kvdisk.testing.memory_objects import MemoryObjects
@@ -76,7 +77,7 @@ class Asker:
         self.parts = Parts.make(Config(cpu_bytes=1), Geometry(tuple(groups), 1, TOKENS), FakePool(8, lambda _: None))
         self.near, self.far = near, far
         neighbours_ = NeighbourCopies(self.parts, near)
-        self.hints = Hints(neighbours_, RemoteCopies(self.parts, far, None), self.parts.state)
+        self.hints = PeerHints(neighbours_, RemoteCopies(self.parts, far, None), self.parts.state)
         self.looked_at = 0
         self.now = 0.0
         presences = self.parts.catalog.presences

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.manager.admission import AdmitLearned
-from kvdisk.manager.catalog import number_of
-from kvdisk.manager.reuse import _KINS, CLASSES, FEWEST_PLACES, MOST_PLACES, MOST_USES, ReuseHistory
+from kvdisk.manager.catalog import key_hash
+from kvdisk.manager.reuse import _ORIGINS, CLASSES, FEWEST_PLACES, MOST_PLACES, MOST_USES, ReuseHistory
 
 
 def key_of(number: int) -> BlockKey:
@@ -24,9 +24,9 @@ def key_of(number: int) -> BlockKey:
 
 def come(history: ReuseHistory, keys: list[BlockKey], stops: tuple[int, ...] = ()) -> None:
     """A request comes to all of its prompt, in parts that end there."""
-    start, kin = 0, 0
+    start, origin = 0, 0
     for stop in (*stops, len(keys)):
-        kin = history.count(keys, start, stop, kin)
+        origin = history.count(keys, start, stop, origin)
         start = stop
 
 
@@ -68,7 +68,7 @@ def test_a_head_that_was_forgotten_has_the_uses_of_what_follows_it():
     history, keys = ReuseHistory(), [key_of(number) for number in range(6)]
     for _ in range(4):
         come(history, keys)
-    for place in {history._find(name)[0] for name in map(number_of, keys[:3])}:
+    for place in {history._find(name)[0] for name in map(key_hash, keys[:3])}:
         history._tags[place] = 0
     come(history, keys, (2, 4))
     assert uses(history, keys) == [5] * 6
@@ -114,18 +114,18 @@ def test_what_is_counted_in_parts_is_counted_as_at_once():
     for _ in range(3):
         for history in (parts, whole):
             come(history, others)
-        visit, kin = parts.begin(0, len(keys)), 0
+        visit, origin = parts.begin(0, len(keys)), 0
         for start in range(0, len(keys), 100):
-            kin = parts.count(keys, start, start + 100, kin, visit)
+            origin = parts.count(keys, start, start + 100, origin, visit)
         come(whole, keys)
         for key in (*keys, *others):
             assert parts.known(key) == whole.known(key)
     assert parts.now == whole.now and parts._prompt_blocks == whole._prompt_blocks
     assert parts._entered == pytest.approx(whole._entered) and parts._reused == pytest.approx(whole._reused)
     visit = parts.begin(0, len(keys))
-    kin = parts.count(keys, 0, 200, 0, visit)
+    origin = parts.count(keys, 0, 200, 0, visit)
     come(parts, keys[200:])  # another request wants them meanwhile
-    parts.count(keys, 200, 300, kin, visit)
+    parts.count(keys, 200, 300, origin, visit)
     assert [parts.known(key)[0] for key in (keys[0], keys[-1])] == [5, 5]
 
 
@@ -135,10 +135,10 @@ def test_one_that_is_not_known_stands_for_the_one_beside_it():
     for key in (keys[2], keys[6]):
         come(history, [key])
     for order in (1, -1):
-        found = history.stand_ins(keys[::order], parents[::order])[::order]
+        found = history.nearest_known(keys[::order], parents[::order])[::order]
         assert found == [keys[2]] * 5 + [keys[6]] * 3
-    assert history.stand_ins(keys[3:5], parents[3:5]) == [keys[2]] * 2, "what lies before is known"
-    assert history.stand_ins(keys[:2], parents[:2]) == keys[:2], "nobody is known"
+    assert history.nearest_known(keys[3:5], parents[3:5]) == [keys[2]] * 2, "what lies before is known"
+    assert history.nearest_known(keys[:2], parents[:2]) == keys[:2], "nobody is known"
 
 
 def test_a_kin_tells_what_extends_a_conversation_from_what_begins_one():
@@ -153,10 +153,10 @@ def test_the_turns_of_a_conversation_and_what_branches_off_are_told_apart():
     history, keys = ReuseHistory(), [key_of(number) for number in range(8)]
     for turn in range(1, 6):
         come(history, keys[:turn])
-    first, second, third, fourth, fifth = (history.known(key)[1] % _KINS for key in keys[:5])
+    first, second, third, fourth, fifth = (history.known(key)[1] % _ORIGINS for key in keys[:5])
     assert (first, second, third) == (0, 2, 3) and fourth == fifth == 3
     come(history, [keys[0], keys[6]])
-    assert history.known(keys[6])[1] % _KINS == 1, "several had wanted what it branches off from"
+    assert history.known(keys[6])[1] % _ORIGINS == 1, "several had wanted what it branches off from"
 
 
 def test_a_prompt_teaches_by_the_root_of_its_length():
@@ -229,7 +229,7 @@ def test_what_was_there_before_a_restart_teaches_no_ages():
     """Nobody knows when these blocks came: what is used of them is not taken to be of those that
     have come since."""
     history = ReuseHistory()
-    history.restore([key_of(number) for number in range(4000)], np.zeros(4000, np.uint32))
+    history.restore([key_of(number) for number in range(4000)], np.arange(4000), np.zeros(4000, np.uint32))
     assert uses(history, [key_of(7)]) == [1]
     for number in range(1000):  # every fourth is used
         come(history, [key_of(4 * number)])
@@ -242,13 +242,13 @@ def test_what_is_restored_is_as_if_it_had_come_in_that_order():
     given = np.array([*range(500)] * 20, np.uint32)
     keys = [key_of(number) for number in range(len(given))]
     history, crowded = ReuseHistory(), small(1 << 10)
-    classes = history.restore(keys, given)
+    classes = history.restore(keys, np.arange(len(keys)), given)
     found = [(*history.known(key), at) for at, key in enumerate(keys) if history.known(key)[0]]
     assert len(found) > 0.995 * len(keys)
     for uses_of_it, number, age, at in found:
         expected = min(int(given[at]) + 1, MOST_USES), classes[at], len(keys) - 1 - at
         assert (uses_of_it, number, age) == expected
-    crowded.restore(keys, given)
+    crowded.restore(keys, np.arange(len(keys)), given)
     known = [at for at, key in enumerate(keys) if crowded.known(key)[0]]
     assert len(known) > 900 and min(known[len(known) // 4 :]) > len(keys) // 2, "mostly late ones"
 
@@ -296,15 +296,15 @@ def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed
         prompt += [BlockKey(rng.randbytes(34)) for _ in range(rng.choice([1, 70, 500]))]
         prompts.append(prompt)
         visits = [history.begin(0, len(prompt)) for history in histories]
-        kins, start = [0, 0], 0
+        origins, start = [0, 0], 0
         while start < len(prompt):
             stop = min(len(prompt), start + rng.choice([10, 64, 400]))
             for at, many in enumerate((1, 1 << 30)):
                 monkeypatch.setattr("kvdisk.manager.reuse._MANY", many)
-                kins[at] = histories[at].count(prompt, start, stop, kins[at], visits[at])
+                origins[at] = histories[at].count(prompt, start, stop, origins[at], visits[at])
             start = stop
-        assert kins[0] == kins[1]
-        for name in ("_tags", "_times", "_marks", "_entered", "_reused", "_doubt", "_rates", "_slopes"):
+        assert origins[0] == origins[1]
+        for name in ("_tags", "_times", "_marks", "_entered", "_reused", "_scan_score", "_rates", "_slopes"):
             first, second = (getattr(history, name) for history in histories)
             assert first == second, name
 
@@ -339,9 +339,9 @@ def test_a_prompt_that_is_counted_in_many_parts_is_one_witness():
         keys = [key_of(next(numbers)) for _ in range(300)]
         for _ in range(1 + at % 2):
             come(history, keys)
-    before = list(history._doubt)
+    before = list(history._scan_score)
     long = [key_of(next(numbers)) for _ in range(40 * 512)]
-    visit, kin = history.begin(0, len(long)), 0
+    visit, origin = history.begin(0, len(long)), 0
     for start in range(0, len(long), 512):
-        kin = history.count(long, start, start + 512, kin, visit)
-    assert 0 < history._doubt[0] - before[0] < 1
+        origin = history.count(long, start, start + 512, origin, visit)
+    assert 0 < history._scan_score[0] - before[0] < 1

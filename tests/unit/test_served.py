@@ -15,9 +15,9 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
-from kvdisk.manager.load_price import LoadThreshold
+from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.requests import Asked, Outcome, RequestState
+from kvdisk.manager.requests import Asked, RequestOutcome, RequestState
 from kvdisk.manager.tiers import Tiers, TierSpace
 from kvdisk.stats import Miss
 
@@ -109,7 +109,7 @@ def test_what_the_last_tier_has_evicted_is_told_apart_as_far_as_it_can_be(left, 
     """A copy may have left memory where NVMe took nothing, or NVMe: with both, nobody knows
     which."""
     bench = TierBench((4,), (4,), nvme_admission="all", prefetch=False)
-    found: list[Outcome] = []
+    found: list[RequestOutcome] = []
     bench.manager._hits._tell = found.append
     bench.finish()
     prompts = ("aabbx", "ccddx", "eeffx", "gghhx", "iijjx", "kkllx")
@@ -140,7 +140,7 @@ def test_what_a_load_saves_is_what_it_brought_at_the_measured_rate_less_its_time
     geometry, failed, rate, load_s, saved_s, miss
 ):
     counts, request = counts_of(geometry, [CPU, NVME]), RequestState("r", [], 24, geometry)
-    told: list[Outcome] = []
+    told: list[RequestOutcome] = []
     counts._tell, counts._threshold.rate = told.append, rate
     request.asked = Asked(8, 24, 16, total_tokens=25)
     blocks = blocks_of((0, at, CPU) for at in (2, 3, 4, 5))

@@ -208,7 +208,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
         parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
         space.finish((row,), 0)
     assert not space.allocate(0, 1), "the states follow"
-    assert len(space.allocate(1, 2)) == 2 and not any(order._useless for order in space._orders)
+    assert len(space.allocate(1, 2)) == 2 and not any(order._useless for order in space._evictors)
     assert len(space.allocate(0, 2)) == 2
 
 
@@ -366,7 +366,7 @@ def test_a_row_is_a_tail_again_whatever_way_its_follower_goes(eviction, way):
         spec = SegmentSpec(number, 4096, 1)
         nvme.segments.specs[number] = spec
         nvme.pool.add_segment(number, 0, 1)
-    catalog, (order,) = parts.catalog, nvme._orders
+    catalog, (order,) = parts.catalog, nvme._evictors
     head, tail = catalog.add([key_of(0), key_of(1)], [1, 2], 0, [None, key_of(0)])
     slots = sorted(nvme.pool.allocate(0, 2))
     catalog.begin((head, tail), Tier.NVME, slots)
@@ -392,7 +392,7 @@ def test_what_a_reset_leaves_on_nvme_can_leave_it():
     bench.idle()
     bench.serve("aabbccx")
     for space in (bench.parts.cpu, bench.parts.nvme):
-        assert space._orders[0].victims(9, lambda _: False) == [], "heads are not listed"
+        assert space._evictors[0].victims(9, lambda _: False) == [], "heads are not listed"
     bench.change_weights()
     bench.serve("aabbccx", cold=True)
     assert [space.pool.free for space in (bench.parts.cpu, bench.parts.nvme)] == [[5], [2]]

@@ -16,7 +16,7 @@ from tier_bench import GEOMETRY, TierBench
 from kvdisk.blocks import Tier
 from kvdisk.device.telemetry_file import FIGURES_FILE, read_telemetry, write_telemetry
 from kvdisk.errors import CorruptRecord
-from kvdisk.manager.requests import Outcome
+from kvdisk.manager.requests import RequestOutcome
 from kvdisk.stats import Miss, Stats
 from kvdisk.telemetry import Telemetry, log_request
 
@@ -196,8 +196,8 @@ def test_the_last_line_says_what_there_was_since_the_start_once(caplog):
 def test_a_line_of_a_request_is_one_line_whatever_its_name(caplog):
     hits = {Tier.CPU: 0, Tier.NVME: 2048}
     told = [
-        Outcome("a\nb", 2828, 2900, 512, hits, Miss.EVICTED_NVME, 18_800.0, 0.041, 3.94),
-        Outcome("one", 2828, 2828, 780, hits, load_s=300.0, saved_s=59.6),
+        RequestOutcome("a\nb", 2828, 2900, 512, hits, Miss.EVICTED_NVME, 18_800.0, 0.041, 3.94),
+        RequestOutcome("one", 2828, 2828, 780, hits, load_s=300.0, saved_s=59.6),
     ]
     with caplog.at_level(logging.INFO, logger="kvdisk"):
         for outcome in told:

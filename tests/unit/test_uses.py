@@ -14,7 +14,7 @@ from cli_stores import inspect_json
 from rebuild_stores import home_path, make_store, start
 from tier_bench import TierBench
 
-from kvdisk.assembly import SchedulerParts
+from kvdisk.assembly import SchedulerHalf
 from kvdisk.blocks import Tier
 from kvdisk.device.control import USES_FILE
 from kvdisk.device.uses import USES_RECORD, Uses, find_uses, read_uses, write_uses
@@ -102,7 +102,7 @@ def test_a_full_drive_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert [item.name for item in tmp_path.iterdir()] == [USES_FILE]
 
 
-def counts(parts: SchedulerParts) -> dict[int, tuple[int, int]]:
+def counts(parts: SchedulerHalf) -> dict[int, tuple[int, int]]:
     return {
         each["generation"]: (each["uses"], each["last_use_s"]) for each in parts.nvme.uses.records() if each["uses"]
     }
@@ -128,7 +128,7 @@ def test_uses_survive_a_restart_and_a_rebuild_and_eviction_goes_on_with_them(tmp
     (home_path(path) / "index" / "data.mdb").unlink()  # rebuilt from the headers, which have the generations
     parts = start(path)
     assert counts(parts) == expected and not parts.nvme.uses.changes
-    policies = [order._policy for order in parts.nvme._orders]
+    policies = [order._policy for order in parts.nvme._evictors]
     catalog = parts.manager._catalog
     orders = [sorted(filter(each.holds, catalog.rows()), key=each._last.__getitem__) for each in policies]
     assert [keys[1], keys[0]] in [[catalog.keys[row] for row in order[-2:]] for order in orders], "used last"

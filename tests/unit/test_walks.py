@@ -55,7 +55,7 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     bench.parts.transfers.add(JobKind.DEMOTE, [], [])  # as if between two other tiers
     bench.manager.take_plan(bench.engine.now, idle=True)
     assert MANY - demotions.total == MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
-    assert all(map(demotions.is_queued, rows[MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES :])), "the oldest were taken"
+    assert all(map(demotions.is_dirty, rows[MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES :])), "the oldest were taken"
 
 
 def test_reading_ahead_looks_at_the_head_of_the_line():

@@ -19,7 +19,7 @@ BLOCK = 1000
 @pytest.mark.parametrize("blocks_a_day", [2, 10, 100, 10_000])
 def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a_day):
     source = random.Random(blocks_a_day)
-    budget, now, written = WriteBudget(blocks_a_day * BLOCK, BLOCK), 0.0, []
+    budget, now, written = WriteBudget.within(blocks_a_day * BLOCK, DAY_S, BLOCK), 0.0, []
     while now < 6 * DAY_S:
         now += source.choice((0.1, 10.0, 600.0, 4000.0))
         if budget.refresh(now):
@@ -33,7 +33,7 @@ def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a
 
 
 def test_it_starts_empty_and_a_spent_one_pauses_until_a_run_of_blocks_is_back():
-    budget, block_s = WriteBudget(2400 * BLOCK, BLOCK), DAY_S / 2300
+    budget, block_s = WriteBudget.within(2400 * BLOCK, DAY_S, BLOCK), DAY_S / 2300
     for start_s in (5.0, 5.0 + DAY_S):
         assert not budget.refresh(start_s) and budget.affords(BLOCK) == 0
         assert not budget.refresh(start_s + 63 * block_s) and not budget.take_resumed()

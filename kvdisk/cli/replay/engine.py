@@ -67,7 +67,7 @@ class Engine:
             step_blocks = min(count - done, self._step_blocks)
             done += step_blocks
             tokens = done * self._block_tokens
-            if manager.may_offer(request_id, tokens):
+            if manager.note_scheduled(request_id, tokens):
                 manager.plan_store(request_id, tokens, [blocks], self._now)
             self._step(step_blocks * self._block_tokens)
             if done == count:
@@ -117,7 +117,7 @@ class Engine:
         """Take some of the steps in which a request generates, while blocks of it wait for room."""
         tokens = len(blocks) * self._block_tokens
         for _ in range(min(request.output_tokens or _MOST_WAITING_STEPS, _MOST_WAITING_STEPS)):
-            if not self.manager.may_offer(request_id, tokens):
+            if not self.manager.note_scheduled(request_id, tokens):
                 break
             self.manager.plan_store(request_id, tokens, [blocks], self._now)
             self._step()

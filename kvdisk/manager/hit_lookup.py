@@ -9,10 +9,10 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey, JobId
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.load_jobs import GpuLoads
-from kvdisk.manager.load_price import LoadThreshold
-from kvdisk.manager.lookup import Lookups, first_needed
+from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.remote import Hints
+from kvdisk.manager.peer_hints import PeerHints
+from kvdisk.manager.prefix_match import Lookups, first_needed
 from kvdisk.manager.requests import Asked, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     loader: JobId | None = None
 
 
-class LoadLookups:
+class HitLookup:
     """Answers lookups: what is there (``find``) changes nothing, and ``lookup`` decides whether to
     wait, keeps the clocks of that, and counts."""
 
@@ -45,7 +45,7 @@ class LoadLookups:
         parts: Parts,
         tiers: Tiers,
         hits: HitCounts,
-        hints: Hints,
+        hints: PeerHints,
         gpu_loads: GpuLoads,
         threshold: LoadThreshold,
     ) -> None:
@@ -73,13 +73,13 @@ class LoadLookups:
             request.limit_loads(0)
         limit = self._limit_of(request, local_tokens, total_tokens)
         self._hints.refresh(request, now)
-        if self._is_answer_due(request, local_tokens, limit) and self._may_wait(request, now):
+        if self._is_answer_due(request, local_tokens, limit) and self._wait_or_give_up(request, now):
             self._hits.waits(request, now)  # at once: many may wait, and with each answer a hit may be longer
             return None
         found = self.find(request, local_tokens, limit, now)
         if found.loader is not None:
             request.await_load(found.loader)
-        if found.wait is not None and not request.gave_up_waiting and self._may_wait(request, now):
+        if found.wait is not None and not request.gave_up_waiting and self._wait_or_give_up(request, now):
             self._state.read_awaited |= found.wait is Wait.READ and self._transfers.count(JobKind.PROMOTE) > 0
             self._hits.waits(request, now)
             return None
@@ -174,7 +174,9 @@ class LoadLookups:
                 slowest = max(slowest, self._catalog.readable_tier(row, tiers) or self._hints.tier_of(key, tiers))
         return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
-    def _may_wait(self, request: RequestState, now: float) -> bool:
+    def _wait_or_give_up(self, request: RequestState, now: float) -> bool:
+        """Return whether the request waits on: its wait begins here, and ends after
+        ``lookup_wait_s``."""
         if request.wait_started_s is None:
             request.wait_started_s = now
         if not self._is_over(request, now):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import catalog as catalogs
-from kvdisk.manager import lookup
+from kvdisk.manager import prefix_match
 from kvdisk.manager.catalog import Catalog, CopyState
-from kvdisk.manager.lookup import Hits, Lookups
+from kvdisk.manager.prefix_match import Hits, Lookups
 
 BLOCKS = 12
 SEGMENTS = 3
@@ -146,6 +146,6 @@ def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span,
         elif name == "ask":
             local, limit = event[0] * geometry.alignment_tokens, event[1]
         places = (catalog, geometry, keys, local, limit, elsewhere)
-        with mock.patch.object(lookup, "_SPAN", span), mock.patch.object(catalogs, "_FEW", few):
+        with mock.patch.object(prefix_match, "_SPAN", span), mock.patch.object(catalogs, "_FEW", few):
             found = lookups.hits(*places, changes)
         assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))

@@ -55,15 +55,14 @@ class LoadThreshold:
         return min(blocks * self._alignment_tokens, self.most_tokens)
 
     def stepped(self, now: float, tokens: int) -> None:
-        """Learn the engine's rate: a step begins that computes so many tokens."""
+        """Take note that a step begins which computes so many tokens: for the engine's rate."""
         last, self._last_step = self._last_step, (now, tokens)
         if last is not None and last[1] >= LEAST_STEP_TOKENS and 0 < now - last[0] <= LONGEST_STEP_S:
             rate = last[1] / (now - last[0])
             self.rate += (rate - self.rate) * (_SMOOTHING if self.rate else 1.0)
 
     def loaded(self, tier: Tier, seconds: float) -> None:
-        """Learn the time of a load that brought all that it was sent for. ``tier``: the slowest
-        that it came from."""
+        """Take note of the time of a load that failed nowhere. ``tier``: the slowest it read."""
         known = self._seconds.get(tier, seconds)
         # At once down, and slowly up: the quickest of the last loads or so.
         self._seconds[tier] = min(seconds, known + (seconds - known) * _SMOOTHING)

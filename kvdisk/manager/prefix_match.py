@@ -105,8 +105,8 @@ class Lookups:
         local_tokens: int,
         limit_tokens: int,
     ) -> Hits:
-        """As ``hits``, but looks even where nothing has changed; of new ``Lookups`` in any
-        ``presences``."""
+        """Return what ``hits`` does, but look even where nothing has changed. New ``Lookups`` may
+        be asked in any ``presences``."""
         step = geometry.alignment_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
@@ -197,7 +197,7 @@ class _Window:
         return self._last_hole(end_tokens, is_ready=False)
 
     def last_unready(self, end_tokens: int) -> int | None:
-        """As ``last_absent``, of blocks that cannot be loaded now."""
+        """Return what ``last_absent`` does, for blocks that cannot be loaded now."""
         return self._last_hole(end_tokens, is_ready=True)
 
     def _last_hole(self, end_tokens: int, *, is_ready: bool) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.load_price import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadThreshold
+from kvdisk.manager.load_threshold import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadThreshold
 
 BLOCK = 16
 CPU, NVME = Tier.CPU, Tier.NVME
