@@ -84,6 +84,8 @@ def find_uses(records: UsesRecords, generations: NDArray[np.uint64]) -> tuple[Us
     """Return the records of blocks by their generations, zeros where there is none, and which have
     one."""
     found, known = np.zeros(len(generations), USES_RECORD), np.zeros(len(generations), np.bool_)
+    if not len(records):
+        return found, known
     _, places, rows = np.intersect1d(records["generation"], generations, return_indices=True)
     found[rows], known[rows] = records[places], True
     return found, known

@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.errors import CorruptRecord
@@ -85,10 +86,11 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
     That of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first bytes
     that no record encodes to.
     """
-    key_bytes = np.fromiter(map(len, keys), np.int64, len(keys))
-    value_bytes = np.fromiter(map(len, values), np.int64, len(values))
+    key_bytes, value_bytes = _lengths(keys), _lengths(values)
     # What is cut short reads as version 0.
-    fixed = np.frombuffer(b"".join([value[: _BLOCK.size].ljust(_BLOCK.size, b"\0") for value in values]), _BLOCKS)
+    joined, ends = np.frombuffer(b"".join((*values, bytes(_BLOCK.size))), np.uint8), np.cumsum(value_bytes)
+    places = (ends - value_bytes)[:, np.newaxis] + np.arange(_BLOCK.size)
+    fixed = np.where(value_bytes[:, np.newaxis] < _BLOCK.size, np.uint8(0), joined[places]).view(_BLOCKS)[:, 0]
     heads = b"".join([key[:_EPOCH_BYTES].ljust(_EPOCH_BYTES, b"\0") for key in keys])
     epochs = np.frombuffer(heads, ">u8").astype(np.uint64)
     parent_bytes = fixed["parent_bytes"].astype(np.int64)
@@ -112,21 +114,24 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
             f"epoch {epochs[bad]}, key of {key_bytes[bad]} bytes, value of {value_bytes[bad]} with a parent key of "
             f"{parent_bytes[bad]}"
         )
+    is_parent = np.ones(len(joined), np.bool_)
+    is_parent[places] = is_parent[len(joined) - _BLOCK.size :] = False
+    is_parent[ends[rows, np.newaxis] - np.arange(1, _TENANT.size + 1)] = False
     return BlockColumns(
         epochs,
         cast("list[BlockKey]", [key[_EPOCH_BYTES:] for key in keys]),
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
-        b"".join(
-            [value[_BLOCK.size : _BLOCK.size + end] for value, end in zip(values, parent_bytes.tolist(), strict=True)]
-            if len(rows)
-            else [value[_BLOCK.size :] for value in values]
-        ),
+        joined[is_parent].tobytes(),
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
         tenants,
     )
+
+
+def _lengths(texts: Sequence[bytes]) -> NDArray[np.int64]:
+    return np.fromiter(map(len, texts), np.int64, len(texts))
 
 
 def encode_segment_key(segment: int) -> bytes:
