@@ -246,8 +246,9 @@ def test_the_drawn_floors_are_the_contract_and_the_code():
     assert all(upper[0] >= lower[0] for upper, lower in pairwise(layers)), "the contract's order is not the diagram's"
 
 
-def test_the_architecture_names_only_modules_that_exist():
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CHANGING.md"])
+def test_the_architecture_names_only_modules_that_exist(name):
+    text = (ROOT / "docs" / name).read_text()
     assert not {Path(name).name for name in re.findall(r"[\w/]+\.py", text)} - {path.name for path in modules()}
 
 

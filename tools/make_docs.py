@@ -364,7 +364,8 @@ MODULES = """\
 
 For those who look for a piece of the code: which module does what?
 
-[The architecture](ARCHITECTURE.md) says where a change goes, and what must hold there.
+[Where a change goes](CHANGING.md) names the files of a change, [the architecture](ARCHITECTURE.md)
+what must hold there.
 
 {tables}
 """
