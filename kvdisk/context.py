@@ -4,7 +4,7 @@ implements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
@@ -62,7 +62,7 @@ class SchedulerContext(Protocol):
         Takes no reference: the engine frees and reuses them as without this.
         """
 
-    def unwatch(self, block_ids: Iterable[int]) -> None:
+    def unwatch(self, block_ids: Sequence[int]) -> None:
         """Watch these blocks no longer. Those that are not watched stay as they are."""
 
     def take_reused(self) -> Sequence[int]:
@@ -93,7 +93,7 @@ class NoPool:
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
 
-    def unwatch(self, block_ids: Iterable[int]) -> None:
+    def unwatch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
 
     def take_reused(self) -> Sequence[int]:

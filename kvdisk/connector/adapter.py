@@ -10,9 +10,10 @@ modules assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, fields
+from itertools import repeat
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -931,7 +932,7 @@ class BlockPoolContext:
         assert min(block_ids, default=1) > 0, "the null block belongs to no request"
         self._pool._reuse_watchers.add(block_ids, self._note)
 
-    def unwatch(self, block_ids: Iterable[int]) -> None:
+    def unwatch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
         self._pool._reuse_watchers.remove(block_ids, self._note)
 
@@ -981,11 +982,13 @@ class _Watchers(dict[int, Any]):
             for block_id in block_ids:
                 self[block_id] = watcher
 
-    def remove(self, block_ids: Iterable[int], watcher: _Watcher) -> None:
+    def remove(self, block_ids: Sequence[int], watcher: _Watcher) -> None:
         """Forget one watcher of some blocks. It may not be there."""
-        for block_id in block_ids:
-            before = self.get(block_id)
-            if before is watcher:
-                del self[block_id]
-            elif isinstance(before, _CallAll) and watcher in before:
-                before.remove(watcher)
+        found = list(map(self.pop, block_ids, repeat(None)))
+        if found.count(watcher) == len(found):
+            return
+        for block_id, before in zip(block_ids, found, strict=True):
+            if before is not None and before is not watcher:
+                if isinstance(before, _CallAll) and watcher in before:
+                    before.remove(watcher)
+                super().__setitem__(block_id, before)

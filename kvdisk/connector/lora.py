@@ -259,6 +259,8 @@ class Adapters:
     def hold(self, report: Report, now: float) -> None:
         """Take the results of such stores out of a report. When they come, the step that has
         computed their blocks is over on every rank."""
+        if not self._stores:
+            return
         held = {job_id: report.results.pop(job_id) for job_id in self._stores & report.results.keys()}
         if held:
             self._held.append((now, held))

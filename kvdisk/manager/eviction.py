@@ -270,7 +270,8 @@ class EvictionPolicy:
 
     def worth_of(self, row: int) -> float:
         """Return what a row is worth now; infinite where it is not here."""
-        return self._worth(self._list_of[row], self._last[row]) if self.holds(row) else math.inf
+        number = self._list_of[row] if row < len(self._list_of) else _NOT_HERE
+        return math.inf if number == _NOT_HERE else self._worth(number, self._last[row])
 
     def _worth(self, number: int, last: int) -> float:
         return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]

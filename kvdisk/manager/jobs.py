@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from kvdisk.blocks import JobId, Tier
@@ -230,7 +231,7 @@ class StoreSources:
         """A store was planned. Its blocks hold what it stores, or will when this step's forward
         pass is over."""
         self._note_reused()  # of this step: from now on the blocks belong to the new store
-        blocks = [block for move in record.job.moves for block in move.gpu_blocks]
+        blocks = _gpu_blocks_of(record)
         self._records.update(dict.fromkeys(blocks, record))
         self._context.watch(blocks)
 
@@ -238,11 +239,13 @@ class StoreSources:
         """The job's copies out of the GPU have ended on every rank, or will never begin."""
         self._note_reused()
         self._reused = [(block, other) for block, other in self._reused if other is not record]
-        blocks = [block for move in record.job.moves for block in move.gpu_blocks]
-        mine = [block for block in blocks if self._records.get(block) is record]
-        for block in mine:
-            del self._records[block]
-        self._context.unwatch(mine)
+        blocks = _gpu_blocks_of(record)
+        held = list(map(self._records.pop, blocks, repeat(None)))
+        if held.count(record) < len(held):  # some belong to newer stores, or are nobody's
+            newer = [(block, other) for block, other in zip(blocks, held, strict=True) if other is not record]
+            self._records.update((block, other) for block, other in newer if other is not None)
+            blocks = [block for block, other in zip(blocks, held, strict=True) if other is record]
+        self._context.unwatch(blocks)
 
     def take_fence(self, overwritten: Collection[int]) -> tuple[JobId, ...]:
         """Return the stores whose sources this step writes to.
@@ -266,3 +269,7 @@ class StoreSources:
             record = self._records.pop(block, None)
             if record is not None:
                 self._reused.append((block, record))
+
+
+def _gpu_blocks_of(record: JobRecord) -> list[int]:
+    return list(chain.from_iterable([move.gpu_blocks for move in record.job.moves]))
