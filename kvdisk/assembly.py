@@ -241,7 +241,7 @@ def assemble_scheduler(
             home = engine_store.home
             salts = _keep_salts(store, salts)
             engine_store.nvme.keeps_tenants = salts.is_kept
-            find_others = partial(readable_indexes, store, fingerprint, home.record.description, home.id)
+            find_others = partial(readable_indexes, store, home.record.description, home)
             neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
         except DeviceError as error:
@@ -454,12 +454,15 @@ def assemble_worker(
     rank: int,
     layers: Sequence[Sequence[torch.Tensor]],
     deployment: Deployment | None = None,
+    platform: str = "",
 ) -> WorkerHalf:
     """Build one rank's wing over vLLM's KV tensors, and start its thread.
 
     ``layers``: for each group, its layers as uint8 tensors (num_blocks, layer bytes), all on one
     device; a stage of a pipeline may have none of a group. ``deployment``: None: one engine, with
-    all its ranks on this host.
+    all its ranks on this host. ``platform``: what of this host decides what the bytes of a block
+    mean. Where its scheduler is on another, files that a rank on another platform left stay
+    unused.
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaLanes, HostCopier, LayerBlocks
@@ -485,7 +488,9 @@ def assemble_worker(
             if size := row.bytes_in(config):
                 arenas[row.tier] = Arena(geometry.slot_sizes, geometry.memory_slots(size), on_gpu)
                 undo.callback(arenas[row.tier].close)
-        files = HomeFiles(config.store_dirs or None, rank, geometry.rank_count, replicated=geometry.replicated)
+        files = HomeFiles(
+            config.store_dirs or None, rank, geometry.rank_count, sharers=geometry.ranks_of_shard, platform=platform
+        )
         directories = list_directories(config.store_dirs) if config.store_dirs else ()
         host = choose_device(config.device, directories)
         disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)

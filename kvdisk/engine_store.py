@@ -30,6 +30,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.write_budget import WriteBudget
+from kvdisk.messages import GuestSpec
 from kvdisk.recovery import open_index, rebuild_index
 
 logger = logging.getLogger("kvdisk")
@@ -92,7 +93,12 @@ def open_engine_store(store: Store, parts: Parts, fingerprint: bytes, descriptio
     left_alone: set[str] = set()
     while True:
         home = store.acquire_home(
-            fingerprint, described, config.nvme_bytes, index_bytes=layout.index_bytes, except_ids=left_alone
+            fingerprint,
+            described,
+            config.nvme_bytes,
+            index_bytes=layout.index_bytes,
+            spread=geometry.hosts > 1,
+            except_ids=left_alone,
         )
         left_alone.add(home.id)
         try:
@@ -132,7 +138,7 @@ def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[L
     )
     try:
         nvme = make_nvme(parts, _cut_to_room(layout, store, home, config, geometry), index, home.drive_count)
-        nvme.restore(home.id, home.fingerprint, read_uses(home.path))
+        nvme.restore(home.id, home.fingerprint, read_uses(home.path), guests_of(home, geometry.rank_count))
         nvme.uses.now_s = int(time.time())
     except BaseException:
         index.close()
@@ -155,6 +161,14 @@ def _give_up(store: Store, home: Home, error: Exception) -> None:
     logger.warning(text, home.id, error)
     with suppress(DeviceError):
         home.close(clean=False)
+
+
+def guests_of(home: Home, rank_count: int) -> GuestSpec | None:
+    """Return what ranks on other hosts than the home's need; None where it says that all are on its
+    host."""
+    if not home.is_spread:
+        return None
+    return GuestSpec(home.record.lineage, home.previous_id, -(-home.cap_bytes // rank_count), home.record.description)
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -187,8 +201,9 @@ def make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
 
 def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, geometry: Geometry) -> NvmeLayout:
     """Return a layout whose segments fit what the drives have room for; say so where that is less
-    than the cap. Raises StoreLocked, DeviceError."""
-    room_bytes = store.room_bytes(home.id)
+    than the cap. Other hosts' drives count as if they had as much room as those of this one. Raises
+    StoreLocked, DeviceError."""
+    room_bytes = store.room_bytes(home.id) * geometry.hosts
     if room_bytes >= home.cap_bytes:
         return layout
     logger.warning(

@@ -126,17 +126,20 @@ class Geometry:
     ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own
     shard of a block. ``hash_tokens``: tokens that one of vLLM's block hashes covers; each group's
     ``block_tokens`` is a multiple. ``replicated``: the KV is the same on every rank (MLA under
-    tensor parallelism): a block has one shard, which each rank keeps in memory and one of them
-    writes to the drive, for all to read.
+    tensor parallelism): a block has one shard on each host, which each rank keeps in memory and
+    one of them writes to the drive, for those of its host to read. ``hosts``: machines that the
+    ranks may lie on, as many on each, one after the other.
     """
 
     groups: tuple[GroupGeometry, ...]
     rank_count: int
     hash_tokens: int
     replicated: bool = False
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         assert self.groups and self.rank_count > 0 and self.hash_tokens > 0
+        assert self.hosts > 0 and self.rank_count % self.hosts == 0
         for position, group in enumerate(self.groups):
             assert group.group == position, "groups must be numbered 0, 1, ..."
             assert group.block_tokens % self.hash_tokens == 0 and group.payload_bytes >= 0
@@ -144,16 +147,21 @@ class Geometry:
     @property
     def shard_count(self) -> int:
         """Shards of a block that are on the drive, each in a file of its own."""
-        return 1 if self.replicated else self.rank_count
+        return self.rank_count // self.ranks_of_shard
+
+    @property
+    def ranks_of_shard(self) -> int:
+        """How many ranks, one after the other, have the same shard of a block."""
+        return self.rank_count // self.hosts if self.replicated else 1
 
     def shard_of(self, rank: int) -> int:
         """Return which shard of each block a rank has."""
-        return 0 if self.replicated else rank
+        return rank // self.ranks_of_shard
 
     def writes(self, rank: int, segment: int) -> bool:
         """Return whether a rank makes, writes and removes its shard's file of a segment; the others
         only read it."""
-        return not self.replicated or segment % self.rank_count == rank
+        return segment % self.ranks_of_shard == rank % self.ranks_of_shard
 
     @cached_property
     def slot_sizes(self) -> tuple[int, ...]:

@@ -90,16 +90,30 @@ class Move(NamedTuple):
         return [block for block in self.gpu_blocks if block != NO_BLOCK]
 
 
+class GuestSpec(NamedTuple):
+    """What ranks that are not on the host of a home make a guest of: a home of the same id, for
+    their files. ``lineage``: see ``HomeRecord``. ``previous_id``: that the home had under its owner
+    before; empty: it is new. ``rank_bytes``: what one rank's files may take. ``description``: what
+    HOME shall say."""
+
+    lineage: str
+    previous_id: str
+    rank_bytes: int
+    description: Mapping[str, Any]
+
+
 class HomeSpec(NamedTuple):
     """Names the home that ranks shall open: its id (32 hex digits; empty: there is none) and
     namespace fingerprint.
 
     ``known_segments``: what the index knows; files of other segments were left by a crash and go.
+    ``guests``: for ranks on other hosts; None: the home is there on each rank's host.
     """
 
     home_id: str
     fingerprint: bytes
     known_segments: tuple[int, ...] = ()
+    guests: GuestSpec | None = None
 
 
 FOREIGN_SEGMENTS = 1 << 31
@@ -243,7 +257,8 @@ class Report:
     result. ``copied``: by store that has not ended, on how many ranks it has stopped reading the
     GPU. ``off``: a rank has switched itself off, and results may be missing: the scheduler's half
     switches itself off too. ``remote_pause_s``: a rank has begun to leave reads from the remote
-    store alone, for so many seconds from now on.
+    store alone, for so many seconds from now on. ``removed``: segments of which others have removed
+    a rank's file, that is still open; named again as long as it is.
     """
 
     results: dict[JobId, JobResult] = field(default_factory=dict)
@@ -252,6 +267,7 @@ class Report:
     stats: Stats = field(default_factory=Stats)
     off: bool = False
     remote_pause_s: float = 0.0
+    removed: set[int] = field(default_factory=set)
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report of the same step to this one; a move failed if any rank failed
@@ -269,10 +285,11 @@ class Report:
         self.stats.merge(other.stats)
         self.off |= other.off
         self.remote_pause_s = max(self.remote_pause_s, other.remote_pause_s)
+        self.removed |= other.removed
         return self
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        news = self.results or self.released or self.copied or self.off or self.remote_pause_s
+        news = self.results or self.released or self.copied or self.off or self.remote_pause_s or self.removed
         return not news and self.stats.empty

@@ -83,7 +83,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
             said_s = time.monotonic()
             logger.warning("kvdisk rebuilds engine store %s: %d of %d segments read.", home.id, done, total)
 
-    found = scan_home(home.folders, shape, watch)
+    found = scan_home(home.folders, shape, watch, spread=home.is_spread)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment[:4]) for segment in found.segments]
     blocks = _as_records(found.blocks, int(time.time()))
@@ -148,13 +148,19 @@ def cut_home(
 
 
 def _erase(home: Home, segments: Sequence[SegmentRecord], slots: Sequence[Slot]) -> None:
-    """Overwrite slots with zeros on all ranks, and sync that. Raises CorruptRecord, DeviceError."""
+    """Overwrite slots with zeros on all ranks that have files here, and sync that. Raises
+    CorruptRecord, DeviceError."""
     indices: dict[int, list[int]] = {}
     for slot in slots:
         indices.setdefault(slot.segment, []).append(slot.index)
     for record in segments:
         for rank in range(_ranks(home)) if record.segment in indices else ():
-            file = scan_file(home.folder(record.drive), record.segment, rank, os.O_RDWR)
+            try:
+                file = scan_file(home.folder(record.drive), record.segment, rank, os.O_RDWR)
+            except DeviceError as error:
+                if home.is_spread and error.errno == errno.ENOENT:
+                    continue  # it is on another host
+                raise
             try:
                 with (
                     device_errors(f"erasing slots of segment {record.segment}"),

@@ -215,7 +215,8 @@ def _delete(
     with opening(directories) as named:
         store = Store.open(named, create=False)
         homes = [
-            HomeState(home.summary, home.index, why_unusable(home, store.boot_id) or "") for home in read_homes(named)
+            HomeState(home.summary, home.index, why_unusable(home, store.boot_id) or "")
+            for home in read_homes(named, guests=True)
         ]
         asked: dict[str, Any] = {
             "to_bytes": None if to is None else parse_bytes("--to", to),
@@ -396,6 +397,9 @@ def make_plan(
             continue
         if excess_bytes <= 0:
             break
+        if home.is_guest and home.summary.alive and ask_live:
+            plan.kept.append(f"{engine_store(home.id)} stays as it is: its engine is on another host, ask that")
+            continue
         chosen = _choose(home, before_s, excess_bytes, plan, tenant)
         unknown += int((home.records.columns.tenants == 0).sum())
         if chosen is not None and home.summary.alive and ask_live:
@@ -464,7 +468,7 @@ def _choose(
         if all_old and tenant is None:
             plan.notes += [] if fits or alive else [f"{engine_store(home.id)} goes as a whole: {home.why_whole}"]
             return _plan_for(home, home.segment_bytes)
-        if record is not None or tenant is not None:  # else nobody knows how old it is
+        if (record is not None and not home.is_guest) or tenant is not None:  # else nobody knows how old it is
             plan.kept.append(f"{engine_store(home.id)} stays as it is: {home.why_whole}")
         return None
     columns, (last_use_s, _) = home.records.columns, home.ages
@@ -472,6 +476,11 @@ def _choose(
     if tenant is not None:
         is_old &= home.is_of(tenant)
         all_old = False
+        if home.is_spread and is_old.any():
+            plan.kept.append(
+                f"{engine_store(home.id)}: what its ranks on other hosts have of it is not overwritten there until "
+                "their files go; kvdisk clear removes them, on each host"
+            )
     if not (all_old or is_old.any()):
         return None
     if fits and is_old.all():
@@ -499,7 +508,7 @@ def _plan_for(home: HomeState, segments: Collection[int], other_blocks: int = 0)
         last_use_s=record.last_use_s if record else None,
         whole=whole,
         segments=tuple(sorted(segments)),
-        blocks=None if home.problem else blocks,
+        blocks=None if home.problem or home.is_guest else blocks,
         bytes=home.summary.allocated_bytes if whole else sum(home.segment_bytes[segment] for segment in segments),
     )
 

@@ -32,6 +32,7 @@ from kvdisk.index.reader_process import IndexContent, read_indexes
 
 NONE = -1
 NOT_NAMED = "was not looked at"
+GUEST = "it has files of ranks on this host, and their index is on the host of their engine's scheduler"
 _MOST_RANKS = 1 << 16
 _MOST_TOKENS = 1 << 20
 _EPOCH_BITS, _KIND_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
@@ -118,9 +119,21 @@ class ReadHome:
         return self.summary.id
 
     @property
+    def is_guest(self) -> bool:
+        """Whether it has files of ranks, and its index is on the host of their engine."""
+        return self.summary.record is not None and self.summary.record.guest
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether files of some ranks may be on other hosts."""
+        return self.summary.record is not None and self.summary.record.is_spread
+
+    @property
     def problem(self) -> str | None:
-        """Why the index cannot be read; None where it can. One that has neither files nor an index
-        is new."""
+        """Why the index cannot be read; None where it can, or is not here. One that has neither
+        files nor an index is new."""
+        if self.is_guest:
+            return None
         if self.index.problem is not None:
             return f"its index cannot be read ({self.index.problem}); {self.remedy} rebuilds it"
         is_missing = self.summary.segments and not self.index.exists
@@ -181,9 +194,13 @@ class ReadNamespace:
         return [(home, row) for home in self.engine_stores if home.problem is None for row in range(len(home.records))]
 
 
-def read_homes(directories: Directories, wanted: Callable[[HomeSummary], bool] = lambda _: True) -> list[ReadHome]:
-    """Read the wanted engine stores of a store, by id. Raises as ``list_homes``."""
-    summaries = list(filter(wanted, list_homes(directories)))
+def read_homes(
+    directories: Directories, wanted: Callable[[HomeSummary], bool] = lambda _: True, *, guests: bool = False
+) -> list[ReadHome]:
+    """Read the wanted engine stores of a store, by id; ``guests``: those without an index, too.
+    Raises as ``list_homes``."""
+    found = [home for home in list_homes(directories) if guests or home.record is None or not home.record.guest]
+    summaries = list(filter(wanted, found))
     indexes = read_indexes([summary.index_path for summary in summaries])
     return [ReadHome(*each) for each in zip(summaries, indexes, strict=True)]
 

@@ -272,7 +272,9 @@ def _summary(survey: Survey) -> Table:
     unread = totals.unreadable_engine_stores
     without = f"; {unread} cannot be read" if unread else ""
     said = f"{totals.engine_stores}: {', '.join(owners)}; {size(totals.allocated_bytes)} allocated"
-    lines.add_row("Engine stores", Text.assemble(said, (without, "red")))
+    guests = sum(home.kind == "guest" for home in survey.engine_stores)
+    of_ranks = f"; {guests} with files of ranks whose index is on another host" if guests else ""
+    lines.add_row("Engine stores", Text.assemble(said, (without, "red"), of_ranks))
     stored = ""
     if totals.oldest_stored_s is not None and totals.newest_stored_s is not None:
         stored = f", stored {ago(totals.oldest_stored_s, now_s)} to {ago(totals.newest_stored_s, now_s)}"
@@ -314,7 +316,7 @@ def homes_table(survey: Survey, width: int) -> Table:
         table.add_row(
             home.id[:ID_LETTERS],
             "?" if home.fingerprint is None else home.fingerprint[:ID_LETTERS],
-            Text("alive", "green") if home.alive else stopped,
+            Text.assemble(Text("alive", "green") if home.alive else stopped, " guest" if home.kind == "guest" else ""),
             number(home.blocks),
             size(home.used_bytes),
             size(home.allocated_bytes),
@@ -342,7 +344,7 @@ def segments_table(survey: Survey, width: int, most: int | None) -> Table:
                 share(segment.fill),
                 "-" if segment.fragmentation is None else share(segment.fragmentation),
                 run,
-                _files(segment),
+                _files(segment, of_guest=home.kind == "guest"),
             )
         if most is not None and len(home.segments) > most:
             table.add_row("", f"{len(home.segments) - most} more", *[""] * 5, "(see --all)")
@@ -366,11 +368,11 @@ def _drives(survey: Survey, width: int) -> Table:
     return table
 
 
-def _files(segment: Segment) -> Text:
+def _files(segment: Segment, *, of_guest: bool) -> Text:
     """Say how long the files are; the ranks of one segment have equal ones."""
     lengths = Counter(file["length_bytes"] for file in segment.files)
     said = ", ".join(f"{count} x {size(length)}" for length, count in lengths.most_common()) or "none"
-    strange = segment.used_slots is not None and not segment.indexed
+    strange = segment.used_slots is not None and not segment.indexed and not of_guest
     return Text.assemble(
         (said, "" if len(lengths) == 1 else "red"), ("\nnot in the index" if strange else "", "yellow")
     )

@@ -33,6 +33,7 @@ from kvdisk.cli.output import (
 from kvdisk.cli.survey import survey_home
 from kvdisk.cli.verify import why_unusable
 from kvdisk.device.home import Home
+from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.recovery import rebuild_index
@@ -121,7 +122,8 @@ def repair(
                 typer.echo(f"{whole} of stopped engines {have}.")
                 typer.echo("There is nothing to repair. Blocks were not read; kvdisk verify reads them.")
             if not reports:
-                typer.echo(f"{printable(paths[0])} is empty: there is nothing to repair.")
+                empty = "is empty" if not list_homes(paths) else "has no index: those of its files are on other hosts"
+                typer.echo(f"{printable(paths[0])} {empty}: there is nothing to repair.")
     codes = {"in use": Exit.IN_USE, "failed": Exit.WRONG}
     raise typer.Exit(max((codes.get(report.result, Exit.FINE) for report in reports), default=Exit.FINE))
 

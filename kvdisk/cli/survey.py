@@ -48,7 +48,7 @@ from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import SegmentSpec
 
-JSON_VERSION = 4
+JSON_VERSION = 5
 PREFIXES = 12
 """How many prefixes a survey looks for in each namespace."""
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 30 * 86400)
@@ -94,9 +94,12 @@ class Home:
     ``clean``: its last owner closed it in order; false while one lives. ``cap_bytes``: of its last
     owner; it counts while that lives. ``read_run_bytes``: bytes of one rank that are read at a
     time, in the mean. ``drives``: the stores' ids of its drives. ``problems``: sentences.
+    ``kind``: "whole": all is here; "spread": files of some ranks may be on other hosts; "guest": it
+    has files of ranks on this host, and the index is in a "spread" one on another.
     """
 
     id: str
+    kind: Literal["whole", "spread", "guest"]
     path: Path
     fingerprint: str | None
     owner: Literal["alive", "stopped"]
@@ -258,7 +261,7 @@ def survey_store(
     """
     path, *further = list_directories(directories)
     for _ in range(_ATTEMPTS):
-        found = [(read, survey_home(read)) for read in read_homes([path, *further])]
+        found = [(read, survey_home(read)) for read in read_homes([path, *further], guests=True)]
         # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
         there = [each for each in found if each[1].path.exists()]
         if len(there) == len(found) and not any(home.alive and home.problems for _, home in found):
@@ -311,13 +314,14 @@ def survey_home(read: ReadHome) -> Home:
     count = used_bytes = oldest_s = newest_s = None
     if blocks is None:
         problems.append(read.problem or "")
-    else:
+    elif not read.is_guest:
         stored = blocks.columns.stored_s
         count, used_bytes = len(stored), _sum(segments, "used_bytes")
         oldest_s, newest_s = (int(stored.min()), int(stored.max())) if count else (None, None)
         problems += [*_wrong_records(read, blocks), *_wrong_files(read, segments)]
     return Home(
         id=summary.id,
+        kind="guest" if read.is_guest else "spread" if read.is_spread else "whole",
         path=summary.path,
         fingerprint=record.fingerprint.hex() if record else None,
         owner="alive" if summary.alive else "stopped",
@@ -430,7 +434,7 @@ def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
                 # Dropping a segment takes its blocks first, then its files, then its record.
                 if error.errno != errno.ENOENT:
                     yield str(error)
-                elif segment.used_slots:
+                elif segment.used_slots and not read.is_spread:  # else it is on another host
                     yield f"segment {segment.segment} of rank {rank} is missing; {read.remedy} drops the others' part"
             except KvdiskError as error:
                 yield f"{str(error).replace(f'{read.summary.path}/', '')}; {read.remedy} drops that segment"

@@ -374,7 +374,8 @@ class TopReader:
 
     def read(self) -> Frame:
         """Return the store as it is now. Raises as ``Store.open``, and StoreLocked."""
-        owners = list_owners(self._directories, LOCK_WAIT_S)
+        listed = list_owners(self._directories, LOCK_WAIT_S)
+        owners = [owner for owner in listed if owner.record is None or not owner.record.guest]  # those have no figures
         now_s = self._clock()
         engines = [self._engine(owner, now_s) for owner in owners if owner.alive]
         engines.sort(key=lambda engine: (engine.started_s or 0.0, engine.engine_store))

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvdisk.blocks import group_of
-from kvdisk.cli.indexes import ReadHome, Records, find_home, not_named, places_of, read_homes, why_no_record
+from kvdisk.cli.indexes import GUEST, ReadHome, Records, find_home, not_named, places_of, read_homes, why_no_record
 from kvdisk.cli.output import (
     SCREEN_LINES,
     AsJson,
@@ -263,7 +263,11 @@ def verify_store(
     generator = random.Random(seed)  # noqa: S311 - which slots are read is no secret
     for _ in range(_ROUNDS):
         seen = {one.id for one in verdict.engine_stores}
-        homes = read_homes(directories, lambda one: one.id not in seen and home_id in {None, one.id})  # noqa: B023
+        homes = read_homes(
+            directories,
+            lambda one: one.id not in seen and home_id in {None, one.id},  # noqa: B023
+            guests=True,
+        )
         checks = {home.id: HomeCheck(home, boot_id) for home in homes}
         verdict.engine_stores += [check.mine for check in checks.values()]
         try:
@@ -306,6 +310,8 @@ class HomeCheck:
             self.mine.problems += [why] if why else []
         elif home.problem is not None:
             self.mine.problems.append(home.problem)
+        elif home.is_guest:
+            self.mine.notes.append(f"nothing was read: {GUEST}")
         elif home.index.exists:
             self.mine.blocks = len(home.records)
             why = None if summary.alive else why_distrusted(home, record, boot_id)
@@ -334,7 +340,10 @@ class HomeCheck:
         for segment in home.index.segments:
             here: list[int] = rows[numbers == segment.segment].tolist()
             most = max(1, PART_BYTES // max(1, segment.slot_bytes))
+            ranks = {file.rank for file in home.summary.segments if file.segment == segment.segment}
             for rank in range(shape.rank_count):
+                if home.is_spread and rank not in ranks:
+                    continue  # it is on another host, or a load will find that it is not
                 for start in range(0, max(1, len(here)), most):
                     yield Part(home, shape, segment, rank, here[start : start + most])
 
@@ -408,6 +417,8 @@ def why_unusable(home: ReadHome, boot_id: str) -> str | None:
     record = home.summary.record
     if record is None:
         return "its HOME file cannot be read"
+    if home.is_guest:
+        return GUEST
     if home.problem is not None or home.summary.alive:
         return home.problem
     try:

@@ -210,6 +210,17 @@ def deployment_of(vllm_config: VllmConfig) -> Deployment:
     return Deployment(ranks, max(1, parallel.data_parallel_size_local), parallel.nnodes_within_dp)
 
 
+def hosts_of(vllm_config: VllmConfig, *, replicated: bool) -> int:
+    """Return on how many hosts the ranks of an engine may lie. ``replicated``: see ``Geometry``.
+
+    vLLM: ranks of ``nnodes`` machines are numbered one machine after the other. Ray places them as
+    it likes, so that those of one host cannot share a file: then they must all be on one.
+    """
+    deployment = deployment_of(vllm_config)
+    is_known = deployment.hosts == vllm_config.parallel_config.nnodes_within_dp
+    return 1 if replicated and not is_known else deployment.hosts
+
+
 def data_parallel_rank_of(vllm_config: VllmConfig) -> int | None:
     """Return an engine's number among its data-parallel ranks, None where it is alone.
 
@@ -237,7 +248,8 @@ def least_geometry(vllm_config: VllmConfig) -> Geometry | None:
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
     payload_bytes = tokens * layers * heads * model.get_head_size() * element_bytes
     alike = model.use_mla and ranks > 1 and parallel.pipeline_parallel_size == 1
-    return Geometry((GroupGeometry(0, tokens, payload_bytes),), ranks, tokens, replicated=alike)
+    hosts = hosts_of(vllm_config, replicated=alike)
+    return Geometry((GroupGeometry(0, tokens, payload_bytes),), ranks, tokens, replicated=alike, hosts=hosts)
 
 
 def sleeps(vllm_config: VllmConfig) -> bool:
@@ -528,7 +540,7 @@ def geometry_of(
         groups = list(in_units(groups, unit_tokens))
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
     replicated = ranks > 1 and ranks_are_alike(vllm_config, kv_cache_config)
-    return Geometry(share_slots(groups), ranks, hash_tokens, replicated)
+    return Geometry(share_slots(groups), ranks, hash_tokens, replicated, hosts_of(vllm_config, replicated=replicated))
 
 
 def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:

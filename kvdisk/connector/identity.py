@@ -76,8 +76,8 @@ def fingerprint_of(
     ``any_ranks``: stored bytes are laid out alike for any tensor-parallel size.
 
     Raises ConfigError where the weights have no identity (dummy, streamed), where the hashes of
-    blocks are not the same in the next process, or mean something else there, or where not all
-    workers see the files: then nothing on NVMe could be found, or trusted.
+    blocks are not the same in the next process, or mean something else there: then nothing on NVMe
+    could be found, or trusted.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -107,7 +107,7 @@ def fingerprint_of(
         "tensor_parallel": tensor_parallel,
         "hash": [algorithm, os.environ.get("PYTHONHASHSEED")],
         "hash_chain": hash_chain(algorithm),
-        "platform": _platform_facts(vllm_config),
+        "platform": platform_facts(vllm_config),
     } | ({"units": list(units)} if any(count > 1 for count in units) else {})
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
@@ -175,6 +175,7 @@ def fingerprint_of_rows(
     }
     if whose is not None:
         refuse_unstable(whose[0])
+        refuse_other_machines(whose[0])
     if name is not None:
         facts |= {"name": name, "model": config.model.name, "seed": os.environ.get("PYTHONHASHSEED")}
         facts["platform"] = [current_platform.device_name, platform.machine()]
@@ -230,7 +231,7 @@ def refuse_nameless(vllm_config: VllmConfig) -> None:
 
 def refuse_unstable(vllm_config: VllmConfig) -> None:
     """Raise ConfigError where hashes of blocks are not the same in the next process, or mean
-    something else there, or where not all workers see the files."""
+    something else there."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith(_UNSTABLE_HASHES):
         raise ConfigError(
@@ -244,8 +245,16 @@ def refuse_unstable(vllm_config: VllmConfig) -> None:
             "The NVMe tier needs images that are known by their content, and without enable_prefix_caching and with "
             "mm_processor_cache_gb 0 vLLM only counts them: set one of the two."
         )
+
+
+def refuse_other_machines(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError where rows of vLLM's own offloading are not all in the memory of one
+    machine."""
     if vllm_config.parallel_config.nnodes_within_dp > 1:
-        raise ConfigError(f"The NVMe tier needs all workers of an engine on one machine: {_WITHOUT}.")
+        raise ConfigError(
+            "The tier 'kvdisk' needs all workers of an engine on one machine, whose memory it reads: use "
+            "KVDiskConnector."
+        )
 
 
 def code_digest(root: Path, module: str) -> str | None:
@@ -286,7 +295,7 @@ def _named_facts(facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _platform_facts(vllm_config: VllmConfig) -> list[str]:
+def platform_facts(vllm_config: VllmConfig) -> list[str]:
     """Return what chooses the attention kernel, and with it the order of bytes within a block."""
     facts = [current_platform.device_name, platform.machine(), str(vllm_config.attention_config.backend)]
     if current_platform.is_cpu():

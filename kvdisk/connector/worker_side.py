@@ -19,6 +19,7 @@ from kvdisk.connector.adapter import (
     sleeps,
     units_of,
 )
+from kvdisk.connector.identity import platform_facts
 from kvdisk.connector.off import WorkerOff
 from kvdisk.messages import Plan, Report
 from kvdisk.worker.request_loads import RequestLoads
@@ -64,7 +65,8 @@ class WorkerSide:
         # Sleep may unmap what the GPU's own way between drive and GPU uses.
         config = replace(self._config, gpu_staging_bytes=0) if sleeps(self._vllm_config) else self._config
         deployment = deployment_of(self._vllm_config)
-        self._parts = assemble_worker(config, geometry, rank_of(self._vllm_config), layers, deployment)
+        platform = "; ".join(platform_facts(self._vllm_config))
+        self._parts = assemble_worker(config, geometry, rank_of(self._vllm_config), layers, deployment, platform)
 
     def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
         """Return what the scheduler cannot know of the KV cache, None where it knows all, or hears

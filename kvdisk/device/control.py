@@ -8,7 +8,7 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,11 @@ PRIVATE = "kvdisk-"
 INDEX = "index"
 
 _NUMBER_LIMIT = 1 << 62
+PLATFORM = "platform"
+"""In the description of a guest: on what its ranks computed. The fingerprint has that of the
+scheduler's host alone."""
+_SELDOM_FIELDS = ("lineage", "guest")
+"""Of HOME: written only where they say something."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 # A store whose maker died, and what a fresh file system holds, may become a store.
 _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "lost+found"})
@@ -54,6 +59,9 @@ class HomeRecord:
     not. ``clean``: the last owner closed the home in order. ``index_sum``: of the index's data file
     since then; empty while an owner may write to it. ``index_bytes``: what the index may grow to.
     ``drives``: where the segments lie. Times: whole seconds since the Unix epoch.
+    ``lineage``: of a home whose ranks may be on several hosts: the id that it had first; empty: all
+    its files are here. ``guest``: it has files of ranks that are on this host, and no index: that
+    is in the home of this lineage, on the host of the engine's scheduler.
     """
 
     format_version: int
@@ -67,11 +75,32 @@ class HomeRecord:
     index_bytes: int
     index_sum: str
     drives: tuple[DriveName, ...]
+    lineage: str = ""
+    guest: bool = False
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether files of some ranks may be on other hosts."""
+        return bool(self.lineage)
 
     def suits(self, fingerprint: bytes, description: dict[str, Any]) -> bool:
         """Return whether an engine of this fingerprint and description can read what the home
-        holds."""
-        return self.fingerprint == fingerprint and self.description.get("geometry") == description.get("geometry")
+        holds, by an index that is in it."""
+        return (
+            not self.guest
+            and self.fingerprint == fingerprint
+            and self.description.get("geometry") == description.get("geometry")
+        )
+
+    def is_guest_of(self, lineage: str, fingerprint: bytes, description: Mapping[str, Any]) -> bool:
+        """Return whether this has files of ranks of an engine whose home is of this lineage, made
+        on the platform that ``description`` names."""
+        return (
+            self.guest
+            and self.lineage == lineage
+            and self.fingerprint == fingerprint
+            and all(self.description.get(name) == description.get(name) for name in ("geometry", PLATFORM))
+        )
 
 
 class HomePaths:
@@ -154,6 +183,9 @@ def read_record(home_path: Path) -> HomeRecord:
         or not isinstance(record.clean, bool)
         or not isinstance(record.index_sum, str)
         or not _are_drives(record.drives)
+        or not (isinstance(record.lineage, str) and (not record.lineage or is_home_id(record.lineage)))
+        or not isinstance(record.guest, bool)
+        or (record.guest and not record.lineage)
         or len(record.fingerprint) != FINGERPRINT_BYTES
         or record.format_version != FORMAT_VERSION
     ):
@@ -172,7 +204,11 @@ def _are_drives(drives: tuple[DriveName, ...]) -> bool:
 
 def write_record(home_path: Path, record: HomeRecord) -> None:
     """Replace HOME in one step; it survives a loss of power. Raises OSError."""
-    paths.write_control(home_path / HOME_FILE, asdict(record) | {"fingerprint": record.fingerprint.hex()})
+    fields = asdict(record) | {"fingerprint": record.fingerprint.hex()}
+    for name in _SELDOM_FIELDS:  # an older kvdisk takes no field that it does not know
+        if not fields[name]:
+            del fields[name]
+    paths.write_control(home_path / HOME_FILE, fields)
 
 
 def store_directory(path: Path) -> Path:

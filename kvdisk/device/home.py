@@ -59,7 +59,11 @@ class _HeldHome(HomePaths):
         self.path = path
         self.fingerprint = record.fingerprint
         self.folders = folders
+        self.is_spread = record.is_spread
         self._lock = lock
+        self._ending = threading.Lock()
+        """Held while HOME is written, so that ``mark_used`` and ``close`` do not undo each other,
+        and while the lock changes."""
 
     def place(self) -> Place:
         """Say where the directory is by now. Raises OSError."""
@@ -79,13 +83,34 @@ class _HeldHome(HomePaths):
         if self.place() is Place.THERE:
             write(self.path, value)
 
+    def holds_its_file(self) -> bool:
+        """Whether the lock file at its path is the one that is held. Raises OSError."""
+        with self._ending:
+            return not self._lock.is_held or paths.same_file(self._lock.file_fd, self.path / LOCK_FILE)
+
+    def hold_again(self) -> bool:
+        """Hold the lock file that is at its path, which is made where it was removed; return
+        whether it was another one. Under the store lock only. Any thread. Raises DeviceError."""
+        with self._ending, paths.device_errors(f"locking engine store {self.id}"):
+            return self._lock.is_held and self._lock.hold_again(self.path)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not released."""
+        return self._lock.is_held
+
     def release(self) -> None:
         """Release the home as it is: HOME stays what it says. Its files are closed. Idempotent."""
         self._lock.release()
 
 
 class JoinedHome(_HeldHome):
-    """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``."""
+    """A rank's hold on its engine's home, from ``Store.join_home`` until ``close``. ``is_guest``:
+    the home has no owner beside its ranks, which look after it (``Store.tend``)."""
+
+    def __init__(self, path: Path, record: HomeRecord, folders: tuple[DriveFolder | None, ...], lock: HomeLock) -> None:
+        super().__init__(path, record, folders, lock)
+        self.is_guest = record.guest
 
     def drive_of(self, folder: DriveFolder) -> int:
         """Return the number, in this home, of the drive that a part of another home is on. Raises
@@ -116,7 +141,8 @@ class JoinedHome(_HeldHome):
 class Home(_HeldHome):
     """The owner's hold on a home, until ``close``. One thread calls all, and waits for the disk.
 
-    ``fresh``: made new, so that it is empty. ``cap_bytes``: a home taken over can be above it, and
+    ``fresh``: made new, so that it is empty. ``previous_id``: that it had under its owner before;
+    empty, or None to make it: it is new. ``cap_bytes``: a home taken over can be above it, and
     its owner cuts it first. ``now_s``: gives whole seconds since the Unix epoch. Before the owner
     opens the index to write, it calls ``await_index``, asks ``index_is_sound``, has it rebuilt
     where that is False (``remove_index``, ``place_index``), and calls ``adopt_index``.
@@ -129,21 +155,19 @@ class Home(_HeldHome):
         folders: tuple[DriveFolder | None, ...],
         *,
         lock: HomeLock,
-        fresh: bool,
+        previous_id: str | None,
         boot_id: str,
         now_s: Callable[[], int],
     ) -> None:
         super().__init__(path, record, folders, lock)
         self.cap_bytes = record.cap_bytes
-        self.fresh = fresh
+        self.fresh = fresh = previous_id is None
         self.record = record
         """What HOME says."""
+        self.previous_id = previous_id or ""
         self._adopted = fresh
         self._boot_id = boot_id
         self._now_s = now_s
-        self._ending = threading.Lock()
-        """Held while HOME is written, so that ``mark_used`` and ``close`` do not undo each
-        other."""
 
     @property
     def drive_count(self) -> int:
@@ -156,17 +180,6 @@ class Home(_HeldHome):
         with self._ending:
             if self._lock.is_held:
                 self._write(replace(self.record, last_use_s=self._now_s()))
-
-    def holds_its_file(self) -> bool:
-        """Whether the lock file at its path is the one that is held. Raises OSError."""
-        with self._ending:
-            return not self._lock.is_held or paths.same_file(self._lock.file_fd, self.path / LOCK_FILE)
-
-    def hold_again(self) -> bool:
-        """Hold the lock file that is at its path, which is made where it was removed; return
-        whether it was another one. Under the store lock only. Any thread. Raises DeviceError."""
-        with self._ending, paths.device_errors(f"locking engine store {self.id}"):
-            return self._lock.is_held and self._lock.hold_again(self.path)
 
     # -- the index -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvdisk.device.control import (
     read_record,
 )
 from kvdisk.device.drives import Directories
+from kvdisk.device.home import Home
 from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder, scan_folders
 from kvdisk.device.store import Store
@@ -92,9 +93,9 @@ def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:
     )
 
 
-def readable_indexes(store: Store, fingerprint: bytes, description: dict[str, Any], except_id: str) -> dict[str, Path]:
-    """Return, by id, the directory of the index of each engine store that an engine of this
-    fingerprint and geometry may read.
+def readable_indexes(store: Store, description: dict[str, Any], mine: Home) -> dict[str, Path]:
+    """Return, by id, the directory of the index of each other engine store that an engine of this
+    home and geometry may read: where its ranks are spread, those whose ranks are, too.
 
     Takes no lock: any of them may vanish, and one that cannot be read hides no other. Raises
     DeviceError.
@@ -107,8 +108,9 @@ def readable_indexes(store: Store, fingerprint: bytes, description: dict[str, An
         is_whole = record.index_sum or record.boot_id == store.boot_id
         with suppress(OSError):
             if (
-                home_id != except_id
-                and record.suits(fingerprint, wanted)
+                home_id != mine.id
+                and record.suits(mine.fingerprint, wanted)
+                and record.is_spread == mine.is_spread
                 and is_whole
                 and paths.is_directory(index_path)
             ):

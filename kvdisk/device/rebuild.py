@@ -99,9 +99,15 @@ class Findings:
 
 
 def scan_home(
-    folders: Sequence[DriveFolder | None], shape: HomeShape, progress: Callable[[int, int], None]
+    folders: Sequence[DriveFolder | None],
+    shape: HomeShape,
+    progress: Callable[[int, int], None],
+    *,
+    spread: bool = False,
 ) -> Findings:
     """Read all headers of a home that no engine writes to. ``folders``: its parts, by drive.
+    ``spread``: files of some ranks are on other hosts: those that are here say what there is, and
+    loads find what is not so elsewhere.
 
     ``progress`` is called with segments read and segments in all. Writes nothing. Raises
     DeviceError where the directories, or all segments of a drive, cannot be read, or this process
@@ -118,7 +124,7 @@ def scan_home(
             folder = folders[drive]
             assert folder is not None
             try:
-                return _read_segment(folder, segment, drive, shape)
+                return _read_segment(folder, segment, drive, shape, spread=spread)
             except KvdiskError as error:
                 if error.is_of_process:
                     raise
@@ -172,13 +178,20 @@ def remove_lost(folders: Sequence[DriveFolder | None], lost: Sequence[tuple[int,
             paths.remove_anything(folder.path.parent, folder.path.name, SEGMENTS, str(segment))
 
 
-def _read_segment(folder: DriveFolder, segment: int, drive: int, shape: HomeShape) -> tuple[SegmentSpec, Blocks]:
-    """Read one segment on all ranks. Raises CorruptRecord, GeometryMismatch, DeviceError: it is of
-    no use."""
+def _read_segment(
+    folder: DriveFolder, segment: int, drive: int, shape: HomeShape, *, spread: bool
+) -> tuple[SegmentSpec, Blocks]:
+    """Read one segment on all ranks; ``spread``: on those that have a file here. Raises
+    CorruptRecord, GeometryMismatch, DeviceError: it is of no use."""
     with ExitStack() as stack:
         files: list[SegmentFile] = []
         for rank in range(shape.rank_count):
-            file = scan_file(folder, segment, rank)
+            try:
+                file = scan_file(folder, segment, rank)
+            except DeviceError as error:
+                if spread and error.errno in _NO_FILE and (files or rank < shape.rank_count - 1):
+                    continue
+                raise
             stack.callback(file.close)
             files.append(file)
             slot_bytes, slot_count = files[0].slot_bytes, files[0].slot_count

@@ -180,12 +180,18 @@ def read_segment_header(folder: DriveFolder, segment: int, rank: int) -> Segment
     return file.header
 
 
-def drop_segment(folder: DriveFolder, segment: int, rank: int) -> None:
-    """Remove this rank's closed file of a segment, and its directory with the last rank's. Gone
-    already is no error. Raises DeviceError."""
-    path = segment_path(folder, segment, rank)
-    with paths.device_errors(f"dropping segment {segment} of rank {rank}"):
-        _remove_files(folder, segment, (_temporary(path).name, path.name))
+def drop_segment(folder: DriveFolder, segment: int, rank: int | None) -> None:
+    """Remove this rank's closed file of a segment, and its directory with the last rank's; of all
+    ranks with None. Gone already is no error. Raises DeviceError."""
+    with paths.device_errors(f"dropping segment {segment} of {'all ranks' if rank is None else f'rank {rank}'}"):
+        if rank is None:
+            names = []
+            with suppress(FileNotFoundError, NotADirectoryError):
+                names = os.listdir(folder.segments_path / str(segment))
+        else:
+            path = segment_path(folder, segment, rank)
+            names = [_temporary(path).name, path.name]
+        _remove_files(folder, segment, names)
 
 
 def free_bytes(fd: int, length: int) -> None:
@@ -195,15 +201,18 @@ def free_bytes(fd: int, length: int) -> None:
     os.ftruncate(fd, length)
 
 
-def remove_unknown_segments(folder: DriveFolder, rank: int, known: Collection[int]) -> None:
+def remove_unknown_segments(folder: DriveFolder, rank: int, known: Collection[int], *, of_all: bool = False) -> None:
     """Remove what a crash left of this rank: files of segments not in ``known``, and files never
-    completed. Raises DeviceError."""
+    completed. ``of_all``: such segments of all ranks, which may be on other hosts by now. Raises
+    DeviceError."""
     with paths.device_errors(f"removing unknown segments of rank {rank}"):
         for segment in segment_numbers(folder.segments_path):
             path = segment_path(folder, segment, rank)
             if segment in known:
                 if paths.is_directory(path.parent):
                     _remove_files(folder, segment, (_temporary(path).name,))
+            elif of_all:
+                drop_segment(folder, segment, None)
             else:
                 _remove_files(folder, segment, (_temporary(path).name, path.name))
 

@@ -12,6 +12,10 @@ each other for an owner.
 
 A takeover renames a home, so a worker of the owner before finds no home of its id, and cannot write
 into one that another engine owns.
+
+Ranks on another host than their scheduler's have a guest home there, of the same id: it has HOME,
+lock and segments, and no index. The first rank on the host makes it, or renames one of the same
+lineage, which has the files of the owners before. See docs/decisions/0057-several-machines.md.
 """
 
 from __future__ import annotations
@@ -26,12 +30,13 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvdisk.device import paths
-from kvdisk.device.cap import ORPHAN_SPARED_S, Holding, Stock, reserve_bytes
+from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S, Holding, Stock, reserve_bytes
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
@@ -66,12 +71,20 @@ from kvdisk.device.drives import (
     with_all,
     write_store,
 )
-from kvdisk.device.home import Home, JoinedHome
+from kvdisk.device.home import Home, JoinedHome, Place
 from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, QuietLog, StoreLocked
+from kvdisk.errors import (
+    ConfigError,
+    CorruptRecord,
+    DeviceError,
+    GeometryMismatch,
+    KvdiskError,
+    QuietLog,
+    StoreLocked,
+)
 from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, segment_charge_bytes
-from kvdisk.messages import ForeignSegment, SegmentSpec
+from kvdisk.messages import ForeignSegment, GuestSpec, SegmentSpec
 from kvdisk.salts import make_salt_key
 
 logger = logging.getLogger("kvdisk")
@@ -80,6 +93,8 @@ BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 STORE_LOCK_TIMEOUT_S = 120.0
 LOCK_WAIT_S = 2.0
 """How long a worker, or a thread beside an engine, waits for the store lock."""
+TENDED_S = 20
+"""How long after its last use a guest is noted as used again: one of its ranks suffices."""
 IN_USE_S = 300
 """How long after its last use a home that was not closed in order counts as in use, where no lock
 can say so. An owner notes its use every half minute."""
@@ -160,6 +175,7 @@ class Store:
         cap_bytes: int,
         *,
         index_bytes: int = 0,
+        spread: bool = False,
         except_ids: Collection[str] = (),
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
@@ -168,8 +184,8 @@ class Store:
         its index can be trusted is the next question: see ``Home``. Unowned homes go that are not
         complete, or that ``cap`` says must go for this one to fit; on a drive without room even for
         HOME others go too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the
-        index may grow to. ``except_ids``: homes that are left alone. Raises StoreLocked,
-        DeviceError.
+        index may grow to. ``spread``: ranks may be on other hosts. ``except_ids``: homes that are
+        left alone. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
@@ -182,7 +198,7 @@ class Store:
                     self._delete(stock, home)
             self._remove_loose(stock)
             mine = self._choose(stock, fingerprint, description)
-            now_s = self.now_s()
+            now_s, home_id = self.now_s(), uuid.uuid4().hex
             old = mine.record if mine else None
             record = HomeRecord(
                 format_version=FORMAT_VERSION,
@@ -196,20 +212,26 @@ class Store:
                 index_bytes=index_bytes,
                 index_sum=old.index_sum if old else "",
                 drives=with_all(self.drives, old.drives if old else ()),
+                lineage=((old.lineage if old else "") or home_id) if spread else "",
             )
-            self._make_room(stock, mine, record)
-            home_id = uuid.uuid4().hex
-            if mine is not None:
-                self.home_path(mine.id).rename(self.home_path(home_id))
-            others = iter(stock.unowned_to_delete(fingerprint))
-            while True:
-                try:
-                    make = self._make_home if mine is None else partial(self._take_over, mine.lock)
-                    return self._held(home_id, record, make(home_id, record), fresh=mine is None)
-                except OSError as error:
-                    if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
-                        raise
-                    self._delete(stock, spare)
+            lock = self._own(stock, mine, home_id, record)
+            return self._held(home_id, record, lock, None if mine is None else mine.id)
+
+    def _own(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> HomeLock:
+        """Give a home, or a new one, this id and record; return its lock. Others go where there is
+        no room. Raises OSError."""
+        self._make_room(stock, mine, record)
+        if mine is not None:
+            self.home_path(mine.id).rename(self.home_path(home_id))
+        others = iter(stock.unowned_to_delete(record.fingerprint))
+        make = self._make_home if mine is None else partial(self._take_over, mine.lock)
+        while True:
+            try:
+                return make(home_id, record)
+            except OSError as error:
+                if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
+                    raise
+                self._delete(stock, spare)
 
     def _tell_of_other_machines(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> None:
         for home in stock.homes:
@@ -245,17 +267,22 @@ class Store:
             if not found.lock.is_held:
                 raise DeviceError(errno.ENOENT, f"engine store {home_id} has no lock file")
             record = found.record or read_record(self.home_path(home_id))
-            return self._held(home_id, record, found.lock.keep(), fresh=False)
+            return self._held(home_id, record, found.lock.keep(), home_id)
 
-    def join_home(self, home_id: str, fingerprint: bytes) -> JoinedHome:
-        """Enter the home that this engine's scheduler acquired. Raises CorruptRecord where
-        ``home_id`` is no id, DeviceError (ENOENT where there is no such home), StoreLocked where it
-        is being taken away, GeometryMismatch where it is of another fingerprint."""
+    def join_home(self, home_id: str, fingerprint: bytes, guests: GuestSpec | None = None) -> JoinedHome:
+        """Enter the home that this engine's scheduler acquired; with ``guests``, where there is no
+        such home on this host, enter a guest of that id, which is taken over or made. Raises
+        CorruptRecord where ``home_id`` is no id, DeviceError (ENOENT where there is no such home),
+        StoreLocked where it is being taken away, GeometryMismatch where it is of another
+        fingerprint."""
         if not is_home_id(home_id):
             raise CorruptRecord(f"the id of an engine store has 32 hex digits, not {home_id!r}")
         path = self.home_path(home_id)
         with paths.device_errors(f"joining engine store {home_id}"):
-            lock = HomeLock.join(path, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
+            if guests is None:
+                lock = HomeLock.join(path, STORE_LOCK_TIMEOUT_S, f"engine store {home_id}")
+            else:
+                lock = self._join_or_make(home_id, fingerprint, guests)
             try:
                 record = read_record(path)
                 if record.fingerprint != fingerprint:
@@ -264,6 +291,86 @@ class Store:
                 lock.release()
                 raise
         return JoinedHome(path, record, self.folders(home_id, record), lock)
+
+    def _join_or_make(self, home_id: str, fingerprint: bytes, guests: GuestSpec) -> HomeLock:
+        """Hold the home of this id, or a guest. Raises StoreLocked, OSError."""
+        path, now_s = self.home_path(home_id), self.now_s()
+        with self._stock() as stock:
+            there = next((home for home in stock.homes if home.id == home_id), None)
+            if there is not None and there.record is None and not there.live:  # a crash left it half made
+                self._delete(stock, there)
+                there = None
+            old = None if there is None else there.record
+            if there is not None and not (old and old.is_guest_of(guests.lineage, fingerprint, guests.description)):
+                return HomeLock.join(path, LOCK_WAIT_S, f"engine store {home_id}") if there.live else there.lock.keep()
+            if there is None:
+                there = self._choose_guest(stock, fingerprint, guests)
+                old = None if there is None else there.record
+            is_first = there is None or not there.live
+            record = HomeRecord(
+                format_version=FORMAT_VERSION,
+                fingerprint=fingerprint,
+                description=dict(guests.description),
+                boot_id=self.boot_id,
+                clean=False,
+                cap_bytes=guests.rank_bytes + (HOME_OVERHEAD_BYTES if is_first or old is None else old.cap_bytes),
+                last_use_s=now_s,
+                created_s=old.created_s if old else now_s,
+                index_bytes=0,
+                index_sum="",
+                drives=with_all(self.drives, old.drives if old else ()),
+                lineage=guests.lineage,
+                guest=True,
+            )
+            if is_first:
+                return self._own(stock, there, home_id, record)
+            lock = HomeLock.join(path, LOCK_WAIT_S, f"engine store {home_id}")
+            try:
+                write_record(path, record)
+            except BaseException:
+                lock.release()
+                raise
+            return lock
+
+    def _choose_guest(self, stock: Stock, fingerprint: bytes, guests: GuestSpec) -> Holding | None:
+        """Return the unowned guest of the owner before, or else of the last one of that lineage
+        that came to this host. Its index knows nothing of the files of others."""
+        fit = [
+            (home.id == guests.previous_id, home.record.last_use_s, home)
+            for home in stock.unowned
+            if home.record
+            and home.record.is_guest_of(guests.lineage, fingerprint, guests.description)
+            and serves(self.drives, home.record)
+        ]
+        return max(fit, key=lambda found: found[:2])[2] if fit else None
+
+    def tend(self, home: JoinedHome) -> None:
+        """Do for a guest what its owner does for a home: note that it is used, trim what others
+        left, and make anew what they removed around it. Any thread, one at a time. Raises
+        StoreLocked, DeviceError."""
+        if home.place() is not Place.THERE:
+            return
+        self.mend(home)
+        with paths.device_errors(f"tending engine store {home.id}"):
+            if self._is_tended(read_record(home.path)):
+                return
+            with self._stock(LOCK_WAIT_S) as stock:
+                record = read_record(home.path)
+                if not self._is_tended(record):  # by another rank, meanwhile
+                    write_record(home.path, replace(record, clean=False, last_use_s=self.now_s()))
+                    self._trim(stock, record.fingerprint, 0, self.now_s() - ORPHAN_SPARED_S)
+
+    def _is_tended(self, record: HomeRecord) -> bool:
+        return not record.clean and self.now_s() - record.last_use_s < TENDED_S
+
+    def leave(self, home: JoinedHome) -> None:
+        """Release a home that a rank joined. A guest was closed in order by the last of them.
+        Idempotent; raises nothing that a drive can cause."""
+        if home.is_guest and home.is_held:
+            with suppress(OSError, KvdiskError), self.locked(timeout_s=LOCK_WAIT_S):
+                if home.place() is Place.THERE:
+                    write_record(home.path, replace(read_record(home.path), clean=True, last_use_s=self.now_s()))
+        home.close()
 
     def foreign_folder(self, source: ForeignSegment, drive: int) -> DriveFolder:
         """Return another home's part on one of *its* drives. Takes no lock: it may vanish. Raises
@@ -366,9 +473,9 @@ class Store:
         with self._stock() as stock:
             self._remove_loose(stock)
 
-    def mend(self, home: Home) -> list[str]:
-        """Make anew what others removed around a home that this process owns; return the names of
-        that. Any thread. Raises StoreLocked, DeviceError."""
+    def mend(self, home: Home | JoinedHome) -> list[str]:
+        """Make anew what others removed around a home that this process owns, or a guest; return
+        the names of that. Any thread. Raises StoreLocked, DeviceError."""
         with paths.device_errors(f"mending the store {self.path}"):
             lock, mended = self.path / LOCK_FILE, []
             lacking = [drive for drive in self._in_place() if not os.path.lexists(drive.path / STORE_FILE)]
@@ -551,13 +658,13 @@ class Store:
 
     # -- making --------------------------------------------------------------------------------
 
-    def _held(self, home_id: str, record: HomeRecord, lock: HomeLock, *, fresh: bool) -> Home:
+    def _held(self, home_id: str, record: HomeRecord, lock: HomeLock, previous_id: str | None) -> Home:
         return Home(
             self.home_path(home_id),
             record,
             self.folders(home_id, record),
             lock=lock,
-            fresh=fresh,
+            previous_id=previous_id,
             boot_id=self.boot_id,
             now_s=self.now_s,
         )
@@ -575,7 +682,8 @@ class Store:
         try:
             paths.make_directory(path)
             lock = HomeLock.make(path)
-            paths.make_directory(path / INDEX)
+            if not record.guest:
+                paths.make_directory(path / INDEX)
             make_folders(self.folders(home_id, record))
             write_record(path, record)
         except BaseException:

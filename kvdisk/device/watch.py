@@ -51,6 +51,8 @@ class HomeWatch:
                 found = _identity(segment_path(folder, spec.segment, rank))
             except OSError:
                 return False
+            if found is None and self._home.is_spread and (spec.segment, rank) not in self._seen:
+                continue  # it is on another host
             if found is None or self._seen.setdefault((spec.segment, rank), found) != found:
                 return True
         return False

@@ -312,6 +312,9 @@ class TierManager:
             self._settlement.settle(record, now, now_s)
         for record in ended.released:
             self._copies.release(record)
+        if report.removed:
+            for space in self._tiers:
+                space.lose(report.removed)
         if report.remote_pause_s:
             self._remote.pause(report.remote_pause_s, now)
 

@@ -28,7 +28,7 @@ from kvdisk.manager.room import RoomShift
 from kvdisk.manager.segments import NvmeLayout, Segments
 from kvdisk.manager.tiers import TierSpace, TierStatus
 from kvdisk.manager.write_budget import WriteBudget
-from kvdisk.messages import JobKind, Reason, SegmentSpec
+from kvdisk.messages import GuestSpec, HomeSpec, JobKind, Reason, SegmentSpec
 
 logger = logging.getLogger("kvdisk.manager")
 
@@ -96,11 +96,18 @@ class NvmeSpace(TierSpace):
 
     # -- start ---------------------------------------------------------------------------------
 
-    def restore(self, home_id: str, fingerprint: bytes, known_uses: UsesRecords | None = None) -> None:
+    def restore(
+        self,
+        home_id: str,
+        fingerprint: bytes,
+        known_uses: UsesRecords | None = None,
+        guests: GuestSpec | None = None,
+    ) -> None:
         """Fill the catalog from the index and plan the jobs that open the engine store and its
         segments.
 
-        ``known_uses``: what the engine store's USES file says, if it says anything.
+        ``known_uses``: what the engine store's USES file says, if it says anything. ``guests``: see
+        ``HomeSpec``.
         """
         records = sorted(self._index.segments())
         if known_uses is None:
@@ -111,7 +118,7 @@ class NvmeSpace(TierSpace):
         )
         if restored.stale:
             self._ticket = self._index.delete(restored.stale)
-        self.segments.restore(records, home_id, fingerprint)
+        self.segments.restore(records, HomeSpec(home_id, fingerprint, guests=guests))
         for spec in self.segments.specs.values():
             self._enter(spec, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
@@ -415,8 +422,7 @@ class NvmeSpace(TierSpace):
         self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
 
     def lose(self, segments: Collection[int]) -> None:
-        """Give up segments of which files were removed by others; each rank closes what it has
-        open, and so gives the bytes back."""
+        """See ``TierSpace``. Each rank closes what it has open, and so gives the bytes back."""
         for segment in segments:
             if segment in self.segments.in_place and segment not in self.segments.opening:
                 self._lost.add(segment)

@@ -270,13 +270,13 @@ class Segments:
 
     # -- from plan to end ----------------------------------------------------------------------
 
-    def restore(self, records: Iterable[SegmentRecord], home_id: str, fingerprint: bytes) -> None:
+    def restore(self, records: Iterable[SegmentRecord], home: HomeSpec) -> None:
         """Take over what the index knows; plan the jobs that open the store and its segments."""
         for record in records:
             self._note(SegmentSpec(*record, create=False))
         self._next = max(self.specs, default=-1) + 1
-        home = HomeSpec(home_id, fingerprint, tuple(self.specs))
-        self._transfers.add(JobKind.OPEN_HOME, [], [], home=home)
+        known = home._replace(known_segments=tuple(self.specs))
+        self._transfers.add(JobKind.OPEN_HOME, [], [], home=known)
         for spec in self.specs.values():
             self.open(spec)
 

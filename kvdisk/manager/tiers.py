@@ -156,6 +156,9 @@ class TierSpace:
     def note_time(self, now_s: int) -> None:
         """Set the time, in seconds since the Unix epoch, for what is used from now on."""
 
+    def lose(self, segments: Collection[int]) -> None:
+        """Give up segments of which files were removed by others."""
+
     @property
     def is_searching(self) -> bool:
         """Whether the last search for room has ended early: the next one may find some."""

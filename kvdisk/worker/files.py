@@ -12,7 +12,7 @@ import errno
 import os
 import resource
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -22,9 +22,11 @@ from typing import Protocol
 from kvdisk.blocks import Tier
 from kvdisk.device import segment as segments
 from kvdisk.device.base import Device
+from kvdisk.device.control import PLATFORM
 from kvdisk.device.drives import Directories
 from kvdisk.device.home import JoinedHome
 from kvdisk.device.paths import NO_ROOM
+from kvdisk.device.segment import DriveFolder
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog
 from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
@@ -57,9 +59,10 @@ class SegmentFiles(Protocol):
     def drop_segment(self, spec: SegmentSpec) -> None:
         """Close and remove this rank's file (of another home: close). Gone already is no error."""
 
-    def give_back(self) -> None:
+    def give_back(self) -> Collection[int]:
         """Free the bytes of this rank's files that others have removed; nothing finds them again.
-        Now and then, where nothing else is to be done."""
+        Return their segments. Now and then, where nothing else is to be done; a guest is looked
+        after, too (``Store.tend``)."""
 
     def close(self) -> None:
         """Close all files and leave the home. Idempotent."""
@@ -69,18 +72,20 @@ class HomeFiles:
     """``SegmentFiles`` of the home that the scheduler owns; ``directories`` None: no NVMe tier.
 
     A directory that this rank cannot open fails only what is to be opened or made on its drive.
-    ``replicated``: the ranks share the file of each segment (``Geometry.replicated``).
+    ``sharers``: so many ranks, one after the other, share the file of each segment
+    (``Geometry.ranks_of_shard``). ``platform``: see ``assemble_worker``.
     """
 
     def __init__(
-        self, directories: Directories | None, rank: int, rank_count: int, *, replicated: bool = False
+        self, directories: Directories | None, rank: int, rank_count: int, *, sharers: int = 1, platform: str = ""
     ) -> None:
-        assert 0 <= rank < rank_count
+        assert 0 <= rank < rank_count and rank_count % sharers == 0
         self._directories = directories
-        self._rank = rank
-        self._rank_count = rank_count
-        self._replicated = replicated
-        self._part, self._part_count = (0, 1) if replicated else (rank, rank_count)
+        self._platform = platform
+        self._sharers = sharers
+        self._number = rank % sharers
+        """Among them."""
+        self._part, self._part_count = rank // sharers, rank_count // sharers
         self._joined: tuple[Store, JoinedHome] | None = None
         self._open: dict[int, segments.SegmentFile] = {}
         self._mine: set[int] = set()
@@ -91,20 +96,28 @@ class HomeFiles:
         assert self._joined is None, "a rank joins one home"
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
         _allow_files()
-        store = Store.open(self._directories, create=False, need_all=False)
-        home = store.join_home(spec.home_id, spec.fingerprint)
+        guests = spec.guests
+        if guests is not None:
+            guests = guests._replace(description={**guests.description, PLATFORM: self._platform})
+        store = Store.open(self._directories, create=guests is not None, need_all=False)
+        home = store.join_home(spec.home_id, spec.fingerprint, guests)
+
+        def clean(part: DriveFolder) -> None:
+            # Of a segment that goes nobody else removes the files of ranks that were here before.
+            segments.remove_unknown_segments(part, self._part, spec.known_segments, of_all=home.is_spread)
+
         try:
-            if self._rank == self._part:
-                home.clean_drives(lambda part: segments.remove_unknown_segments(part, self._rank, spec.known_segments))
+            if self._number == 0:
+                home.clean_drives(clean)
         except BaseException:
-            home.close()
+            store.leave(home)
             raise
         self._joined = store, home
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
         """See ``SegmentFiles``."""
         writes = self._writes(spec)
-        if self._replicated and (not writes if spec.create else spec.segment in self._open):
+        if self._sharers > 1 and (not writes if spec.create else spec.segment in self._open):
             return None
         assert spec.segment not in self._open
         (store, home), mine, drive = self._in_home(), (self._part, self._part_count), spec.drive
@@ -130,16 +143,24 @@ class HomeFiles:
         if file is not None:
             file.close()
         if spec.source is None and self._writes(spec):
-            segments.drop_segment(home.folder(spec.drive), spec.segment, self._part)
+            segments.drop_segment(home.folder(spec.drive), spec.segment, None if home.is_spread else self._part)
 
-    def give_back(self) -> None:
+    def give_back(self) -> Collection[int]:
         """See ``SegmentFiles``. The scheduler has them dropped, but not before the next step, and
         an idle engine takes none. What reads meanwhile finds no header: a miss."""
+        removed = []
+        if self._joined is not None and self._joined[1].is_guest:
+            store, home = self._joined
+            with suppress(KvdiskError):  # it is tried again
+                store.tend(home)
         for segment in sorted(self._mine):
             fd = self._open[segment].fd
             status = os.fstat(fd)
-            if not status.st_nlink and status.st_blocks:
-                segments.free_bytes(fd, status.st_size)
+            if not status.st_nlink:
+                removed.append(segment)
+                if status.st_blocks:
+                    segments.free_bytes(fd, status.st_size)
+        return removed
 
     def close(self) -> None:
         """See ``SegmentFiles``."""
@@ -148,11 +169,12 @@ class HomeFiles:
             file.close()
         self._open.clear()
         if self._joined is not None:
-            self._joined[1].close()
+            store, home = self._joined
+            store.leave(home)
             self._joined = None
 
     def _writes(self, spec: SegmentSpec) -> bool:
-        return not self._replicated or spec.segment % self._rank_count == self._rank
+        return spec.segment % self._sharers == self._number
 
     def _in_home(self) -> tuple[Store, JoinedHome]:
         if self._joined is None:
@@ -187,6 +209,8 @@ class FileJobs:
         self._log = log
         self._uses = uses
         self.open: dict[int, OpenFile] = {}
+        self._removed: SimpleQueue[Collection[int]] = SimpleQueue()
+        """Segments whose files others have removed."""
         self._waiting: deque[Job] = deque()
         self._handed: deque[tuple[Job, Future[OpenFile | None]]] = deque()
         """Those that the thread has, in order."""
@@ -220,6 +244,14 @@ class FileJobs:
                 ended.append(self._end(*self._handed.popleft()))
             elif not self._hand_over():
                 return ended
+
+    def take_removed(self) -> set[int]:
+        """Return the segments whose files others were found to have removed since the last
+        call."""
+        found: set[int] = set()
+        while not self._removed.empty():
+            found.update(self._removed.get())
+        return found
 
     def close(self) -> None:
         """End the thread after its job at hand, and close the files. No batch is under way."""
@@ -257,7 +289,7 @@ class FileJobs:
                 handed = self._tasks.get(timeout=GIVE_BACK_S)
             except Empty:
                 with suppress(OSError):  # it is tried again
-                    self._files.give_back()
+                    self._removed.put(self._files.give_back())
                 continue
             if handed is None:
                 return

@@ -254,6 +254,7 @@ class Runner:
         """Return what has ended since the last call."""
         report, self._report = self._report, Report()
         report.stats = self._stats.take()
+        report.removed = self._files.take_removed()
         if self._remote_io is not None:
             report.remote_pause_s = self._remote_io.take_pause_s()
         return report

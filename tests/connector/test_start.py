@@ -78,6 +78,10 @@ def _config(**changes: Any) -> SimpleNamespace:
             tensor_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            nnodes_within_dp=1,
+            distributed_executor_backend="mp",
+            data_parallel_backend="mp",
+            data_parallel_size_local=1,
         ),
         "model_config": SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=False, use_mla=False),
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
@@ -269,6 +273,7 @@ _TIER = {"type": "kvdisk", "nvme_bytes": "1GiB"}
         ([_TIER], {"load_format": "dummy"}, "load_format is .*dummy.* set the tier's namespace"),
         ([_TIER | {"namespace": "mine"}], {"prefix_caching_hash_algo": "xxhash"}, "to sha256"),
         ([_TIER], {"enable_lora": True}, "have an adapter's name, and not what it holds"),
+        ([_TIER | {"namespace": "mine"}], {"nnodes": 2, "tensor_parallel_size": 2}, "on one machine, whose memory"),
         ([_TIER | {"namespace": "mine"}], {"enable_lora": True, "load_format": "dummy"}, None),
         ([{"type": "fs", "root_dir": "anywhere"}], {"load_format": "dummy"}, None),
     ],
@@ -312,9 +317,10 @@ def test_a_server_ends_with_the_sentence_as_its_last_line(tiny_llama):
     )
 
 
-def test_what_is_right_passes_and_nothing_is_made_yet(tiny_llama, tmp_path):
+@pytest.mark.parametrize("machines", [{}, {"nnodes": 2, "tensor_parallel_size": 2}], ids=["one", "two"])
+def test_what_is_right_passes_and_nothing_is_made_yet(tiny_llama, tmp_path, machines):
     settings = {"store_dirs": str(tmp_path / "kv"), "nvme_bytes": "1Gi"}
-    _configure(tiny_llama, _transfer(settings), enforce_eager=True)
+    _configure(tiny_llama, _transfer(settings), enforce_eager=True, **machines)
     assert not KVDiskConnector.requires_piecewise_for_cudagraph(settings)
     assert not (tmp_path / "kv").exists()
 
@@ -400,6 +406,34 @@ def test_mla_is_the_same_on_every_rank(specs, tensor, prefill, decode, replicate
     assert {group.block_tokens for group in geometry.groups} == {32 * decode}
     ranks = [ParallelConfig(**sizes, rank=rank) for rank in range(2 * tensor * prefill)]  # of two engines
     assert [rank_of(SimpleNamespace(parallel_config=rank)) for rank in ranks] == [*range(tensor * prefill)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "hosts", "parts"),
+    [
+        ({}, 1, 4),
+        ({"nnodes_within_dp": 2}, 2, 4),
+        ({"nnodes_within_dp": 2, "use_mla": True}, 2, 2),  # each machine has all of a block
+        ({"nnodes_within_dp": 4, "use_mla": True}, 4, 4),
+        ({"distributed_executor_backend": "ray"}, 4, 4),
+        ({"data_parallel_backend": "ray"}, 4, 4),
+        ({"distributed_executor_backend": "ray", "use_mla": True}, 1, 1),  # who shares a drive is not known
+        ({"data_parallel_size_local": 2}, 1, 4),
+    ],
+)
+def test_on_how_many_hosts_the_ranks_may_lie(changes, hosts, parts):
+    cache = _cache(MLA if "use_mla" in changes else FULL)
+    geometry = geometry_of(_config(tensor_parallel_size=4, **changes), cache)
+    assert (geometry.hosts, geometry.shard_count) == (hosts, parts)
+    assert [geometry.part_of(rank) for rank in range(4)] == sorted(
+        part for part in range(parts) for _ in range(4 // parts)
+    )
+    writers = [[rank for rank in range(4) if geometry.writes(rank, segment)] for segment in range(4)]
+    assert all(sorted(map(geometry.part_of, ranks)) == list(range(parts)) for ranks in writers), "one of each part"
+
+
+def test_machines_do_not_change_what_blocks_mean(folder):
+    assert _fingerprint(folder, {"parallel_config.nnodes": 2}) == _fingerprint(folder)
 
 
 def test_a_stage_without_kv_is_refused():
@@ -710,7 +744,6 @@ def test_the_layout_of_convolution_states_is_in_the_fingerprint_where_there_are_
         ("load_config.load_format", "dummy", "load_format is 'dummy'"),
         ("cache_config.prefix_caching_hash_algo", "xxhash", "set prefix_caching_hash_algo to sha256"),
         ("model_config.model", "", "weight files"),
-        ("parallel_config.nnodes", 2, "all workers of an engine on one machine"),
     ],
 )
 def test_without_identity_the_nvme_tier_is_refused(folder, name, value, said):

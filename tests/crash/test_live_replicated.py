@@ -102,7 +102,7 @@ def test_a_writer_that_has_no_room_undoes_the_segment(quick_path: Path, monkeypa
 
     def open_segment(self: HomeFiles, spec: SegmentSpec) -> OpenFile | None:
         if spec.create and self._writes(spec):
-            made.append(self._rank)
+            made.append(self._number)
             raise DeviceError(errno.ENOSPC, "planted")
         return original(self, spec)
 

@@ -47,10 +47,10 @@ def start(store: Path) -> Iterator[Callable[..., LiveEngine]]:
         engine.close()
 
 
-def upkeep_of(engine: LiveEngine, path: Path) -> Upkeep:
+def upkeep_of(engine: LiveEngine, path: Path, model: LiveModel = MODEL) -> Upkeep:
     parts = engine.parts
     assert parts.home is not None and parts.nvme is not None
-    return Upkeep(Store.open(path, create=False), parts.home, parts.nvme, parts.mailbox, MODEL.geometry.shard_count)
+    return Upkeep(Store.open(path, create=False), parts.home, parts.nvme, parts.mailbox, model.geometry.shard_count)
 
 
 def warnings(caplog: pytest.LogCaptureFixture, engine: LiveEngine) -> list[str]:

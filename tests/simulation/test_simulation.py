@@ -70,6 +70,22 @@ def test_units_of_several_blocks() -> None:
     assert not missing, f"it never happened, so nothing is shown about it: {missing}"
 
 
+def test_hosts_that_come_and_go() -> None:
+    """Each rank's files are lost, or as they were some lives ago, and some are removed while they
+    are open."""
+    counts = run_seeds(0, 60, hosts=True)
+    wanted = [f"host {what}" for what in ("kept", "replaced", "old", "files lost")]
+    wanted += ["removed files were found", "a kill", "a reset", "restarted, and loaded", "DROP_SEGMENT whole"]
+    wanted += [f"LOAD {reason}" for reason in ("HEADER", "IO_ERROR", "whole")]
+    missing = [what for what in wanted if not counts[what]]
+    assert not missing, f"it never happened, so nothing is shown about it: {missing}"
+
+
+@pytest.mark.torture
+def test_hosts_that_come_and_go_for_long() -> None:
+    run_seeds(SHIFT + 1000, 400, hosts=True)
+
+
 @pytest.mark.torture
 def test_units_of_several_blocks_for_long() -> None:
     run_seeds(SHIFT, 400, units=True)

@@ -8,6 +8,7 @@ Reads the insides of manager and catalog, and changes nothing. Everything fails 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,20 @@ from support.pool_check import check_pool
 SHORT_FLUSH_S = 0.5
 
 
-def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = True) -> int:
+def audit(
+    engine: LiveEngine,
+    *,
+    records_hold: bool = True,
+    files_hold: bool = True,
+    segments_paths: Sequence[Path] | None = None,
+) -> int:
     """Assert all that must hold of a quiet engine without requests; return how many blocks its
     index has.
 
     ``records_hold``: every committed record's slot holds its block, which is so unless the drive
     lost something. ``files_hold``: nobody but kvdisk has changed the files and the index; otherwise
-    -1 is returned where the index does not come to an end.
+    -1 is returned where the index does not come to an end. ``segments_paths``: where the segments
+    of each part lie; None: all in the home.
     """
     assert not engine.requests, engine.describe()
     index, home = engine.parts.index, engine.parts.home
@@ -48,9 +56,10 @@ def audit(engine: LiveEngine, *, records_hold: bool = True, files_hold: bool = T
     if index is None or home is None:
         return 0
     records, segments = list(index.blocks()), list(index.segments())
+    paths = segments_paths or [home.segments_path] * engine.model.geometry.shard_count
     if files_hold:
-        audit_files(home.segments_path, segments, engine.model.geometry.shard_count)
-    audit_records(home.segments_path, segments, records, engine.model, records_hold=records_hold)
+        audit_files(paths, segments)
+    audit_records(paths, segments, records, engine.model, records_hold=records_hold)
     assert allocated_bytes(home.path) <= home.cap_bytes - HOME_OVERHEAD_BYTES
     return len(records)
 
@@ -73,23 +82,23 @@ def audit_manager(manager: Any) -> None:
         assert not pinned, f"copies stay pinned in {space.tier.name}"
 
 
-def audit_files(segments_path: Path, segments: list[SegmentRecord], parts: int) -> None:
+def audit_files(segments_paths: Sequence[Path], segments: list[SegmentRecord]) -> None:
     """Assert that the files of a home are those of its segments, one for each part, as long as they
-    must be."""
+    must be, and where they must be."""
     expected = {
-        f"{record.segment}/rank{rank}.kv": segment_file_bytes(record.slot_bytes, record.slot_count)
+        path / str(record.segment) / f"rank{rank}.kv": segment_file_bytes(record.slot_bytes, record.slot_count)
         for record in segments
-        for rank in range(parts)
+        for rank, path in enumerate(segments_paths)
     }
-    files = [path for path in segments_path.rglob("*") if not path.is_dir()]
-    found = {str(file.relative_to(segments_path)): file.stat().st_size for file in files}
+    files = [path for place in set(segments_paths) for path in place.rglob("*") if not path.is_dir()]
+    found = {file: file.stat().st_size for file in files}
     assert found == expected, (
-        f"on the drive only: {found.items() - expected.items()}, missing: {expected.keys() - found}"
+        f"on the drive only: {found.items() - expected.items()}, missing: {expected.keys() - found.keys()}"
     )
 
 
 def audit_records(
-    segments_path: Path,
+    segments_paths: Sequence[Path],
     segments: list[SegmentRecord],
     records: list[BlockRecord],
     model: LiveModel,
@@ -105,8 +114,8 @@ def audit_records(
         assert segment is not None, f"{record} points into no segment"
         assert record.slot.index < segment.slot_count, f"{record} points behind its segment"
         if records_hold:
-            for rank in range(model.geometry.shard_count):
-                _audit_slot(segments_path, segment, record, model, rank)
+            for rank, path in enumerate(segments_paths):
+                _audit_slot(path, segment, record, model, rank)
 
 
 def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: LiveModel, rank: int) -> None:

@@ -49,7 +49,7 @@ class LiveModel:
     ``windowed``: a second group, of a sliding window of 8 tokens, whose blocks have twice the
     tokens and other bytes. ``replicated``: every rank computes the same KV. ``unit``: how many of
     the engine's blocks are one of kvdisk's, in the first group; more than one where the hash of a
-    text is the text.
+    text is the text. ``hosts``: that the ranks lie on.
     """
 
     name: str = "model"
@@ -58,6 +58,7 @@ class LiveModel:
     payload_bytes: int = 3000
     replicated: bool = False
     unit: int = 1
+    hosts: int = 1
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -67,12 +68,13 @@ class LiveModel:
             groups.append(GroupGeometry(1, 2 * HASH_TOKENS, self.payload_bytes * 2 + 1000, window_tokens=8))
         if self.unit > 1:
             groups = list(in_units(groups, self.unit * HASH_TOKENS))
-        return Geometry(tuple(groups), self.ranks, HASH_TOKENS, self.replicated)
+        return Geometry(tuple(groups), self.ranks, HASH_TOKENS, self.replicated, self.hosts)
 
     @property
     def fingerprint(self) -> bytes:
-        alone = replace(self, ranks=1, replicated=False)  # as alike as replicas, however many there are
-        return sha256(repr(alone if self.replicated else self).encode()).digest()
+        mine = replace(self, hosts=1)
+        alone = replace(mine, ranks=1, replicated=False)  # as alike as replicas, however many there are
+        return sha256(repr(alone if self.replicated else mine).encode()).digest()
 
     def _gpu_payload_bytes(self, group: int) -> int:
         sizes = self.geometry.groups[group]
@@ -85,7 +87,7 @@ class LiveModel:
 
     def content(self, weights: int, digest: bytes, group: int, rank: int) -> bytes:
         """Return what a block of the engine's with this hash holds on a rank."""
-        part = self.geometry.shard_of(rank)
+        part = 0 if self.replicated else rank
         return _content(f"{self.name} {weights} {group} {part}", digest, self._gpu_payload_bytes(group))
 
     def digests_of(self, key: BlockKey) -> list[bytes]:

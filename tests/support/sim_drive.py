@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -59,18 +59,69 @@ class Weather:
 class SimDrive:
     """What a rank has on the drive: the bytes of its segment files, by segment.
 
-    ``damaged``: key and generation of what it was given and may not have, or not as it was.
+    ``removed``: those without a name, which the process that has them open still uses. ``damaged``:
+    key and generation of what it was given and may not have, or not as it was. ``lost``: segments
+    of which some drive's file was removed; all drives of an engine have the same set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost: set[int]) -> None:
+        self.lost = lost
         self.files: dict[int, bytearray] = {}
+        self.removed: dict[int, bytearray] = {}
         self.damaged: set[tuple[BlockKey, int]] = set()
 
     def slot(self, segment: int, slot_bytes: int, index: int) -> memoryview:
         """Return a copy of a slot's bytes, fewer than ``slot_bytes`` where the file has not got
         them."""
         start = slot_offset(slot_bytes, index)
-        return memoryview(bytes(self.files.get(segment, b"")[start : start + slot_bytes]))
+        file = self.removed.get(segment, b"") if segment not in self.files else self.files[segment]
+        return memoryview(bytes(file[start : start + slot_bytes]))
+
+    def remove(self, segment: int) -> None:
+        """Take a file's name away, as somebody does who removes files."""
+        self.removed[segment] = self.files.pop(segment)
+        self.lost.add(segment)
+
+    def drop(self, segment: int) -> None:
+        """Remove a file whose process has closed it. Where it was lost on some drive, that is done
+        before the deletion of its records is committed."""
+        for files in (self.files, self.removed):
+            file = files.pop(segment, None)
+            if file is not None and segment in self.lost:
+                self._note_lost(file)
+
+    def free_removed(self) -> list[int]:
+        """Lose the bytes of the files without a name; return their segments."""
+        for file in self.removed.values():
+            self._note_lost(file)
+            file[:] = bytes(len(file))
+        return list(self.removed)
+
+    def forget_removed(self) -> None:
+        """Nobody has the files without a name open any more."""
+        self.free_removed()
+        self.removed.clear()
+
+    def replace(self, files: dict[int, bytearray]) -> None:
+        """Have these files in place of those that there are, when no process has one open."""
+        for segment, file in self.files.items():
+            other = files.get(segment, b"")
+            for start in range(0, len(file), ALIGNMENT):
+                if file[start : start + ALIGNMENT] != other[start : start + ALIGNMENT]:
+                    self._note_lost(file, start // ALIGNMENT)
+        self.files = {segment: bytearray(file) for segment, file in files.items()}
+
+    def _note_lost(self, file: bytearray, changed: int | None = None) -> None:
+        """Note the blocks of a file as damaged; ``changed``: only the one that has this page."""
+        last = None
+        for page in range(len(file) // ALIGNMENT):
+            try:
+                found = read_header(memoryview(bytes(file[page * ALIGNMENT :][:HEADER_BYTES]))).identity
+                last = found.key, found.generation
+            except CorruptRecord:
+                pass  # a payload
+            if last is not None and changed in (None, page):
+                self.damaged.add(last)
 
     def flip(self, segment: int, slot_bytes: int, index: int, byte: int) -> None:
         self.files[segment][slot_offset(slot_bytes, index) + byte] ^= 1
@@ -100,6 +151,7 @@ class SimFiles:
     def open_home(self, spec: HomeSpec) -> None:
         assert not self._joined, "a rank joins one home"
         self._fail("the home", self._weather.home)
+        self._drive.forget_removed()
         for segment in [segment for segment in self._drive.files if segment not in spec.known_segments]:
             del self._drive.files[segment]
         self._joined = True
@@ -126,10 +178,10 @@ class SimFiles:
         fd = self._open.pop(spec.segment, None)
         if fd is not None:
             del self.descriptors[fd]
-        self._drive.files.pop(spec.segment, None)
+        self._drive.drop(spec.segment)
 
-    def give_back(self) -> None:
-        pass
+    def give_back(self) -> Collection[int]:
+        return [segment for segment in self._drive.free_removed() if segment in self._open]
 
     def close(self) -> None:
         self.descriptors.clear()

@@ -188,6 +188,7 @@ class SimRank(LocalRank):
     """
 
     drive: SimDrive
+    _files: SimFiles
     device: SimDevice
     copier: SimCopier
 
@@ -211,7 +212,7 @@ class SimRank(LocalRank):
             world,
             users,
         )
-        files = SimFiles(self.drive, world.weather, world.rng, world.note)
+        files = self._files = SimFiles(self.drive, world.weather, world.rng, world.note)
         self.device = SimDevice(rank, self.drive, files, world.weather, world.rng, world.note)
         self.arena = Arena(geometry.slot_sizes, self.sizes.cpu_slots, pin=False) if self.sizes.has_cpu else None
         staging = Arena(geometry.slot_sizes, [STAGING_SLOTS] * len(geometry.slot_sizes), pin=False)
@@ -297,6 +298,14 @@ class SimRank(LocalRank):
         if happened:
             self._world.note(f"rank {self.rank} turns")
         return happened
+
+    def look_for_files(self) -> None:
+        """Find the files that others have removed, as the thread of files does now and then."""
+        found = self._files.give_back()
+        if found:
+            self.seen["removed files were found"] += 1
+            self._world.note(f"rank {self.rank} finds that the files of {found} are gone")
+        self.mover._runner._files._removed.put(found)
 
     def work_off(self) -> None:
         """Do all that can be done; batches that hang do so further on."""

@@ -70,7 +70,8 @@ REMOTE_PICKS = ("remote", "remote, and a window", "remote and memory only")
 
 class Simulation(Life):
     """One run. ``on_event`` sees each event of the trace. ``straight``: processes move some sizes
-    of blocks straight between drive and GPU, and others not. ``counts``: how often what happened.
+    of blocks straight between drive and GPU, and others not. ``hosts``: each rank has a host of its
+    own, whose files come and go. ``counts``: how often what happened.
     """
 
     budget_tokens = BUDGET_TOKENS
@@ -84,9 +85,12 @@ class Simulation(Life):
         straight: bool = False,
         remote: bool = False,
         units: bool = False,
+        hosts: bool = False,
     ) -> None:
         self.seed = seed
-        self._option = " --straight" * straight + " --remote" * remote + " --units" * units
+        self._option = " --straight" * straight + " --remote" * remote + " --units" * units + " --hosts" * hosts
+        self._fate = random.Random(seed) if hosts else None
+        """Decides what becomes of each rank's host."""
         self._rng = random.Random(seed)
         self._on_event = on_event
         self._hash = blake2b(digest_size=16)
@@ -100,7 +104,10 @@ class Simulation(Life):
         self._tree = PromptTree(3, 6, 26)
         self._pace = self._rng.choice((2, 4, 8, 16))
         self._faults = self._draw_faults()
-        self._drives = [SimDrive() for _ in range(RANKS)]
+        lost: set[int] = set()
+        self._drives = [SimDrive(lost) for _ in range(RANKS)]
+        self._copies: list[list[dict[int, bytearray]]] = [[{}] for _ in range(RANKS)]
+        """What was on each drive at some ends of processes."""
         self.counts[self._shape] += 1
         self.note(f"{self._shape}, pace {self._pace}, faults {self._faults}")
         self.begin(sizes, MemoryIndex(max_queued=8))
@@ -144,6 +151,8 @@ class Simulation(Life):
                 self.counts[name] += 1
                 self.note(f"-- {name} at {self.now:.2f}")
                 _ACTIONS[name][1](self)
+                if self._fate is not None and self._fate.random() < 0.03:
+                    self._remove_a_file(self._fate)
                 self.watch.check()
                 check_pins(self.parts)
             self._end()
@@ -161,6 +170,9 @@ class Simulation(Life):
         without."""
         self.note("-- the end")
         self._weather.clear_up()
+        if self._fate is not None:
+            for rank in self.ranks:
+                rank.look_for_files()
         self._run_until_quiet()
         for rank in self.ranks:
             rank.device.let_go()
@@ -329,7 +341,35 @@ class Simulation(Life):
 
     def _go_on(self) -> None:
         """Another process finds what is on the drives; its cap may be smaller."""
+        if self._fate is not None:
+            self._change_hosts(self._fate)
         self.succeed(max(1, self.sizes.segments - self._rng.randrange(2)))
+
+    def _change_hosts(self, fate: random.Random) -> None:
+        """A host is replaced, or comes back with what it had some lives ago, or has lost files."""
+        for rank, (drive, copies) in enumerate(zip(self._drives, self._copies, strict=True)):
+            drive.forget_removed()
+            drive.lost.clear()
+            copies.append({segment: bytearray(file) for segment, file in drive.files.items()})
+            what = fate.choice(("kept", "kept", "kept", "replaced", "old", "files lost"))
+            if what == "replaced":
+                drive.replace({})
+            elif what == "old":
+                drive.replace(fate.choice(copies))
+            elif what == "files lost":
+                drive.replace({segment: file for segment, file in drive.files.items() if fate.random() < 0.6})
+            self.counts[f"host {what}"] += 1
+            self.note(f"the host of rank {rank} is {what}: {sorted(drive.files)}")
+
+    def _remove_a_file(self, fate: random.Random) -> None:
+        """Somebody removes a file that a rank has open, which finds it gone now or later."""
+        rank = fate.choice(self.ranks)
+        if rank.drive.files and fate.random() < 0.5:
+            segment = fate.choice(sorted(rank.drive.files))
+            rank.drive.remove(segment)
+            self.note(f"the file of segment {segment} of rank {rank.rank} is removed")
+        else:
+            rank.look_for_files()
 
     def _count_life(self) -> None:
         self.counts.update(self.parts.manager.stats.counts)
@@ -361,12 +401,18 @@ _WEIGHTS = tuple(weight for weight, _ in _ACTIONS.values())
 
 
 def run_seeds(
-    first: int, count: int, *, straight: bool = False, remote: bool = False, units: bool = False
+    first: int,
+    count: int,
+    *,
+    straight: bool = False,
+    remote: bool = False,
+    units: bool = False,
+    hosts: bool = False,
 ) -> Counter[str]:
     """Run so many seeds; return what happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
-        simulation = Simulation(seed, straight=straight, remote=remote, units=units)
+        simulation = Simulation(seed, straight=straight, remote=remote, units=units, hosts=hosts)
         simulation.run()
         total.update(simulation.counts)
     return total
@@ -380,6 +426,7 @@ def main() -> None:
     parser.add_argument("--straight", action="store_true", help="move some blocks straight between drive and GPU")
     parser.add_argument("--remote", action="store_true", help="share blocks in a remote store")
     parser.add_argument("--units", action="store_true", help="let two of the engine's blocks be one")
+    parser.add_argument("--hosts", action="store_true", help="have each rank's host be replaced, or lose files")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the trace says more
     for seed in range(options.seed, options.seed + options.count):
@@ -389,6 +436,7 @@ def main() -> None:
             straight=options.straight,
             remote=options.remote,
             units=options.units,
+            hosts=options.hosts,
         )
         digest = simulation.run()
         print(f"seed {seed}: {digest} {dict(sorted(simulation.counts.items()))}")

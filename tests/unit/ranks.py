@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 import torch
 from support.addressed_device import AddressedDevice, CpuLanes
@@ -63,8 +64,9 @@ class NamedFiles:
     def drop_segment(self, spec: SegmentSpec) -> None:
         self.calls.append(f"drop {spec.segment}")
 
-    def give_back(self) -> None:
+    def give_back(self) -> Collection[int]:
         self.calls.append("give back")
+        return ()
 
     def close(self) -> None:
         self.closed = True

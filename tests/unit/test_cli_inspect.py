@@ -93,7 +93,7 @@ def test_the_json_has_what_was_stored(path: Path) -> None:
         "fill": None,
     }
     totals |= {"allocated_bytes": sum(home["allocated_bytes"] for home in found["engine_stores"])}
-    has(found, {"json_version": 4, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
+    has(found, {"json_version": 5, "kvdisk_version": __version__, "problems": [], "store": {"created_s": 2000}})
     has(found, {"totals": totals, "namespaces": [last_used | {"groups": groups}, other]})
     has(found, {"engine_stores": [{"id": hybrid, "clean": False}, home]})
     assert found["reuse"]["blocks"] is None, "no engine has written USES"

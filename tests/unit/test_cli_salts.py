@@ -63,7 +63,7 @@ def test_each_salt_is_counted_by_its_digest(path):
     make_store(path)
     own(path, whose)
     found = json_of("inspect", path, "--salts", "--salt", ACME)
-    assert found["json_version"] == 4
+    assert found["json_version"] == 5
     assert [(one["digest"], one["blocks"], one["bytes"]) for one in found["salts"]] == [
         (digest_of(path, OTHER), 10, 5 * (SLOT_BYTES[0] + SLOT_BYTES[1])),
         (digest_of(path, ACME), 5, 5 * SLOT_BYTES[0]),

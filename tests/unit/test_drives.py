@@ -176,7 +176,7 @@ def test_which_homes_may_be_read(dirs):
     os.mkfifo(damaged.path / "HOME")  # hides none of the others
 
     def readable(boot_id: str = "boot") -> dict[str, Path]:
-        return readable_indexes(Store.open(path, boot_id=boot_id), MINE, GEOMETRY, mine.id)
+        return readable_indexes(Store.open(path, boot_id=boot_id), GEOMETRY, mine)
 
     assert readable() == {live.id: live.index_path}
     live.close(clean=False)

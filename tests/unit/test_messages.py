@@ -9,7 +9,7 @@ import pickletools
 import pytest
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
-from kvdisk.messages import Job, JobKind, Move, Plan, SegmentSpec
+from kvdisk.messages import Job, JobKind, Move, Plan, Report, SegmentSpec
 
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 """vLLM: with it an executor of several processes sends what a step needs."""
@@ -61,3 +61,8 @@ def test_what_a_step_sends_of_a_move_is_a_few_values():
         return sum(1 for _ in pickletools.genops(pickle.dumps(Plan((load_of(count),)), PROTOCOL)))
 
     assert instructions(2000) - instructions(1000) <= 10 * 1000
+
+
+def test_what_any_rank_has_lost_is_heard():
+    report = Report().merge(Report(removed={3})).merge(Report(removed={3, 4})).merge(Report())
+    assert report.removed == {3, 4} and not report.empty

@@ -16,7 +16,7 @@ from kvdisk.manager import nvme
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
-from kvdisk.messages import FOREIGN_SEGMENTS, JobKind, JobResult, Reason, Report
+from kvdisk.messages import FOREIGN_SEGMENTS, HomeSpec, JobKind, JobResult, Reason, Report
 
 
 class Served(TierBench):
@@ -118,7 +118,7 @@ def test_no_segment_gets_the_number_of_a_neighbours():
     """A damaged record has used up those below: until the next start there are no more segments."""
     parts = Parts.make(Config.from_mapping({}), GEOMETRY, Mock())
     transfers, segments = parts.transfers, Segments(Tier.NVME, parts, NvmeLayout(0, (2,), 1 << 62), 1)
-    segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)], "", b"")
+    segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)], HomeSpec("", b""))
     planned = []
     for _ in range(3):
         transfers.absorb(Report({job.id: JobResult(1) for job in transfers.take_queued(0.0)}))

@@ -234,6 +234,7 @@ def _cell(home: Home, segments: Sequence[Segment]) -> str:
     slots = sum(each.slots or 0 for each in segments)
     if not all(each.indexed for each in segments) or not slots:
         why = "not in the index" if home.index_readable else "the index cannot be read"
+        why = "the index is on another host" if home.kind == "guest" else why
         return f'<div class="cell unknown" data-slots="{slots}" title="{escaped(name)}: {why}"></div>'
     used = sum(each.used_slots or 0 for each in segments)
     loose = sum(round((each.fragmentation or 0) * (each.free_slots or 0)) for each in segments)
