@@ -74,34 +74,36 @@ logger = logging.getLogger("kvdisk")
 
 
 class MemoryTier(NamedTuple):
-    """A tier in host memory: the configuration keys of its size, in bytes over all ranks, and of
-    its admission."""
+    """A tier in host memory. ``size_key`` and ``admission_key``: the configuration keys of its
+    size, in bytes over all ranks, and of its admission."""
 
     tier: Tier
     size_key: str
     admission_key: str
 
     def bytes_in(self, config: Config) -> int:
-        """Return the tier's size; 0: there is none."""
+        """Return the tier's size; 0 where there is no such tier."""
         size: int = getattr(config, self.size_key)
         return size
 
 
 MEMORY_TIERS = (MemoryTier(Tier.CPU, "cpu_bytes", "cpu_admission"),)
-"""The fastest first. Another is a row here, a member of ``Tier``, and its keys in ``Config``."""
+"""The tiers in memory, the fastest first. Another tier is a row here, a member of ``Tier``, and its
+keys in ``Config``."""
 
 _COUNTS = ((10**9, " G"), (10**6, " M"), (10**3, " k"))
 _DEFAULT_STAGING_BYTES, _DEFAULT_GPU_STAGING_BYTES = 128 << 20, 64 << 20
 _GPU_SCRATCH_BYTES = 64 << 20
 _LEAST_STAGING_SLOTS = 8
 _MOST_CHECKSUM_THREADS = 4
-"""One verifies 10 to 15 GB/s from memory, and a link has up to 55."""
+"""More would not help: one thread verifies 10 to 15 GB/s from memory, and a link has up to 55."""
 _WARNED_OF: set[Path] = set()
 _EASY_BYTES = 64 << 10
-"""Of a block, with which the least store suffices: the index of smaller ones takes more."""
+"""Bytes of a block that is assumed where the model's blocks are smaller or not known: the index of
+small blocks takes more, so the least store is larger."""
 _UPKEEP_INTERVAL_S = 30.0
 USES_S = 600.0
-"""How often the USES file is written, where something has changed and goes on changing."""
+"""Seconds between two writings of the USES file while uses go on changing."""
 USES_LOOK_S = 5.0
 USES_AT_ONCE = 10_000
 """Blocks whose uses may be written at each pause: 160 KB every ``USES_LOOK_S``."""
@@ -109,7 +111,7 @@ USES_AT_ONCE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class SchedulerHalf:
-    """The manager and what it was built with. ``close`` commits and releases the home."""
+    """The manager and what it was built with. ``close`` commits and releases the engine store."""
 
     manager: TierManager
     engine_store: EngineStore | None
@@ -122,8 +124,8 @@ class SchedulerHalf:
     salts: SaltDigests = field(default_factory=lambda: SaltDigests(make_salt_key(), is_kept=False))
 
     def close(self) -> None:
-        """Commit what is queued, note a clean end, and release the home. The workers are gone
-        already."""
+        """Commit what is queued, note a clean end, and release the engine store. The workers are
+        gone already."""
         for background in self.backgrounds:
             background.close()
         self.telemetry.log_end()
@@ -135,26 +137,26 @@ class SchedulerHalf:
 
     @property
     def home(self) -> Home | None:
-        """The hold on the engine's home."""
+        """The hold on the engine store; None where there is none."""
         return None if self.engine_store is None else self.engine_store.home
 
     @property
     def index(self) -> LmdbIndex | None:
-        """The engine's index."""
+        """The engine's index; None where there is no engine store."""
         return None if self.engine_store is None else self.engine_store.index
 
     @property
     def nvme(self) -> NvmeSpace | None:
-        """The NVMe tier."""
+        """The NVMe tier; None where there is no engine store."""
         return None if self.engine_store is None else self.engine_store.nvme
 
 
 def check_settings(values: Mapping[str, Any]) -> Config:
-    """Return the Config of a user's values, looked at as far as can be without a model: keys,
+    """Return the Config of a user's values, checked as far as possible without a model: keys,
     values, classes, directories.
 
-    Writes nothing, and builds no object of a user's class. For before weights are loaded. Raises
-    ConfigError; CorruptRecord or DeviceError for what is wrong in a directory.
+    Writes nothing, and builds no object of a user's class. For use before weights are loaded.
+    Raises ConfigError; CorruptRecord or DeviceError for what is wrong in a directory.
     """
     config = Config.from_mapping(values)
     admissions = {"cpu_admission": AdmissionPolicy, "nvme_admission": AdmissionPolicy}
@@ -174,7 +176,7 @@ def check_settings(values: Mapping[str, Any]) -> Config:
 
 
 def warn_of_file_systems(config: Config) -> None:
-    """Say, once in a process, what a user must know of the file systems of a checked
+    """Warn, once in a process, of what a user must know about the file systems of a checked
     configuration. Raises ConfigError."""
     for path in list_directories(config.store_dirs) if config.store_dirs else ():
         said = check_mount(path)
@@ -184,11 +186,11 @@ def warn_of_file_systems(config: Config) -> None:
 
 
 def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | None = None) -> None:
-    """Raise ConfigError where a tier holds no block of each kind, or where this host's memory does
-    not hold what all ranks on it take together. For before weights are loaded.
+    """Raise ConfigError where a tier cannot hold one block of each kind, or where this host's
+    memory is too small for all ranks on it together. For use before weights are loaded.
 
-    ``geometry``: of the model, or of one whose blocks are no larger than the model's; None: nothing
-    is known of it.
+    ``geometry``: the model's, or one whose blocks are no larger than the model's; None where
+    nothing is known about it.
     """
     ranks = deployment.ranks
     for row in MEMORY_TIERS:
@@ -219,13 +221,13 @@ def assemble_scheduler(
     description: dict[str, Any],
     data_parallel_rank: int | None = None,
 ) -> SchedulerHalf:
-    """Build the scheduler's wing; with ``store_dirs``, take a home and fill the catalog from its
-    index.
+    """Build the scheduler's wing. With ``store_dirs``, take an engine store and fill the catalog
+    from its index.
 
-    ``fingerprint``: of the namespace, None with neither NVMe tier nor remote store.
-    ``data_parallel_rank``: of this engine among those with its settings; None: it is alone. Waits
-    for the disk: for start only. Where a drive lets us have no home, the CPU tier serves alone.
-    Raises ConfigError, StoreLocked, DeviceError.
+    ``fingerprint``: the namespace's; None where there is neither an NVMe tier nor a remote store.
+    ``data_parallel_rank``: of this engine among those with its settings; None where it is alone.
+    Waits for the drive, so for the start only. Where a drive refuses an engine store, the CPU tier
+    serves alone. Raises ConfigError, StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
     memory = _make_memory_tiers(parts)
@@ -273,7 +275,7 @@ def assemble_scheduler(
 def _start_backgrounds(
     telemetry: Telemetry, manager: TierManager, engine_store: EngineStore | None, mailbox: Mailbox, shard_count: int
 ) -> list[Background]:
-    """Start what is done beside the engine's steps, now and then."""
+    """Start the threads for what is done now and then beside the engine's steps."""
     jobs: list[tuple[float, Callable[[], None]]] = [(WRITE_S, telemetry.write), (LOG_S, telemetry.log)]
     last = [job for _, job in jobs]
     if engine_store is None:
@@ -290,8 +292,8 @@ def _start_backgrounds(
 
 
 def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
-    """Return the digests of salts by the store's key; ``otherwise`` where the drive, which may be
-    full, lets it have none."""
+    """Return digests of salts by the store's key. Return ``otherwise`` where the drive, which may
+    be full, does not take a key."""
     try:
         return SaltDigests(store.keep_salt_key())
     except (DeviceError, StoreLocked) as error:
@@ -301,14 +303,14 @@ def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
 
 
 def _make_remote_reader(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
-    """Return who asks the remote store: for the first rank's objects, as a load fails where one
-    rank's is missing."""
+    """Return the reader that asks the remote store for the first rank's objects: a load fails where
+    one rank's object is missing."""
     namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.shard_count
     return RemoteReader(open_remote(config), lambda key: object_name(namespace, key, 0, parts))
 
 
 def open_remote(config: Config) -> BucketObjects:
-    """Return the remote store, which was not asked yet. Raises ConfigError."""
+    """Return the remote store; nothing has been asked of it yet. Raises ConfigError."""
     assert config.remote is not None
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
     make: Callable[..., Bucket] = MooncakeBucket if config.remote.startswith("mooncake://") else S3Bucket
@@ -317,8 +319,8 @@ def open_remote(config: Config) -> BucketObjects:
 
 
 def memory_slots_in(size: int, geometry: Geometry, size_key: str = "cpu_bytes") -> Sequence[int]:
-    """Return the slots by size class of a tier in memory of so many bytes. Raises ConfigError where
-    it holds no block of each; without bytes there is no tier."""
+    """Return the slots by size class of a tier in memory of ``size`` bytes. Raises ConfigError
+    where it cannot hold a block of each class; with 0 bytes there is no tier."""
     slots = geometry.memory_slots(size)
     if size and not all(slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count
@@ -338,13 +340,14 @@ def _make_memory_tiers(parts: Parts) -> list[MemorySpace]:
 
 
 def _file_of_rank(path: Path, data_parallel_rank: int | None) -> Path:
-    """Return a file for each of the engines that share a setting: the first one has its name."""
+    """Return a file's path for one of the data-parallel engines that share a setting: the first one
+    has the name as it is."""
     return path.with_name(f"{path.stem}-dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
 
 
 def _make_trace(path: Path | None, rank: int | None, geometry: Geometry, model: str) -> RequestTrace | None:
-    """Begin the trace of requests, where one is wanted. Its blocks are what is hashed at once, of
-    all groups. Raises ConfigError."""
+    """Begin the trace of requests, where one is wanted. Its blocks are those that vLLM hashes, in
+    all groups together. Raises ConfigError."""
     if path is None:
         return None
     tokens = geometry.hash_tokens
@@ -355,9 +358,9 @@ def _make_trace(path: Path | None, rank: int | None, geometry: Geometry, model: 
 
 
 class _UsesWriter:
-    """Writes the USES file where something has changed since: every ``USES_S``, and when nothing
-    has changed from one look to the next, so that it has the last request before a pause. To spare
-    the drive a large one waits longer for that."""
+    """Writes the USES file where something has changed since the last time: every ``USES_S``, and
+    once nothing has changed from one look to the next, so that the file has the last request before
+    a pause. A large file waits longer for that, to spare the drive."""
 
     def __init__(self, uses: Uses, home: Home) -> None:
         self._uses = uses
@@ -401,7 +404,7 @@ def _make_telemetry(
 
 
 def _log_start(parts: Parts, memory: Sequence[MemorySpace], engine_store: EngineStore | None) -> None:
-    """Say in three lines what is kept, where, and how much fits."""
+    """Log in three lines what is kept, where, and how much fits."""
     config, geometry = parts.config, parts.geometry
     per_token = sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * geometry.rank_count
     logger.info("kvdisk %s keeps %s KiB of KV a token.", __version__, short(per_token / 1024))
@@ -440,7 +443,7 @@ class WorkerHalf:
     populating: Populating | None = None
 
     def close(self) -> None:
-        """Finish what the device has started, then give the memory back."""
+        """Finish what the device has started, then release the memory."""
         self.mover.close()
         if self.populating is not None:
             self.populating.close()
@@ -549,8 +552,8 @@ def _gpu_copier(groups: Sequence[LayerBlocks], lanes: CudaLanes, geometry: Geome
 
 
 def _checksum_threads(rank_count: int) -> int:
-    """Return how many threads of each rank verify what goes to a GPU: as many as reach the speed of
-    its link, and at most half of the processors."""
+    """Return the number of threads with which each rank verifies blocks that go to a GPU: as many
+    as reach the speed of its link, and at most half of the processors."""
     return max(1, min(_MOST_CHECKSUM_THREADS, len(os.sched_getaffinity(0)) // (2 * rank_count)))
 
 
@@ -559,7 +562,8 @@ def _host_staging_slots(config: Config, geometry: Geometry) -> list[int]:
 
 
 def _staging_slots(byte_count: int | None, default: int, geometry: Geometry) -> list[int]:
-    """Return the slots of each size class in a staging of so many bytes; None: of the default."""
+    """Return the slots of each size class in staging of ``byte_count`` bytes; None stands for the
+    default."""
     wanted = default if byte_count is None else byte_count
     return [
         max(_LEAST_STAGING_SLOTS, int(wanted * share) // size)
@@ -570,10 +574,10 @@ def _staging_slots(byte_count: int | None, default: int, geometry: Geometry) -> 
 def _pair_with_gpu(
     config: Config, geometry: Geometry, lanes: CudaLanes | None, disk: PosixDevice
 ) -> tuple[Device, Direct | None]:
-    """Return the device for all of a worker's memory, and what of it goes straight between drive
-    and GPU.
+    """Return the device for all of a worker's memory, and the direct way between drive and GPU
+    where there is one.
 
-    Raises ConfigError where ``device`` demands that, and it cannot be.
+    Raises ConfigError where ``device`` demands that way, and it cannot be used.
     """
     demanded = config.device == "gds"
     if not config.store_dirs or not (demanded or (config.device == "auto" and lanes is not None)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does now and then beside its steps, on a thread that calls functions.
+"""A thread that calls functions now and then, beside the engine's steps.
 
-For what may wait for the disk, or for the reader of the log. What is called may take its time: the
-others of the same thread wait for it, the engine does not.
+It is for work that may wait for the drive, or for the reader of the log. A function may take its
+time: the others of the same thread wait for it, the engine does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Background:
     """Calls each of ``jobs`` after ``first_s`` and then at its interval, in seconds, and each of
     ``last`` at the end, on one thread.
 
-    A KvdiskError or an OSError of one is a warning, once for each that is not the one before, and
-    the function is called again the next time; any other error is a bug of ours, is logged as one,
-    and ends that function's calls alone.
+    A KvdiskError or an OSError of a function is logged as a warning, unless its last call met the
+    same, and the function is called again the next time. Any other error is a bug of ours: it is
+    logged as one, and ends the calls of that function alone.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Background:
         self._last = list(last)
         self._first_s = first_s
         self._warned: dict[Callable[[], None], str] = {}
-        """What each function met the last time, where that was not in order."""
+        """The error of each function whose last call failed."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdisk-background", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Call what is to be called last and end the thread. Idempotent.
+        """Have the functions of ``last`` called, and end the thread. Idempotent.
 
-        Does not wait for a disk that hangs. After CLOSE_TIMEOUT_S the thread is left to itself:
-        what it calls must do no harm then.
+        Does not wait for a drive that hangs. After CLOSE_TIMEOUT_S the thread is left to itself:
+        the functions that it calls must do no harm then.
         """
         self._stopping.set()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -60,8 +60,8 @@ class Background:
             position = min(due_s, key=due_s.__getitem__)
             interval_s, job = self._jobs[position]
             if self._call(job):
-                # From the end of the call: what takes longer than its interval leaves the others
-                # their time.
+                # From the end of the call: a job that takes longer than its interval leaves the
+                # others their time.
                 due_s[position] = time.monotonic() + interval_s
             else:
                 del due_s[position]
@@ -70,7 +70,7 @@ class Background:
             self._call(job)
 
     def _call(self, job: Callable[[], None]) -> bool:
-        """Call one; return whether it is to be called again."""
+        """Call a job; return whether it is to be called again."""
         try:
             job()
             self._warned.pop(job, None)

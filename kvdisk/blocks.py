@@ -9,21 +9,21 @@ from itertools import repeat
 from typing import Any, NamedTuple, NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""vLLM: its block hash followed by the KV-cache group index as two big-endian bytes."""
+"""vLLM's block hash, followed by the KV-cache group index as two big-endian bytes."""
 
 JobId = NewType("JobId", int)
 
 GROUP_BYTES = 2
 MAX_KEY_BYTES = 128
-"""Longest key a slot header and an index record can hold (sha256 hashes give 34)."""
+"""The longest key that a slot header and an index record can hold (sha256 hashes make 34 bytes)."""
 
 
 class Medium(Enum):
-    """What a tier's copies lie in, and how a worker gets at them.
+    """What a tier keeps copies in, and how a worker reaches them.
 
-    ``MEMORY``: slots of an arena that each rank has; ``FILES``: slots of segment files on drives;
-    ``OBJECTS``: of a store that names blocks by key. What kvdisk keeps copies in itself is MEMORY
-    or FILES.
+    ``MEMORY``: slots of an arena that each rank has. ``FILES``: slots of segment files on drives.
+    ``OBJECTS``: objects of a store that names blocks by key. The tiers that kvdisk itself keeps are
+    MEMORY or FILES.
     """
 
     GPU = 0
@@ -33,9 +33,10 @@ class Medium(Enum):
 
 
 class Tier(IntEnum):
-    """Where a copy of a block can be, the fastest first: order counts.
+    """A place where a copy of a block can be. The order is from the fastest to the slowest, and
+    counts.
 
-    ``word``: its name for people; ``label``: in metrics, and in JSON.
+    ``word``: the tier's name for people. ``label``: its name in metrics and in JSON.
     """
 
     word: str
@@ -48,26 +49,26 @@ class Tier(IntEnum):
     REMOTE = 3, "remote", Medium.OBJECTS
 
     def __new__(cls, number: int, word: str, medium: Medium) -> Tier:
-        """Make a member of its three values."""
+        """Return a member made of its three values."""
         tier = int.__new__(cls, number)
         tier._value_, tier.word, tier.label, tier.medium = number, word, word.lower(), medium
         return tier
 
 
 KEPT_TIERS = tuple(tier for tier in Tier if tier.medium in {Medium.MEMORY, Medium.FILES})
-"""Those that kvdisk keeps copies in, the fastest first."""
+"""The tiers that kvdisk keeps copies in, the fastest first."""
 HIT_TIERS = tuple(tier for tier in Tier if tier.medium is not Medium.GPU)
-"""Those that it loads from, the fastest first."""
+"""The tiers that hits are loaded from, the fastest first."""
 
 
 _add: Any = bytes.__add__
 
 
 class Slot(NamedTuple):
-    """A numbered fixed-size place in a tier; the same number names the same place on every rank.
+    """A numbered place of fixed size in a tier. The same number names the same place on every rank.
 
-    On NVMe ``segment`` is a segment id. In the CPU tier it is the size class of the arena region
-    (see ``geometry.Geometry.size_classes``).
+    On NVMe ``segment`` is a segment's number. In the CPU tier it is the size class of the arena
+    region (see ``geometry.Geometry.size_classes``).
     """
 
     segment: int
@@ -75,9 +76,9 @@ class Slot(NamedTuple):
 
 
 BY_KEY = Slot(0, 0)
-"""The place of every block in a tier that names blocks by key."""
+"""The slot of every block in a tier that names blocks by key."""
 BY_KEY_OVER = Slot(0, 1)
-"""The same of a block that is to be written over what is there."""
+"""As BY_KEY, for a block that is to replace what is there."""
 
 
 def make_block_key(block_hash: bytes, group: int) -> BlockKey:
@@ -87,10 +88,10 @@ def make_block_key(block_hash: bytes, group: int) -> BlockKey:
 
 
 def make_block_keys(block_hashes: Iterable[bytes], group: int) -> list[BlockKey]:
-    """Return the key of each block with one of these hashes; quicker than one by one."""
+    """Return the key of each block with one of these hashes: faster than one by one."""
     return list(map(_add, block_hashes, repeat(group.to_bytes(GROUP_BYTES, "big"))))
 
 
 def group_of(key: BlockKey) -> int:
-    """Return the KV-cache group index that a key was made with."""
+    """Return the KV-cache group index in a key."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")

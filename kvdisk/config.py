@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen ``Config``, read once from ``kv_connector_extra_config``. Wrong values are one clear
-sentence at start."""
+"""One frozen ``Config``, read once from ``kv_connector_extra_config``. A wrong value is one clear
+sentence at the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMOTES = ("s3", "gs", "az", "mooncake")
 EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _NEAR_MISS = 0.8
-"""From which likeness on, of 1, an unknown key is taken for a misspelt one."""
+"""The likeness, of 1, from which on an unknown key is taken for a misspelt one."""
 _REUSE = r"reuse\(([1-9]|1[0-6])\)"
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -69,7 +69,8 @@ def _parse_dirs(key: str, value: Any) -> tuple[Path, ...]:
 def _checked(
     must_be: str, accepts: Callable[[Any], object], read: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[str, Any], Any]:
-    """Return a parser that refuses what ``accepts`` does not."""
+    """Return a parser that raises ConfigError for a value that ``accepts`` refuses, and otherwise
+    returns what ``read`` makes of it."""
 
     def parse(key: str, value: Any) -> Any:
         if not accepts(value):
@@ -134,7 +135,7 @@ _parse_admission = _checked("'all', 'learned', 'reuse(n)' with n from 1 to 16, o
 
 
 def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
-    """Return a field of ``Config``. ``parse``: reads a user's value of a key. Raises
+    """Return a field of ``Config``. ``parse``: reads the user's value of a key, and raises
     ConfigError."""
     return field(default=default, metadata={"parse": parse})
 
@@ -148,11 +149,11 @@ class Config:
     """
 
     store_dirs: tuple[Path, ...] = _setting((), _parse_dirs)
-    """Where the NVMe tier lies: a directory, or a list with one directory on each drive. Blocks are
-    spread over the drives; the first directory has the indexes too, and stays the first. Paths are
-    absolute; a directory that is missing is made, its parent must exist; one that is a symbolic
-    link is refused. In one that others may write, such as a volume in a container, the store lies
-    in a subdirectory of the engine's user, `kvdisk-<user id>`. Engines of a user that name the same
+    """The directory of the NVMe tier, or a list with one directory on each drive. Blocks are spread
+    over the drives. The first directory also has the indexes, and must stay the first. Paths are
+    absolute. A missing directory is made, but its parent must exist; a symbolic link is refused. In
+    a directory that others may write, such as a volume in a container, the store is in a
+    subdirectory of the engine's user, `kvdisk-<user id>`. Engines of a user that name the same
     directories share what they store.
 
     Default: none: CPU tier only
@@ -160,35 +161,36 @@ class Config:
     Example: ["/nvme0/kv", "/nvme1/kv"]
     """
     nvme_bytes: int | None = _setting(None, parse_bytes)
-    """The most that this engine may keep on all drives together, over all ranks and with the index.
-    Where it is reached, old blocks are evicted for new ones. Engines that share directories have a
-    cap each, and together never more than the sum; a data-parallel rank is an engine. An engine
-    that starts with a smaller cap than before first cuts what is there to it. Where the drives have
-    less room than that, what there is is used, and more when room comes.
+    """The most bytes that this engine may keep on all drives together, over all ranks and with the
+    index. When it is reached, old blocks are evicted for new ones. Engines that share directories
+    have a cap each, and together never more than the sum; a data-parallel rank is an engine. An
+    engine that starts with a smaller cap than before first cuts what is there to it. Where the
+    drives have less room than the cap, the engine uses the room that there is, and more when room
+    comes.
 
     Default: required with `store_dirs`
     Example: "500GiB"
     """
     cpu_bytes: int = _setting(4 << 30, parse_bytes)
-    """Host memory of the CPU tier over all ranks of an engine, and of each data-parallel rank as
-    much again; with a GPU it is pinned after the start, near
-    that GPU where the machine says so. Without one it is taken as it is first used. Blocks are
-    stored here first and loaded from here fastest; what is stored on NVMe is written from here. 0:
-    no CPU tier, and blocks go straight to the drive.
+    """Host memory of the CPU tier over all ranks of an engine; each data-parallel rank takes as
+    much again. With a GPU it is pinned after the start, near that GPU where the machine says which
+    memory is. Without a GPU it is taken as it is first used. Blocks are stored here first and
+    loaded from here fastest; blocks on NVMe are written from here. 0: no CPU tier, and blocks go
+    straight to the drive.
 
     Example: "64GiB"
     """
     staging_bytes: int | None = _setting(None, parse_bytes)
-    """Host memory of each worker for blocks on their way between GPU and drive that have no place
-    in the CPU tier. It is beside the tiers, and holds 8 blocks of each size at least, however
-    little it is given.
+    """Host memory of each worker for blocks on their way between GPU and drive that have no slot in
+    the CPU tier. It is not part of a tier. It holds at least 8 blocks of each size, however small
+    the value.
 
     Default: 128 MiB
     Example: "256MiB"
     """
     gpu_staging_bytes: int | None = _setting(None, parse_bytes)
-    """The same in the memory of each worker's GPU, where blocks go straight between drive and GPU
-    (see `device`); 16 MiB beside it are for checksums. 0: they never go that way.
+    """GPU memory of each worker for blocks that go straight between drive and GPU (see `device`);
+    checksums take another 16 MiB. 0: no block goes that way.
 
     Default: 64 MiB
     Example: 0
@@ -231,42 +233,42 @@ class Config:
     Example: "2TB"
     """
     eviction: str = _setting("learned", _parse_eviction)
-    """What a full tier evicts. `"learned"`: what is to bring the fewest hits for the time that it
-    is kept, learnt from how often and how soon blocks like it were asked for again. `"lru"`: what
-    was used longest ago. Or a class of your own, `"module:Class"`: see
-    [eviction](SCHEDULING.md#eviction). With all the tail of a chain of blocks is evicted before its
-    head.
+    """Which blocks a full tier evicts. `"learned"`: those that are expected to bring the fewest
+    hits for the time that they are kept, learnt from how often and how soon similar blocks were
+    asked for again. `"lru"`: those used longest ago. Or a class of your own, `"module:Class"`: see
+    [eviction](SCHEDULING.md#eviction). With each of them the tail of a chain of blocks is evicted
+    before its head.
 
     Example: "lru"
     """
     pin_share: float = _setting(0.25, _parse_share)
     """How much of each tier [KV hints](OPERATING.md#kv-hints) may pin, as a share of its blocks, at
-    most 0.5. What is pinned beyond it leaves after all that is not hinted. 0: nothing is pinned.
+    most 0.5. Blocks pinned beyond it are evicted after all that have no hint. 0: nothing is pinned.
 
     Example: 0.1
     """
     salt_share: float | None = _setting(None, _parse_salt_share)
-    """The most that blocks of one `cache_salt` may take, as a share of each tier, and there of each
+    """The most that blocks of one `cache_salt` may take, as a share of each tier, and in it of each
     size of blocks: above 0, and 1 at most. A tenant that has its share makes room for new blocks by
-    its own old ones, also while a tier has free room. Requests without a salt have no bound.
-    [Tenants](OPERATING.md#tenants) says what it does not reach.
+    evicting its own old ones, also while a tier has free room. Requests without a salt have no
+    limit. [Tenants](OPERATING.md#tenants) says what this does not cover.
 
     Default: none
     Example: 0.1
     """
     device: str = _setting("auto", _one_of(DEVICES))
-    """How bytes get to the drive and back. `"posix"`: with nothing but the kernel. `"auto"`: the
-    same, after a small file was written and read at the start, and the log warns where the drive
-    is not served at its best; with a GPU and GPUDirect Storage (kvdisk's extra `gds`) it also finds
-    which sizes of blocks are faster straight between drive and GPU. `"gds"`: all that can go that
-    way does, or the engine does not start.
+    """How bytes are moved to and from the drive. `"posix"`: with nothing but the kernel. `"auto"`:
+    the same, after a trial with a small file at the start; the log warns where the drive cannot be
+    used at its best. With a GPU and GPUDirect Storage (kvdisk's extra `gds`) the trial also finds
+    which sizes of blocks are faster straight between drive and GPU. `"gds"`: all blocks that can go
+    straight do, or the engine does not start.
 
     Example: "posix"
     """
     lookup_wait_s: float = _setting(2.0, _parse_seconds)
-    """The longest that a request waits for a block that is just being stored or read, for another
-    request's load, or for what other engines of the store have. Other requests go on meanwhile;
-    then it takes what is there.
+    """The longest time that a request waits for a block that is being stored or read, for another
+    request's load, or for what other engines of the store have. Other requests go on meanwhile.
+    After that the request takes what is there.
 
     Example: 0.5
     """
@@ -278,8 +280,8 @@ class Config:
     Example: 5
     """
     index_commit_s: float = _setting(0.05, _parse_seconds)
-    """The longest time that a stored block stays out of the index: a process that is killed loses
-    at most the blocks of so long, and other engines find them so much later.
+    """The longest time that a stored block stays out of the index. A process that is killed loses
+    at most the blocks of that time, and other engines find blocks that much later.
 
     Example: 0.5
     """
@@ -326,8 +328,8 @@ class Config:
     Example: "100MB"
     """
     remote_deadline_s: float = _setting(3.0, _parse_seconds)
-    """The longest that `remote` may take for a batch of blocks: what has not come then is computed.
-    A store that fails is left alone, for a second at first and a minute at most.
+    """The longest time that `remote` may take for a batch of blocks; what has not come by then is
+    computed. A store that fails is left alone, for a second at first and a minute at most.
 
     Example: 1.5
     """
@@ -339,11 +341,11 @@ class Config:
     Example: "/etc/kvdisk/key"
     """
     max_age_s: float | None = _setting(None, _parse_age)
-    """Blocks that were first stored longer ago, in any tier of any engine, are not served, and are
-    dropped from memory and drive, however often they were used since. What is computed again is
-    stored again. Blocks of other engines of the store count as well; with `remote`, which does not
-    say how old a block is, it is refused. [Security](SECURITY.md#an-age-limit) has what it does not
-    reach.
+    """Blocks that were first stored longer ago than this, in any tier of any engine, are not
+    served, and are dropped from memory and drive, however often they were used since. A block that
+    is computed again is stored again. Blocks of other engines of the store count as well. This
+    setting is refused with `remote`, which does not say how old a block is.
+    [Security](SECURITY.md#an-age-limit) says what it does not cover.
 
     Default: none
     Example: 604800
@@ -362,8 +364,8 @@ class Config:
     Example: 64
     """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
-    """Hits of fewer tokens are computed instead of loaded. `"auto"`: what would be computed sooner
-    than the quickest recent load took. 0: every hit is loaded.
+    """Hits of fewer tokens are computed instead of loaded. `"auto"`: hits that would be computed
+    sooner than the quickest recent load took. 0: every hit is loaded.
 
     Default: `"auto"`: learnt
     Example: 512
@@ -375,40 +377,42 @@ class Config:
     Example: false
     """
     on_reset: str = _setting("epoch", _one_of(ON_RESET))
-    """What a `reset_cache` of vLLM means, which comes after weights were updated in memory, with
-    each [sleep](RESETS.md#sleep), and for less. `"epoch"`: nothing from before is served again by
-    this engine. `"keep"`: weights never change in memory here, so everything is.
+    """What a `reset_cache` of vLLM means. It comes after weights were updated in memory, with each
+    [sleep](RESETS.md#sleep), and for lesser reasons. `"epoch"`: this engine serves nothing again
+    that was stored before. `"keep"`: weights never change in memory here, so everything stays.
 
     Example: "keep"
     """
     log_requests: bool = _setting(False, _parse_flag)
-    """Say of each request in the log how its prompt divides between GPU, memory, NVMe and what was
-    computed, what its load took and saved, and why it was not more. Else only at the level DEBUG.
+    """Log for each request how its prompt divides between GPU, memory, NVMe and what was computed,
+    what its load took and saved, and why it was not more. Otherwise this is logged at the level
+    DEBUG.
 
     Example: true
     """
     trace_file: Path | None = _setting(None, _parse_file)  # noqa: RUF009 - a field
-    """A file that takes which requests came, for [`kvdisk replay`](REPLAY.md#a-trace-of-your-own):
-    when, how long they and their answers were, and which begin alike. It has no text and no token:
-    blocks are short hashes with a random key, of each file its own, which is kept nowhere. A file
-    of 64 MiB, or of the run before, is renamed to end in `.1`: never more than two are kept. Its
-    directory must exist; each engine needs a file of its own; data-parallel ranks from 1 on add
-    their number (`-dp1`) to the name.
+    """A file that records which requests came, for [`kvdisk
+    replay`](REPLAY.md#a-trace-of-your-own): when, how long they and their answers were, and which
+    begin alike. It has no text and no token: blocks are short hashes with a random key, which each
+    file has of its own and which is kept nowhere. A file that reaches 64 MiB, or was left by the
+    run before, is renamed to end in `.1`: never more than two are kept. The directory must exist.
+    Each engine needs a file of its own; data-parallel ranks from 1 on add their number (`-dp1`) to
+    the name.
 
     Default: none
     Example: "/var/tmp/kvdisk-trace.jsonl"
     """
     segment_bytes: int = _setting(1 << 30, parse_bytes)
-    """What is taken of a drive at once: the length of one rank's segment file. Small stores take
-    shorter ones, so that there are four at least.
+    """The bytes that are taken of a drive at once: the length of one rank's segment file. Small
+    stores take shorter files, so that there are at least four.
 
     Example: "256MiB"
     """
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from user values. Raises ConfigError, which names the key, and the known
-        one that is much like it."""
+        """Build a Config from a user's values. Raises ConfigError, which names the key, and for an
+        unknown key the known one that is most like it."""
         for key in values:
             if key not in PARSERS:
                 near = difflib.get_close_matches(str(key).lower(), PARSERS, n=1, cutoff=_NEAR_MISS)
@@ -448,8 +452,8 @@ PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["pa
 
 
 def find_own(key: str, text: str, protocol: type) -> type:
-    """Return the class that a setting names as ``module:Class``. ``protocol``: the class must have
-    all that it has. Raises ConfigError, so that a slip is found at start."""
+    """Return the class that a setting names as ``module:Class``. It must have all members of
+    ``protocol``. Raises ConfigError, so that a slip is found at the start."""
     module, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)
@@ -466,7 +470,7 @@ def find_own(key: str, text: str, protocol: type) -> type:
 
 
 def make_own(key: str, text: str, protocol: type, *arguments: Any) -> Any:
-    """Return a new object, built with these arguments, of the class that ``find_own`` finds. Raises
+    """Return a new object of the class that ``find_own`` finds, built with these arguments. Raises
     ConfigError."""
     found = find_own(key, text, protocol)
     try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the manager sees the engine's GPU block pool: two protocols, which the connector
-implements."""
+"""The protocols by which the manager sees the engine's GPU block pool. The connector implements
+them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvdisk.blocks import BlockKey
 
 
 class HandedState(NamedTuple):
-    """A recurrent state that the engine hands off, valid within that scheduler step: of which
-    group, in which GPU block, and after how many tokens of its request."""
+    """A recurrent state that the engine hands off. Valid within that scheduler step. ``tokens``:
+    the tokens of its request that the state covers."""
 
     group: int
     gpu_block: int
@@ -20,20 +20,20 @@ class HandedState(NamedTuple):
 
 
 class KVCacheBlockView(Protocol):
-    """One GPU block as the engine's pool holds it; read only, valid within one scheduler step."""
+    """One GPU block as the engine's pool holds it. Read-only, valid within one scheduler step."""
 
     @property
     def block_id(self) -> int:
-        """Position in the KV-cache tensors; 0 is the null block."""
+        """The block's position in the KV-cache tensors; 0 is the null block."""
 
     @property
     def key(self) -> BlockKey | None:
-        """What the engine's prefix cache knows the block by: a full block of its group; None: it
-        does not know it."""
+        """The key of the block in the engine's prefix cache, if it is a full block that is in
+        there; otherwise None."""
 
 
 class SchedulerContext(Protocol):
-    """The engine's block pool. All calls from the scheduler's thread only."""
+    """The engine's block pool. Only the scheduler's thread makes calls."""
 
     @property
     def block_count(self) -> int:
@@ -41,7 +41,7 @@ class SchedulerContext(Protocol):
 
     @property
     def free_count(self) -> int:
-        """Blocks of the free queue."""
+        """GPU blocks in the free queue."""
 
     @property
     def caches(self) -> bool:
@@ -49,17 +49,17 @@ class SchedulerContext(Protocol):
 
     @property
     def step_blocks(self) -> int:
-        """How many blocks the requests of one step can take from the free queue at most, loads
+        """The most blocks that the requests of one step can take from the free queue, loads
         aside."""
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
 
     def watch(self, block_ids: Sequence[int]) -> None:
-        """Have ``take_reused`` name these blocks, once, when the engine hands them out to be
-        written anew.
+        """Watch these blocks: ``take_reused`` names each of them once, when the engine hands it out
+        to be overwritten.
 
-        Takes no reference: the engine frees and reuses them as without this.
+        This takes no reference: the engine frees and reuses the blocks as it would without it.
         """
 
     def unwatch(self, block_ids: Sequence[int]) -> None:
@@ -69,19 +69,19 @@ class SchedulerContext(Protocol):
         """Return the watched blocks that were handed out since the last call; they are watched no
         longer.
 
-        Those handed out in a scheduler step are named from the step's plan on, before its model
-        runs. When the engine empties its prefix cache every watched block is named.
+        Blocks that are handed out in a scheduler step are named from the step's plan on, before its
+        model runs. When the engine empties its prefix cache, every watched block is named.
         """
 
     def is_cached(self, key: BlockKey) -> bool:
-        """Whether the engine's own prefix cache has a block now."""
+        """Return whether the engine's own prefix cache has a block now."""
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
-        """Yield the blocks of the free queue, the next to be reused first."""
+        """Yield the blocks of the free queue, the next one to be reused first."""
 
 
 class NoPool:
-    """``SchedulerContext`` of who has no GPU blocks: no request is followed over it."""
+    """``SchedulerContext`` for a caller without GPU blocks: no request is followed through it."""
 
     block_count = free_count = step_blocks = 0
     caches = False

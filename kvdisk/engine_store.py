@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of one engine, from its directories to its blocks in the catalog: ``open_engine_store``
-is the one way in, and ``EngineStore.close`` the one way out.
+"""The store of one engine, from its directories to its blocks in the catalog. ``open_engine_store``
+is the one way in, ``EngineStore.close`` the one way out.
 
-``device.store`` knows who owns which home, ``recovery`` makes an index whole, and ``NvmeSpace``
-reads it. Here is the order of these, and what happens where one of them fails.
+``device.store`` knows who owns which engine store, ``recovery`` makes an index whole, and
+``NvmeSpace`` reads it. This module has their order, and what happens where one of them fails.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class EngineStore:
-    """An engine store that is open: the store that it lies in, the hold on its home, its index, and
-    the NVMe tier whose blocks are those of the index."""
+    """An engine store that is open: the store that it is in, the hold on it (``home``), its index,
+    and the NVMe tier whose blocks are those of the index."""
 
     store: Store
     home: Home
@@ -50,8 +50,8 @@ class EngineStore:
     nvme: NvmeSpace
 
     def close(self) -> None:
-        """Commit what is queued, note a clean end, and release the home. The workers are gone
-        already. What fails is a warning: the next start looks at it."""
+        """Commit what is queued, note a clean end, and release the engine store. The workers are
+        gone already. A failure is a warning: the next start looks at it."""
         committed = False
         try:
             committed = self.index.flush(_CLOSE_TIMEOUT_S)
@@ -60,8 +60,9 @@ class EngineStore:
             committed = False
             logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
             if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
-                # The file system hangs, and writing HOME would, which says already that the end was
-                # not clean. Who takes the home over waits for the end of the commit.
+                # The file system hangs, and writing HOME would hang too. HOME says already that the
+                # end was not clean. Whoever takes the engine store over waits for the end of the
+                # commit.
                 self.home.release()
                 return
         try:
@@ -115,8 +116,8 @@ def open_engine_store(store: Store, parts: Parts, fingerprint: bytes, descriptio
 
 
 def _read_or_rebuild(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[LmdbIndex, NvmeSpace]:
-    """Open and read a home's index; where that fails, rebuild it and do it again. Raises
-    CorruptRecord where the home can never be rebuilt, DeviceError."""
+    """Open and read the index of an engine store; where that fails, rebuild it and try again.
+    Raises CorruptRecord where it can never be rebuilt, DeviceError."""
     try:
         return _read(parts, layout, store, home)
     except (CorruptRecord, DeviceError) as error:
@@ -147,8 +148,8 @@ def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[L
 
 
 def _give_up(store: Store, home: Home, error: Exception) -> None:
-    """Delete a home that can never be rebuilt; leave one alone that cannot be read now. Raises
-    StoreLocked, DeviceError."""
+    """Delete an engine store that can never be rebuilt; leave one alone that cannot be read now.
+    Raises StoreLocked, DeviceError."""
     if isinstance(error, CorruptRecord):
         logger.warning("kvdisk gives up engine store %s, which cannot be rebuilt: %s", home.id, error)
         try:
@@ -175,7 +176,7 @@ def guests_of(home: Home, rank_count: int) -> GuestSpec | None:
 
 
 def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, drive_count: int) -> NvmeLayout:
-    """Return how an NVMe tier is cut. Raises ConfigError where nothing fits."""
+    """Return how an NVMe tier of ``nvme_bytes`` is cut. Raises ConfigError where nothing fits."""
     budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
     return NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
 
@@ -188,8 +189,8 @@ def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int =
 
 
 def make_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
-    """Return the budget of written bytes, if there is one. Raises ConfigError where it never allows
-    a block."""
+    """Return the budget of written bytes; None where there is none. Raises ConfigError where it
+    would never allow a block."""
     bytes_per_day = config.nvme_write_bytes_per_day
     if bytes_per_day is None:
         return None
@@ -216,7 +217,7 @@ def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, g
 
 
 def describe_geometry(geometry: Geometry) -> dict[str, Any]:
-    """Return a geometry as plain values, as HOME keeps it for people and the inspector."""
+    """Return a geometry as plain values, as HOME keeps it for takeovers and tools."""
     names = ("block_tokens", "payload_bytes", "slot_bytes", "window_tokens")
     groups = [{name: getattr(group, name) for name in names} for group in geometry.groups]
     for said, group in zip(groups, geometry.groups, strict=True):
@@ -228,5 +229,5 @@ def describe_geometry(geometry: Geometry) -> dict[str, Any]:
 
 
 def short(value: float) -> str:
-    """Return a number with two places behind the point at most."""
+    """Return a number with at most two digits behind the point."""
     return f"{value:,.2f}".rstrip("0").rstrip(".")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of kvdisk, and warnings that cannot flood the log.
+"""kvdisk's exceptions, and warnings that cannot flood the log.
 
-Operating failures inside a transfer are values (``messages.Reason``), not exceptions.
+An operating failure within a transfer is a value (``messages.Reason``), not an exception.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ WARNING_INTERVAL_S = 60.0
 
 
 class KvdiskError(Exception):
-    """Base of every exception that kvdisk raises on purpose.
+    """The base of every exception that kvdisk raises on purpose.
 
-    ``is_of_process``: whether this process or the machine lacks files or memory: not the store's
-    fault.
+    ``is_of_process``: True where this process or the machine lacks open files or memory, so that
+    the store is not at fault.
     """
 
     is_of_process = False
 
 
 class ConfigError(KvdiskError):
-    """The configuration, or the model, cannot be served; the text is one sentence for the user."""
+    """The configuration, or the model, cannot be served. The text is one sentence for the user."""
 
 
 class GeometryMismatch(KvdiskError):
-    """A file or record was made for other sizes or another namespace than the ones at hand."""
+    """A file or record was made for other sizes or another namespace than those at hand."""
 
 
 class StoreLocked(KvdiskError):
@@ -36,11 +36,11 @@ class StoreLocked(KvdiskError):
 
 
 class CorruptRecord(KvdiskError):
-    """Bytes of a header, record or control file do not decode."""
+    """The bytes of a header, record or control file do not decode."""
 
 
 class DeviceError(KvdiskError):
-    """A system call on the store failed; ``errno`` says how (``errno.EIO`` for a short
+    """A system call on the store failed. ``errno`` says how (``errno.EIO`` for a short
     transfer)."""
 
     def __init__(self, errno_: int, what: str) -> None:
@@ -54,7 +54,8 @@ class DeviceError(KvdiskError):
 
 
 class QuietLog:
-    """Warns once per cause and interval, so that nothing floods the log. One thread."""
+    """Warns once per cause and interval, so that nothing floods the log. One thread makes all
+    calls."""
 
     def __init__(self, clock: Callable[[], float], log: logging.Logger) -> None:
         self._clock = clock
@@ -63,8 +64,8 @@ class QuietLog:
         self._left_out: dict[str, int] = {}
 
     def warn(self, cause: str, text: str) -> None:
-        """Log ``text``, unless this ``cause`` (one of a closed list) was logged a short while
-        ago."""
+        """Log ``text``, unless this ``cause`` (one of a closed list) was logged within
+        WARNING_INTERVAL_S."""
         now_s = self._clock()
         last_s = self._last_s.get(cause)
         if last_s is not None and now_s - last_s < WARNING_INTERVAL_S:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that stay fixed for a namespace's life, and the arithmetic from slots to bytes. Pure; no
+"""The sizes that are fixed for a namespace, and the arithmetic from slots to bytes. Pure; no
 I/O."""
 
 from __future__ import annotations
@@ -19,30 +19,35 @@ HEADER_BYTES = 4096
 """Bytes of the header in front of each slot's payload, on the drive and in the arena alike."""
 SEGMENT_HEADER_BYTES = 4096
 SEGMENT_OVERHEAD_BYTES = 16384
-"""Bytes of a segment file beside its slots: a file system's list of extents, and a share of the
-directories."""
+"""Bytes that a segment file takes beside header and slots: a file system's list of extents, and a
+share of the directories."""
 USES_RECORD_BYTES = 16
-"""Of a block, in a home's file of uses."""
+"""Bytes of one block's record in an engine store's USES file."""
 FINGERPRINT_BYTES = 32
 LEAST_FILLED = 0.8
-"""Of a slot that a recurrent state has in common with KV."""
+"""The least share of a KV group's slot that a recurrent state must fill to get slots of the same
+size."""
 AUTO = "auto"
-"""Stands for units that go by their size: of UNIT_BYTES and MOST_UNIT_TOKENS at most."""
+"""The value of ``unit_tokens`` for units that are chosen by size: of at most UNIT_BYTES and
+MOST_UNIT_TOKENS."""
 UNIT_BYTES = 1 << 20
-"""Bytes of one rank's shard. Drives reach their rate with reads of this size."""
+"""The most bytes of one rank's shard of a unit with ``AUTO``. Drives reach their rate with reads of
+this size."""
 MOST_UNIT_TOKENS = 128
-"""A hit ends with a unit, so that it loses half of one: ``docs/decisions``, 54."""
+"""The most tokens of a unit with ``AUTO``: a hit ends with a unit, so that it loses half of one
+(``docs/decisions``, 54)."""
 MOST_UNIT_BYTES = 16 << 20
-"""Most bytes of one rank's shard of a unit: staging and a GPU's scratch hold several slots."""
+"""The most bytes of one rank's shard of any unit: staging and a GPU's scratch hold several
+slots."""
 EPOCH_LIMIT = 2**63
 FILE_EPOCH = 0
-"""The epoch of KV computed with the weights as the files have them; any other is private to one
+"""The epoch of KV computed with the weights in the files. Any other epoch is private to one
 engine."""
 
 
 def uses_bytes_for(slot_count: int) -> int:
-    """Return what the file of uses of a home with so many slots can take: twice its length, while
-    it is replaced."""
+    """Return the bytes that the USES file of an engine store with so many slots can take: twice its
+    length, as while it is replaced."""
     return 2 * (ALIGNMENT + round_up(USES_RECORD_BYTES * slot_count, ALIGNMENT))
 
 
@@ -58,18 +63,18 @@ class Namespace(NamedTuple):
 class GroupGeometry:
     """One KV-cache group.
 
-    ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, all layers
-    of the group; of a pipeline, on the stage that has most of it, to which the others pad.
-    ``gpu_blocks``: how many of the engine's blocks, one after the other, are one block here; its
-    payload is theirs, one after the other.
-    ``window_tokens``: sliding window, with what the engine keeps behind it; None: there is none.
-    ``volatile_tokens``: the KV of a token depends on so many after it, too (a drafter's layers):
-    that of a block's last ones is not what its hash says. ``chunk_tokens``: of chunked local
-    attention; None: another kind. ``prompt_only``: generated tokens see less than a prompt's, so
-    that their KV is not what their hash says. ``state_tokens``: the group keeps recurrent states,
-    and about one in so many tokens; a block is the state after its last token, and serves without
-    those before it, which is a window of 2; None: the group keeps KV. ``least_bytes``: what a slot
-    has room for at least, as payload.
+    ``block_tokens``: tokens of a block. ``payload_bytes``: one block's KV on one rank, in all
+    layers of the group; with pipeline parallelism, on the stage that has most of it, and the others
+    pad to that. ``gpu_blocks``: how many of the engine's blocks, one after the other, are one block
+    here; its payload is their payloads, one after the other. ``window_tokens``: the sliding window,
+    with what the engine keeps behind it; None: there is none. ``volatile_tokens``: the KV of a
+    token also depends on this many tokens after it (a drafter's layers), so that a block's hash
+    does not determine the KV of its last ones. ``chunk_tokens``: the chunk of chunked local
+    attention; None: another kind. ``prompt_only``: generated tokens see less than those of a
+    prompt, so that their hash does not determine their KV. ``state_tokens``: the group keeps
+    recurrent states, about one in so many tokens. A block is then the state after its last token,
+    and serves without the blocks before it, which is a window of 2. None: the group keeps KV.
+    ``least_bytes``: the least payload that a slot has room for.
     """
 
     group: int
@@ -90,7 +95,8 @@ class GroupGeometry:
 
     @property
     def volatile_blocks(self) -> int:
-        """How many blocks behind a hit must be there, too: by these its last tokens are known."""
+        """How many blocks behind a hit must be there too: they determine the KV of its last
+        tokens."""
         return -(-self.volatile_tokens // self.block_tokens)
 
     @property
@@ -100,19 +106,19 @@ class GroupGeometry:
 
     @property
     def tokens_each(self) -> int:
-        """Tokens of a prompt for each of its blocks that is kept."""
+        """Tokens of a prompt for each block of it that is kept."""
         return self.state_tokens or self.block_tokens
 
     @property
     def reads_all(self) -> bool:
-        """Whether a token reads all those before it."""
+        """Whether a token reads all tokens before it."""
         return self.window_tokens is None and self.chunk_tokens is None
 
     def first_read(self, tokens: int) -> int:
-        """Return the first token that the one at ``tokens`` reads.
+        """Return the first token that the token at ``tokens`` reads.
 
-        vLLM: the same of every kind of group (``get_num_skipped_tokens``). It allocates no block
-        that lies wholly before that token, and frees those there are.
+        vLLM: the same for every kind of group (``get_num_skipped_tokens``). It allocates no block
+        that is wholly before that token, and frees those that it has.
         """
         if self.window_tokens is not None:
             return max(0, tokens - self.window_tokens + 1)
@@ -121,10 +127,10 @@ class GroupGeometry:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one engine's blocks.
+    """The sizes of one engine's blocks.
 
-    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own
-    shard of a block. ``hash_tokens``: tokens that one of vLLM's block hashes covers; each group's
+    ``groups``: in order of their index, 0, 1, ... ``rank_count``: workers, each with its own shard
+    of a block. ``hash_tokens``: tokens that one of vLLM's block hashes covers; each group's
     ``block_tokens`` is a multiple. ``replicated``: the KV is the same on every rank (MLA under
     tensor parallelism): a block has one shard on each host, which each rank keeps in memory and
     one of them writes to the drive, for those of its host to read. ``hosts``: machines that the
@@ -165,12 +171,12 @@ class Geometry:
 
     @cached_property
     def slot_sizes(self) -> tuple[int, ...]:
-        """Distinct slot sizes in bytes, ascending; the position of one is its size class."""
+        """The distinct slot sizes in bytes, ascending. The position of a size is its size class."""
         return tuple(sorted({group.slot_bytes for group in self.groups}))
 
     @cached_property
     def size_classes(self) -> tuple[int, ...]:
-        """Size class of each group, by group index."""
+        """The size class of each group, by group index."""
         return tuple(self.slot_sizes.index(group.slot_bytes) for group in self.groups)
 
     @cached_property
@@ -180,11 +186,11 @@ class Geometry:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Share of a tier's bytes for each size class: the bytes its groups need per token,
-        normalised.
+        """The share of a tier's bytes for each size class: the bytes that its groups need per
+        token, normalised to a sum of 1.
 
-        A sliding-window group counts like a full one, so that no group starves another. Of
-        recurrent states only those count that are kept.
+        A sliding-window group counts like a full one, so that no group starves another. Only those
+        recurrent states count that are kept.
         """
         per_class = [0.0] * len(self.slot_sizes)
         for group, size_class in zip(self.groups, self.size_classes, strict=True):
@@ -193,14 +199,14 @@ class Geometry:
         return tuple(weight / total for weight in per_class)
 
     def memory_slots(self, size: int) -> tuple[int, ...]:
-        """Slots of a tier in memory by size class, the same on each rank, for ``size`` bytes over
-        all ranks."""
+        """Return the slots of a tier in memory by size class, the same on each rank, for ``size``
+        bytes over all ranks."""
         per_rank = size / self.rank_count
         return tuple(int(per_rank * share) // size for share, size in zip(self.shares, self.slot_sizes, strict=True))
 
     def tokens_in(self, slots: Sequence[int]) -> int:
-        """Return the tokens all of whose blocks that are kept have slots. ``slots``: by size
-        class."""
+        """Return the tokens of the longest prompt all of whose kept blocks fit into ``slots``, by
+        size class."""
         per_token = [0.0] * len(slots)
         for group, size_class in zip(self.groups, self.size_classes, strict=True):
             per_token[size_class] += 1 / group.tokens_each
@@ -209,10 +215,12 @@ class Geometry:
 
 
 def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
-    """Give recurrent states the slots of the group's KV that is a little larger, if any is.
+    """Give recurrent states the slot size of the KV group whose blocks are a little larger, if
+    there is one.
 
-    One size class for both lets each have the room that prompts use. vLLM: it pads a state to the
-    page of the attention beside it, so this is the usual case; ``LEAST_FILLED`` of a slot is used.
+    With one size class, states and KV each take as much room as prompts need. vLLM: it pads a state
+    to the page of the attention beside it, so this is the usual case. A state must fill
+    ``LEAST_FILLED`` of the slot.
     """
     sizes = sorted(group.payload_bytes for group in groups if group.state_tokens is None)
     found = []
@@ -223,14 +231,15 @@ def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
 
 
 def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[GroupGeometry, ...]:
-    """Return groups whose blocks are units of several of the engine's, with ``unit_tokens`` each;
-    ``AUTO``: of at most ``UNIT_BYTES`` on a rank, and at most ``MOST_UNIT_TOKENS``.
+    """Return the groups with blocks that are units: several of the engine's blocks, of
+    ``unit_tokens`` tokens together. With ``AUTO`` a unit has at most ``UNIT_BYTES`` on a rank and
+    at most ``MOST_UNIT_TOKENS``.
 
-    Some keep the engine's blocks: recurrent states; those whose blocks are as large, or do not
-    divide ``unit_tokens``; those whose units would have more than ``MOST_UNIT_BYTES``; and what
-    reads less than two units. The engine frees a block when nobody reads its tokens any more, and
-    all of a unit must be there when its last token is known. Raises ConfigError where a number fits
-    no group.
+    Some groups keep the engine's blocks: recurrent states; groups whose blocks are as large, or do
+    not divide ``unit_tokens``; groups whose units would have more than ``MOST_UNIT_BYTES``; and
+    groups that read less than two units. The engine frees a block when nobody reads its tokens any
+    more, and all of a unit must be there when its last token is known. Raises ConfigError where a
+    number fits no group.
     """
     if unit_tokens == AUTO:
         return tuple(_unit_of(group, _fitting(group)) for group in groups)
@@ -249,8 +258,8 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
 
 
 def _fitting(group: GroupGeometry) -> int:
-    """Return how many blocks of a group are a unit of ``AUTO``: a power of two, so that those of
-    several groups end together."""
+    """Return how many blocks of a group are a unit with ``AUTO``: a power of two, so that the units
+    of several groups end together."""
     most = min(MOST_UNIT_TOKENS // group.block_tokens, UNIT_BYTES // max(1, group.payload_bytes))
     count = 1 << max(0, most.bit_length() - 1)
     while not _may_have(group, count):
@@ -264,7 +273,7 @@ def _unit_of(group: GroupGeometry, count: int) -> GroupGeometry:
 
 
 def _may_have(group: GroupGeometry, count: int) -> bool:
-    """Whether so many blocks of a group may be one."""
+    """Return whether so many blocks of a group may be one unit."""
     if count == 1:
         return True
     unit_tokens = count * group.block_tokens
@@ -281,30 +290,30 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def slots_per_segment(segment_bytes: int, slot_bytes: int) -> int:
-    """Slots of one rank's file of ``segment_bytes`` (at least one, even where that needs a larger
-    file)."""
+    """Return the slots in one rank's file of ``segment_bytes``: at least one, even where that needs
+    a larger file."""
     return max(1, (segment_bytes - SEGMENT_HEADER_BYTES) // slot_bytes)
 
 
 def segment_file_bytes(slot_bytes: int, slot_count: int) -> int:
-    """Length in bytes of one rank's segment file."""
+    """Return the length in bytes of one rank's segment file."""
     return SEGMENT_HEADER_BYTES + slot_bytes * slot_count
 
 
 def segment_charge_bytes(slot_bytes: int, slot_count: int) -> int:
-    """What one rank's file of a segment may take of the drive: its bytes, its share of directories
-    and extents."""
+    """Return the bytes that one rank's file of a segment may take on the drive: its own, and its
+    share of directories and extents."""
     return segment_file_bytes(slot_bytes, slot_count) + SEGMENT_OVERHEAD_BYTES
 
 
 def slot_offset(slot_bytes: int, index: int) -> int:
-    """Byte offset of slot ``index`` in a segment file."""
+    """Return the byte offset of slot ``index`` in a segment file."""
     return SEGMENT_HEADER_BYTES + slot_bytes * index
 
 
 def contiguous_runs(indices: Sequence[int], longest: int) -> list[tuple[int, int]]:
-    """Cut positions of ``indices`` into runs of consecutive numbers: pairs (first position, count),
-    count <= longest.
+    """Cut positions of ``indices`` into runs of consecutive numbers. Return pairs (first position,
+    count), with count <= longest.
 
     ``contiguous_runs([4, 5, 9], 8) == [(0, 2), (2, 1)]``.
     """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other threads want done with the manager, which the scheduler's thread alone may call.
+"""Tasks of other threads for the manager, which only the scheduler's thread may call.
 
-The scheduler's thread does it with its next step. An idle engine takes none, and vLLM lets nobody
-wake it. So the thread says when it goes to rest, and until it wakes up who posts does it himself.
+The scheduler's thread does them with its next step. But an idle engine takes no step, and vLLM lets
+nobody wake it. So that thread says when it goes to rest, and until it wakes, a thread that posts a
+task does it itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """See the module. What is posted waits for no drive: the scheduler's thread may wait for it."""
+    """See the module. A task waits for no drive: the scheduler's thread may wait for it."""
 
     def __init__(self) -> None:
         self._posted: deque[Callable[[], None]] = deque()
@@ -24,16 +25,16 @@ class Mailbox:
     # -- the scheduler's thread ------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Do one of what was posted, so that a step is not long; return whether there was any.
-        Raises what that raises."""
+        """Do one posted task, so that a step is not long; return whether there was one. Raises what
+        the task raises."""
         if not self._posted:
             return False
         self._posted.popleft()()
         return True
 
     def rest(self) -> bool:
-        """Let others do what they post, from now on; or, where something was posted, do that and
-        return True. Before an engine waits for requests."""
+        """Call this before an engine waits for requests. From now on other threads do what they
+        post. Where a task is waiting, do that instead, and return True."""
         with self._turn:
             if self.work():
                 return True
@@ -41,7 +42,7 @@ class Mailbox:
         return False
 
     def wake(self) -> None:
-        """Take the manager back, before anything is called of it. Raises what another thread met
+        """Take the manager back, before any call to it. Raises what a task raised on another thread
         meanwhile."""
         if self._rests:
             with self._turn:
@@ -52,14 +53,14 @@ class Mailbox:
 
     @property
     def rests(self) -> bool:
-        """Whether the engine waits for requests. Any thread."""
+        """Whether the engine waits for requests. Any thread may read it."""
         return self._rests
 
     # -- other threads ---------------------------------------------------------------------------
 
     def post(self, task: Callable[[], None]) -> None:
-        """Have ``task`` done: now where the engine rests, else with its next step. Raises what it
-        raises, if now."""
+        """Have ``task`` done: now, on this thread, where the engine rests; otherwise with its next
+        step. Where it is done now, raises what it raises."""
         self._posted.append(task)
         with self._turn:
             if self._rests:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole wire between the manager (scheduler process) and the workers: plain values.
 
-A ``Plan`` goes down each engine step, a ``Report`` comes back. They hold no path and no
+A ``Plan`` goes down in each engine step, and a ``Report`` comes back. They hold no path, no
 address, and no value of another package.
 """
 
@@ -18,15 +18,14 @@ from kvdisk.stats import Stats
 
 
 class JobKind(IntEnum):
-    """The kinds of jobs. Each job is reported once by each rank.
+    """The kinds of jobs. Each rank reports each job once.
 
-    STORE: GPU blocks to CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: CPU
-    slot, or NVMe slot (into the CPU slot where one is named, else into staging), verified, then to
-    the GPU blocks. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot, verified. In
-    place of the NVMe slot of the last three there may be the remote store, as ``BY_KEY``, or of a
-    DEMOTE as ``BY_KEY_OVER``.
-    OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs them before later jobs of the
-    plan.
+    STORE: GPU blocks to a CPU slot; without a CPU slot, through staging to the NVMe slot. LOAD: a
+    CPU slot, or an NVMe slot (into the CPU slot where one is named, otherwise into staging),
+    verified, then to the GPU blocks. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot,
+    verified. In the last three the remote store may take the place of the NVMe slot, as ``BY_KEY``,
+    or in a DEMOTE as ``BY_KEY_OVER``. OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs
+    them before later jobs of the plan.
     """
 
     STORE = 1
@@ -46,18 +45,18 @@ class Reason(IntEnum):
     HEADER = 2
     """The slot's header is not that of this key, generation, namespace and length."""
     CHECKSUM = 3
-    """The header is right and the payload is not."""
+    """The header is right, and the payload is not."""
     IO_ERROR = 4
     """The device failed, or moved fewer bytes than asked."""
     NO_SPACE = 5
     """The drive is full (ENOSPC, EDQUOT)."""
     DEADLINE = 6
-    """The leg had not started when its time was over, or the device had not ended it
+    """The leg had not started at its deadline, or the device had not ended it by then
     (``JobResult.late``)."""
     CANCELLED = 7
     """Not tried: the worker shut down first, or the remote store is left alone."""
     OVERWRITTEN = 8
-    """The engine needed the GPU block of a store before its copy had ended, or could begin."""
+    """The engine needed a store's GPU block before its copy had ended, or could begin."""
     NO_GPU_MEMORY = 9
     """The GPU had no memory left for what a copy needs beside its blocks."""
 
@@ -68,9 +67,9 @@ NO_BLOCK = -1
 class Move(NamedTuple):
     """One block of a job. Fields that the route does not use are empty.
 
-    ``gpu_blocks``: the ids of the GPU blocks that it has, as many as its group says; NO_BLOCK in
-    place of one that a load leaves as it is. ``slots``: the slot in each tier that the move reads
-    or writes. ``parent``: the key of the block before this one in its chain, where known.
+    ``gpu_blocks``: the ids of the block's GPU blocks, as many as its group says; NO_BLOCK in place
+    of one that a load leaves alone. ``slots``: the slot in each tier that the move reads or writes.
+    ``parent``: the key of the block before this one in its chain, where known.
     """
 
     key: BlockKey
@@ -81,12 +80,12 @@ class Move(NamedTuple):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it reads another engine's slot."""
+        """Whether the move reads another engine's slot."""
         return any(slot.segment >= FOREIGN_SEGMENTS for slot in self.slots.values())
 
     @property
     def filled_blocks(self) -> list[int]:
-        """The GPU blocks that it reads, or fills."""
+        """The GPU blocks that the move reads or fills."""
         return [block for block in self.gpu_blocks if block != NO_BLOCK]
 
 
@@ -103,7 +102,7 @@ class GuestSpec(NamedTuple):
 
 
 class HomeSpec(NamedTuple):
-    """Names the home that ranks shall open: its id (32 hex digits; empty: there is none) and
+    """The engine store that ranks are to open: its id (32 hex digits; empty: there is none) and
     namespace fingerprint.
 
     ``known_segments``: what the index knows; files of other segments were left by a crash and go.
@@ -117,12 +116,12 @@ class HomeSpec(NamedTuple):
 
 
 FOREIGN_SEGMENTS = 1 << 31
-"""Segments of other engines' homes have numbers from here on, which the manager gives; its own stay
-below."""
+"""The least number of a segment in another engine's store: the manager numbers those from here on,
+and its own below."""
 
 
 class ForeignSegment(NamedTuple):
-    """A segment as another home numbers it."""
+    """A segment as another engine store numbers it."""
 
     home_id: str
     segment: int
@@ -131,9 +130,9 @@ class ForeignSegment(NamedTuple):
 class SegmentSpec(NamedTuple):
     """A segment to open or drop. ``create``: make the files; False: they must exist.
 
-    ``drive``: position in its own home's list of drives. ``source``: None: of the home that was
-    opened; else of another engine's, opened to read only: dropping it closes it, and leaves the
-    files alone.
+    ``drive``: its position in its own engine store's list of drives. ``source``: None for a segment
+    of the engine store that was opened. Otherwise it is another engine's, opened only to read:
+    dropping it closes it, and leaves the files alone.
     """
 
     segment: int
@@ -145,11 +144,11 @@ class SegmentSpec(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Work for every rank. ``epoch`` is part of each slot header; ``request_id`` and ``arrival``
-    only for LOAD.
+    """Work for every rank. ``epoch`` is part of each slot header. Only a LOAD has ``request_id``
+    and ``arrival``.
 
-    ``arrival``: the number of its request in order of arrival: loads of earlier ones go first.
-    ``more``: the load of its request goes on in a job of a later plan; it ends with the last one.
+    ``arrival``: the number of its request in order of arrival: loads of earlier requests go first.
+    ``more``: the load of its request goes on in a job of a later plan, and ends with the last one.
     """
 
     id: JobId
@@ -163,14 +162,15 @@ class Job(NamedTuple):
     more: bool = False
 
     def __reduce__(self) -> tuple[Callable[..., Job], tuple[object, ...]]:
-        """Pickle the moves by column. The engine's step waits until a plan is pickled, and one by
-        one thousands of moves take fifty milliseconds."""
+        """Pickle the moves by column. The engine's step waits until a plan is pickled, and
+        thousands of moves one by one take fifty milliseconds."""
         return _unpack, (self._replace(moves=())._asdict(), *_pack(self.moves))
 
 
 def _pack(moves: Sequence[Move]) -> tuple[object, ...]:
-    """Return what ``_unpack`` makes moves of: their columns, the combinations of tiers that their
-    slots lie in, which of these each has, and the numbers of the slots, one after the other."""
+    """Return the arguments from which ``_unpack`` makes the moves: their columns, the combinations
+    of tiers that their slots are in, which combination each move has, and the numbers of the slots,
+    one after the other."""
     if not moves:
         return ()
     keys, generations, gpu_blocks, slots, parents = zip(*moves, strict=True)
@@ -223,7 +223,7 @@ class Plan(NamedTuple):
 
     @property
     def jobs_beside(self) -> tuple[Job, ...]:
-        """All that does not read what the step's model computes."""
+        """The jobs that do not read what the step's model computes."""
         return tuple(job for job in self.jobs if job.kind is not JobKind.STORE)
 
     @property
@@ -235,12 +235,13 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class JobResult:
-    """How a job ended: how many ranks answered, and which moves failed on any of them (position in
-    ``Job.moves``).
+    """How a job ended. ``ranks``: how many ranks have answered. ``failed``: the moves that failed
+    on any of them, by position in ``Job.moves``, and why; a failed job without moves has position
+    -1.
 
-    A failed job without moves has position -1. ``late``: moves that failed with DEADLINE while the
-    device of some rank had begun them. It may still touch their slots, in memory and on the drive,
-    until all ``late_ranks`` ranks have named the job in ``Report.released``.
+    ``late``: moves that failed with DEADLINE after the device of some rank had begun them. The
+    device may still touch their slots, in memory and on the drive, until all ``late_ranks`` ranks
+    have named the job in ``Report.released``.
     """
 
     ranks: int = 1
@@ -270,8 +271,8 @@ class Report:
     removed: set[int] = field(default_factory=set)
 
     def merge(self, other: Report) -> Report:
-        """Add another rank's report of the same step to this one; a move failed if any rank failed
-        it."""
+        """Add another rank's report of the same step to this one, and return this one. A move
+        failed if any rank failed it."""
         for job_id, result in other.results.items():
             mine = self.results.setdefault(job_id, JobResult(ranks=0))
             mine.ranks += result.ranks

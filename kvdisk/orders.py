@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out what a command asks of a running engine: ``kvdisk clear --live``, ``prune --live``.
 
-On a thread beside the engine's steps. It changes nothing itself: each segment is one task for the
-scheduler's thread, so that no step is long. See docs/RESETS.md.
+It runs on a thread beside the engine's steps. It changes nothing itself: each segment is one task
+for the scheduler's thread, so that no step is long. See docs/RESETS.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger("kvdisk")
 
 LOOK_S = 0.5
 STEP_WAIT_S = 60.0
-"""How long the engine is given for a step; one that takes none hangs."""
+"""Seconds that the engine has to take a step; one that takes none hangs."""
 _Gone = tuple[int, int]
-"""Blocks, and bytes of a segment that goes with them."""
+"""The number of blocks that a task dropped, and the bytes of the segment that goes with them."""
 
 
 class Orders:
@@ -39,7 +39,7 @@ class Orders:
         self._answered = ""
 
     def look(self) -> None:
-        """Do what is asked, if anything is, and answer. Raises OSError."""
+        """Do what a request asks, if there is one, and answer it. Raises OSError."""
         if self._home.place() is not Place.THERE:
             return
         try:
@@ -83,8 +83,8 @@ class Orders:
             yield partial(nvme.let_go, segment, request.generation, ranges)
 
     def _do(self, task: Callable[[], _Gone]) -> _Gone | None:
-        """Have a task done; None where the engine gives it no turn: then it is not done later
-        either."""
+        """Have the scheduler's thread do a task. Return None where it does not come to it within
+        STEP_WAIT_S: then the task is not done later either."""
         found: list[_Gone] = []
         ended = threading.Event()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a home taken over: trusted, or rebuilt from slot headers, and cut to the cap.
+"""The index of an engine store that is taken over: trusted, or rebuilt from slot headers, and cut
+to the cap.
 
 ``open_index`` is the one call at a start. ``rebuild_index`` is also what ``kvdisk repair`` does,
 ``cut_home`` part of what ``kvdisk prune`` does. All wait for the drive.
@@ -37,12 +38,14 @@ _FLUSH_S = 300.0
 def open_index(
     home: Home, *, index_bytes: int, slot_sizes: Collection[int], segments_bytes: int, commit_s: float
 ) -> LmdbIndex:
-    """Open the index of a home, rebuilt where it cannot be trusted; cut the home to its cap.
+    """Open the index of an engine store, rebuilt where it cannot be trusted, and cut the engine
+    store to its cap.
 
-    ``index_bytes``: what the index may grow to. ``segments_bytes``: what segments with slots of
-    ``slot_sizes`` may take on all ranks; of others nothing is kept. The caller has called
-    ``Home.await_index``, and closes the index. Raises CorruptRecord where it cannot be read though
-    it looked sound (``rebuild_index``, and once more, is the remedy), DeviceError, StoreLocked.
+    ``index_bytes``: the size that the index may grow to. ``segments_bytes``: what segments with
+    slots of ``slot_sizes`` may take on all ranks; segments with other slots are dropped. The caller
+    has called ``Home.await_index``, and closes the index. Raises CorruptRecord where the index
+    cannot be read though it looked sound (the remedy is ``rebuild_index``, and this once more),
+    DeviceError, StoreLocked.
     """
     if not home.index_is_sound():
         rebuild_index(home, index_bytes)
@@ -64,12 +67,13 @@ def open_index(
 
 
 def rebuild_index(home: Home, index_bytes: int) -> Findings:
-    """Make the index of a home anew from its slot headers, and return what they said; files of
-    segments that are of no use go.
+    """Make the index of an engine store anew from its slot headers, and return what they said.
+    Files of segments that are of no use are removed.
 
-    ``index_bytes``: what it may grow to; more where the blocks need more. Broken off at any point,
-    it is to be done again, and ``Home.index_is_sound`` says so. Nothing else has the home's files
-    open. Raises CorruptRecord where HOME does not say enough, DeviceError.
+    ``index_bytes``: the size that it may grow to; more where the blocks need more. If it is broken
+    off at any point it has to be done again, and ``Home.index_is_sound`` says so. Nothing else may
+    have the engine store's files open. Raises CorruptRecord where HOME does not say enough,
+    DeviceError.
     """
     shape = HomeShape.of(home.fingerprint, home.record.description)
     logger.warning("kvdisk rebuilds the index of engine store %s from the headers of its slots.", home.id)
@@ -102,7 +106,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
 
 
 def _as_records(found: Blocks, now_s: int) -> BlockColumns:
-    """Return blocks that a rebuild found as index records, in their order."""
+    """Return blocks that a rebuild found as index records, in the order of an index."""
     found = found[ascending(found["epoch"], found["key"].tolist())]
     keys, parents = found["key"].tolist(), found["parent"].tolist()
     return BlockColumns(
@@ -121,13 +125,14 @@ def _as_records(found: Blocks, now_s: int) -> BlockColumns:
 def cut_home(
     home: Home, keys: Sequence[tuple[int, BlockKey]], segments: Collection[int], erased: Sequence[Slot] = ()
 ) -> None:
-    """Delete blocks, by epoch and key, and whole segments, from a home that is held. ``erased``:
-    slots that are overwritten with zeros before that, so that no rebuild finds them again; a crash
-    after that leaves records that no load believes.
+    """Delete blocks, by epoch and key, and whole segments, from an engine store that is held.
+    ``erased``: slots that are first overwritten with zeros, so that no rebuild finds them again; a
+    crash after that leaves records that no load believes.
 
-    Their records go first, committed, then the segments' files, with those that the index does not
-    know; what a crash leaves of them goes at the next start. Nothing else has the home's files
-    open. Raises CorruptRecord where the index cannot be trusted or read, DeviceError.
+    The records go first and are committed, then the files of the segments, and of those that the
+    index does not know. What a crash leaves of them goes at the next start. Nothing else may have
+    the engine store's files open. Raises CorruptRecord where the index cannot be trusted or read,
+    DeviceError.
     """
     home.await_index()
     if not home.index_is_sound():
@@ -175,10 +180,10 @@ def _erase(home: Home, segments: Sequence[SegmentRecord], slots: Sequence[Slot])
 
 
 def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
-    """Open an index to write. Raises CorruptRecord if it is not sound, DeviceError, StoreLocked.
+    """Open an index to write. Raises CorruptRecord where it is not sound, DeviceError, StoreLocked.
 
-    One that knows no segment beside segments has lost them, as with a file system that was shut
-    down and mounted again in the same boot: they were never synced. An engine drops the record of a
+    An index without segments beside segments has lost them, as after a file system was shut down
+    and mounted again in the same boot: they were never synced. An engine drops the record of a
     segment after its files.
     """
     home.adopt_index()
@@ -210,8 +215,8 @@ def _write_index(home: Home, segments: Sequence[SegmentRecord], blocks: BlockCol
 def excess(
     records: Sequence[SegmentRecord], slot_sizes: Collection[int], segments_bytes: int, rank_count: int
 ) -> list[SegmentRecord]:
-    """Return the segments that are of no use, or beyond the cap, on all ranks: of each size its
-    part of what all have, the newest first."""
+    """Return the segments that are of no use, or beyond the cap on all ranks: from each size in
+    proportion to what it has, the newest first."""
     dropped = [record for record in records if record.slot_bytes not in slot_sizes]
     kept = {size: sorted(record for record in records if record.slot_bytes == size) for size in slot_sizes}
 
@@ -231,7 +236,7 @@ def excess(
 def _cut(
     home: Home, index: LmdbIndex, dropped: Sequence[SegmentRecord], others: Sequence[tuple[int, BlockKey]] = ()
 ) -> None:
-    """Delete the records of these segments, of their blocks and of others; commit; delete the
+    """Delete the records of these segments, of their blocks and of ``others``; commit; delete the
     segments' files. Raises as ``cut_home``."""
     gone = {record.segment for record in dropped}
     keys = [*others, *((record.epoch, record.key) for record in index.blocks() if record.slot.segment in gone)]
@@ -241,8 +246,8 @@ def _cut(
     committed = index.flush(_FLUSH_S)
     if index.poll().state is IndexState.GONE:
         raise CorruptRecord("the index was found to be damaged")
-    # On a full drive records may have to wait for the room of the files. Those of a segment without
-    # files do no harm.
+    # On a full drive records may have to wait for the room that the files take. Records of a
+    # segment without files do no harm.
     for record in dropped:
         for rank in range(_ranks(home)):
             with suppress(DeviceError):  # without a record it is used no more, and the rank that joins tries again

@@ -40,14 +40,15 @@ VERSION = 1
 WRITE_S = 1.0
 MOST_BYTES = 64 << 20
 MOST_WAITING = 4096
-"""Requests that wait to be written; of more the first ones are lost."""
+"""Requests that may wait to be written; of more, the oldest are lost."""
 HASH_BYTES = 6
 _BLOCKS_AT_ONCE = 256
-"""Hashed before another thread has its turn."""
+"""Blocks that are hashed before another thread has its turn."""
 
 
 class _Request(NamedTuple):
-    """``came_s``: since the Unix epoch. ``hashes``: vLLM's, of the prompt's full blocks."""
+    """A request that has ended. ``came_s``: seconds since the Unix epoch. ``hashes``: vLLM's, of
+    the prompt's full blocks."""
 
     came_s: float
     output_tokens: int
@@ -55,11 +56,11 @@ class _Request(NamedTuple):
 
 
 class RequestTrace:
-    """See the module. ``block_tokens``, ``block_bytes``: of what vLLM hashes at once, in all layers
-    and on all ranks.
+    """See the module. ``block_tokens``, ``block_bytes``: of one of vLLM's hashed blocks, in all
+    layers and on all ranks.
 
-    A trace that is there is renamed like a full one. Raises ConfigError where none can be made,
-    another engine writes it, or something else is in its place.
+    A trace that is there already is renamed like a full one. Raises ConfigError where none can be
+    made, another engine writes it, or something else is in its place.
     """
 
     def __init__(self, path: Path, *, block_tokens: int, block_bytes: int, model: str) -> None:
@@ -76,13 +77,14 @@ class RequestTrace:
             raise ConfigError(f"trace_file {str(path)!r} cannot be written: {error.strerror or error}.") from error
 
     def add(self, came_s: float, output_tokens: int, hashes: Sequence[bytes]) -> None:
-        """Note a request that has ended; never waits. ``hashes``: not changed any more."""
+        """Take note of a request that has ended; never waits. ``hashes``: must not change any
+        more."""
         self._added += 1
         self._waiting.append(_Request(came_s, output_tokens, hashes))
 
     def write(self) -> None:
-        """Write what has ended since the last time. Waits for the disk. Raises OSError; what it was
-        writing is lost then."""
+        """Write the requests that have ended since the last call. Waits for the drive. Raises
+        OSError; the request that it was writing is lost then."""
         while self._waiting and self._fd >= 0:
             request = self._waiting.popleft()
             self._written += 1
@@ -93,7 +95,7 @@ class RequestTrace:
             self._put(line)
 
     def close(self) -> None:
-        """Write the rest, and say what was lost. Idempotent."""
+        """Write the rest, and log how many requests were lost. Idempotent."""
         if self._fd < 0:
             return
         try:
@@ -107,7 +109,7 @@ class RequestTrace:
                 )
 
     def _take_over(self) -> None:
-        """Refuse to begin where another engine writes, or where something else than a trace is."""
+        """Raise OSError where another engine writes the file, or where it is no trace."""
         if not os.path.lexists(self._path):
             return
         fd = paths.open_regular(self._path, os.O_RDONLY)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digest of a request's ``cache_salt``: it tells tenants apart, and does not say who they
-are."""
+"""The digest of a request's ``cache_salt``: it tells tenants apart without saying who they are."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ def make_salt_key() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SaltDigests:
-    """Digests of salts by one key. ``is_kept``: the store has the key, so that they mean the same
-    after a restart, and to other engines of the store."""
+    """Digests of salts by one key. ``is_kept``: the store has the key, so that digests mean the
+    same after a restart, and to other engines of the store."""
 
     key: bytes
     is_kept: bool = True
 
     def of(self, salt: str | None) -> int:
-        """Return the digest of a salt, from 1 to 2^64 - 1; 0 of none. An empty one is none to vLLM,
-        too."""
+        """Return the digest of a salt, from 1 to 2^64 - 1; 0 for none. vLLM treats an empty salt as
+        none, too."""
         if not salt:
             return 0
         found = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, key=self.key).digest()

@@ -2,9 +2,9 @@
 """What kvdisk counts and measures: the one table of metrics, and the values, which add up over
 steps and ranks.
 
-A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``; by drive,
-``drive_read_bytes.0``, known only once it has a value. Values are plain dictionaries by series, so
-that they travel as they are. docs/METRICS.md is this table in words.
+A *series* is a metric, or one value of its label: ``stored_blocks``, ``hit_tokens.cpu``. The series
+of a drive, ``drive_read_bytes.0``, is known only once it has a value. Values are plain dictionaries
+by series, so that they are sent as they are. docs/METRICS.md is this table in words.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier
 
 MOST_SAMPLES = 1024
-"""Samples of one series that are kept one by one between two reports; of what is beyond, number and
-sum are."""
+"""Samples of one series that are kept one by one between two reports. Beyond these, only number and
+sum are kept."""
 
 
 class Kind(Enum):
-    """COUNTER: only rises. GAUGE: how it is now. HISTOGRAM: samples, of which number and sum only
-    rise."""
+    """A COUNTER only rises. A GAUGE is a present value. A HISTOGRAM has samples, whose number and
+    sum only rise."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -33,11 +33,11 @@ class Kind(Enum):
 
 
 class Metric(NamedTuple):
-    """One row of the table. ``label`` has one of ``values``; without ``values``, any: a number of a
-    drive.
+    """One row of the table. ``label`` has one of ``values``; without ``values`` it has any, the
+    number of a drive.
 
-    ``about``: what is counted, in a phrase that names the unit. ``buckets``: upper bounds, of
-    histograms.
+    ``about``: what is counted, in a phrase that names the unit. ``buckets``: the upper bounds of a
+    histogram.
     """
 
     name: str
@@ -56,8 +56,9 @@ REFUSALS = ("reuse", "room", "budget", "share")
 
 
 class Miss(StrEnum):
-    """Why a request found less than all its whole blocks: what became of the first that was
-    missing, as far as what is kept anyway shows it (decision 36). ``words``: for people."""
+    """Why a request found less than all its whole blocks: what became of the first block that was
+    missing, as far as the data that is kept anyway shows it (decision 36). ``words``: the reason
+    for people."""
 
     words: str
 
@@ -74,7 +75,7 @@ class Miss(StrEnum):
     EXCLUDED = "excluded", "in a tier that it may not load from"
 
     def __new__(cls, label: str, words: str) -> Miss:
-        """Make a member of its two values."""
+        """Return a member made of its two values."""
         miss = str.__new__(cls, label)
         miss._value_, miss.words = label, words
         return miss
@@ -98,9 +99,9 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
-        # What requests found. The CPU tier is asked for every token that the GPU has not got, the
-        # NVMe tier (other engines' stores included) for those that the CPU tier has not got: hit
-        # / (hit + missed) is a tier's rate.
+        # Hits and misses. The CPU tier is asked for every token that the GPU has not got, the NVMe
+        # tier (other engines' stores included) for those that the CPU tier has not got: hit / (hit
+        # + missed) is a tier's rate.
         Metric("lookup_tokens", _C, "tokens beyond the GPU's own cache that requests asked the tiers for"),
         Metric("hit_tokens", _C, "tokens that requests were given from a tier", "tier", SOURCES),
         Metric("missed_tokens", _C, "tokens that a tier was asked for, and that it did not give", "tier", SOURCES),
@@ -164,7 +165,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("job_seconds", _H, "seconds from a job's plan until every rank has done it", "job", JOBS, _WAIT_S),
         Metric("drive_read_bytes", _C, "bytes read from a drive, on all ranks", "drive"),
         Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
-        # What left, and what was not taken.
+        # Copies that left, and blocks that were not taken.
         Metric("evicted_blocks", _C, "copies evicted from a tier for room", "tier", TIERS),
         Metric(
             "share_evicted_blocks",
@@ -183,7 +184,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
         Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),
         Metric("lost_events", _C, "stored and removed blocks that were not published because too many waited"),
-        # What failed.
+        # Failures.
         Metric(
             "verification_failures",
             _C,
@@ -210,7 +211,7 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
         ),
-        # How it is now.
+        # Present values.
         Metric("used_bytes", _G, "bytes of a tier's slots that hold blocks, on all ranks", "tier", TIERS),
         Metric("capacity_bytes", _G, "bytes of all the slots that a tier may have, on all ranks", "tier", TIERS),
         Metric("held_blocks", _G, "blocks that a tier holds", "tier", TIERS),
@@ -229,8 +230,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("drive_quarantined", _G, "1 while a drive is left alone, else 0", "drive"),
     )
 }
-"""Every metric by name. A block counts once however many ranks have a part of it, and so does a
-job; the bytes and parts of transfers, and the failures that workers find, count on each rank."""
+"""Every metric by name. A block counts once however many ranks have a shard of it, and so does a
+job. The bytes and parts of transfers, and the failures that workers find, count on each rank."""
 
 
 FAILURES = {
@@ -250,10 +251,10 @@ FAILURES = {
     "remote_rejects": "bad in the remote store",
     "switched_off": "switched off",
 }
-"""Series that count what has failed, all 0 on a healthy machine, and what they are in words."""
+"""Series that count failures, all 0 on a healthy machine, and their names in words."""
 
 HARMLESS = {"foreign_failures": "gone from other engines"}
-"""Series that count failures of which a healthy machine has some, too."""
+"""Series that count failures which a healthy machine has too, and their names in words."""
 
 
 SERIES: Mapping[str, Kind] = {
@@ -261,7 +262,7 @@ SERIES: Mapping[str, Kind] = {
     for metric in METRICS.values()
     for series in ([f"{metric.name}.{value}" for value in metric.values] if metric.label else [metric.name])
 }
-"""The series whose names are known beforehand."""
+"""The kind of each series whose name is known beforehand."""
 
 
 @cache
@@ -276,22 +277,22 @@ def kind_of(series: str) -> Kind | None:
 
 @dataclass(slots=True)
 class Samples:
-    """What was measured of a series: how often, the sum, and of the first MOST_SAMPLES not taken
-    yet each value."""
+    """The samples of a series: their number, their sum, and the values of the first MOST_SAMPLES
+    that were not taken yet."""
 
     count: int = 0
     total: float = 0.0
     values: list[float] = field(default_factory=list)
 
     def merge(self, other: Samples) -> None:
-        """Add another rank's, or step's."""
+        """Add another rank's, or step's, samples."""
         self.count += other.count
         self.total += other.total
         self.values += other.values[: max(0, MOST_SAMPLES - len(self.values))]
 
     def all_values(self) -> list[float]:
-        """Return a value for each. What came without its own, because there were too many, counts
-        as their mean: number and sum are exact."""
+        """Return a value for each sample. Samples beyond MOST_SAMPLES count as their mean: number
+        and sum are exact."""
         rest = self.count - len(self.values)
         mean = (self.total - sum(self.values)) / rest if rest else 0.0
         return [*self.values, *[mean] * rest]
@@ -302,7 +303,7 @@ class Stats:
     """Values of series. A series that is not in the table, or is of another kind, is a programmer's
     error.
 
-    ``changes`` rises with each change.
+    ``changes``: rises with each change.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -330,7 +331,7 @@ class Stats:
         self.changes += 1
 
     def merge(self, other: Stats) -> None:
-        """Add the counters and samples of ``other``, and take over its gauges."""
+        """Add the counters and samples of ``other``, and replace gauges by its."""
         for series, amount in other.counts.items():
             self.add(series, amount)
         for series, samples in other.samples.items():
@@ -340,7 +341,7 @@ class Stats:
             self.changes += 1
 
     def take(self) -> Stats:
-        """Return what there is so far and start again from nothing."""
+        """Return all values so far, and begin again from nothing."""
         taken = Stats(self.counts, self.samples, self.gauges, self.changes)
         self.counts, self.samples, self.gauges, self.changes = {}, {}, {}, 0
         return taken
@@ -361,8 +362,8 @@ class Stats:
 
 
 def by_metric(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by series as values by metric, those with a label as an object of its own: for
-    people's JSON."""
+    """Return values by series as values by metric. A metric with a label has an object of its own.
+    For JSON that people read."""
     found: dict[str, Any] = {}
     for series in sorted(values):
         name, _, value = series.partition(".")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine reports: values for vLLM's endpoint, a file in its engine store, and lines in the
-log: one a minute, one at the end, and one for each request.
+log (one a minute, one at the end, and one for each request).
 
-The scheduler's thread calls ``take`` each step, which leaves a snapshot once a second; ``write``
-and ``log`` use it on another thread (``kvdisk.background``).
+The scheduler's thread calls ``take`` in each step, which leaves a snapshot once a second. ``write``
+and ``log`` use the snapshot on another thread (``kvdisk.background``).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvdisk.stats import FAILURES, HARMLESS, ROUTES, Samples, Stats, by_metric
 logger = logging.getLogger("kvdisk")
 
 TAKE_S = 1.0
-"""How often counters and gauges are taken while jobs are under way; when the last has ended, at
-once."""
+"""Seconds between two snapshots of counters and gauges while jobs are under way. When the last job
+has ended one is taken at once."""
 WRITE_S = 1.0
 LOG_S = 60.0
 _MOVED = {"GPU to memory": "gpu_to_*"}
 for _tier in HIT_TIERS[1:]:  # behind memory
     _MOVED |= {f"to {_tier.word}": f"*_to_{_tier.label}", f"from {_tier.word}": f"{_tier.label}_to_*"}
 _MOVED["memory to GPU"] = "*_to_gpu"
-"""Which routes have bytes moved so."""
+"""The routes whose bytes count as moved in each of these ways, as a pattern."""
 
 
 class _Snapshot(NamedTuple):
@@ -47,7 +47,7 @@ class _Snapshot(NamedTuple):
     gauges: Mapping[str, float]
 
     def rise_since(self, before: _Snapshot) -> Stats:
-        """Return what counters and histograms rose by, where they did, and the gauges."""
+        """Return what counters and histograms rose by, where they rose, and the gauges."""
         rose = Stats(gauges=dict(self.gauges))
         for series, count in self.counts.items():
             rose.add(series, count - before.counts.get(series, 0))
@@ -59,9 +59,9 @@ class _Snapshot(NamedTuple):
 
 
 class Telemetry:
-    """See the module. ``stats``: the engine's totals; their samples are taken out here only.
-    ``write_file``: takes the JSON object; None: there is no engine store. ``drives``: its
-    directories."""
+    """See the module. ``stats``: the engine's totals; only this class takes their samples.
+    ``write_file``: writes the JSON object; None where there is no engine store. ``drives``: the
+    directories of the engine store."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class Telemetry:
         return self._was_busy and not self._gauges.busy
 
     def take(self, now: float) -> Stats | None:
-        """Return what was counted and measured since the last time, if it is time: counters and
-        samples as they rose, gauges as they are. ``now``: seconds, monotonic."""
+        """Return what was counted and measured since the last time, if it is time: what counters
+        and samples rose by, and gauges as they are. ``now``: seconds, monotonic."""
         busy = self._gauges.busy
         ended, self._was_busy = self._was_busy and not busy, busy
-        # A quiet engine may not take another step: then nothing is left for later.
+        # A quiet engine may not take another step: so nothing is left for later.
         due = now >= self._take_at_s if busy else ended or self._taken_at != self._changes()
         if not due:
             return None
@@ -116,11 +116,11 @@ class Telemetry:
         return self.take_all()
 
     def take_all(self) -> Stats:
-        """Return the same, whether it is time or not."""
+        """Return the same as ``take``, whether it is time or not."""
         return self._advance(self._gauges.read())
 
     def take_rest(self) -> Stats:
-        """Return what counters and samples rose by, at the end of all: gauges are not read any
+        """Return what counters and samples rose by, at the very end: gauges are not read any
         more."""
         fresh = self._advance(self._latest.gauges)
         fresh.gauges = {}
@@ -130,7 +130,7 @@ class Telemetry:
         return self._stats.changes, self._gauges.planned_jobs
 
     def _advance(self, gauges: Mapping[str, float]) -> Stats:
-        """Leave a snapshot; return what changed since the one before."""
+        """Leave a snapshot, and return what changed since the one before."""
         stats, before = self._stats, self._latest
         sums = {series: (samples.count, samples.total) for series, samples in stats.samples.items()}
         self._taken_at, self._latest = self._changes(), _Snapshot(time.time(), dict(stats.counts), sums, gauges)
@@ -141,7 +141,7 @@ class Telemetry:
         return fresh
 
     def note_reset(self, epoch: int, what: str) -> None:
-        """Say that nothing is served any more that was stored before; ``what`` that is."""
+        """Note, and log, that nothing is served any more that was stored before. ``what``: why."""
         self._reset = {"epoch": epoch, "reset_s": round(time.time(), 3)}
         logger.info("kvdisk was reset, and serves nothing any more that was stored before: %s.", what)
 
@@ -156,7 +156,7 @@ class Telemetry:
             self._written = latest, reset
 
     def log(self) -> None:
-        """Log what has happened since the last time, if anything has."""
+        """Log what has happened since the last call, if anything has."""
         before, latest = self._logged, self._latest
         if latest.counts == before.counts:
             return
@@ -166,8 +166,8 @@ class Telemetry:
         logger.info("kvdisk, last %.0f s: %s.", seconds, _as_line(rose, seconds))
 
     def log_end(self) -> None:
-        """Log, once, what has happened since the start, if anything has. At the end, when nothing
-        else calls."""
+        """Log what has happened since the start, if anything has, once. Call it at the end, when
+        nothing else calls."""
         if self._ended:
             return
         self._ended = True
@@ -203,7 +203,7 @@ def _as_line(rose: Stats, seconds: float | None) -> str:
 
 
 def log_request(level: int, outcome: RequestOutcome) -> None:
-    """Log what a request found. ``level``: of ``logging``."""
+    """Log what a request found. ``level``: a level of ``logging``."""
     if not logger.isEnabledFor(level):
         return
     name = outcome.request_id if outcome.request_id.isprintable() else ascii(outcome.request_id)
@@ -242,10 +242,10 @@ def _duration(seconds: float) -> str:
 
 def summarize(rose: Stats, seconds: float | None = None) -> dict[str, str]:
     """Return the few figures that matter, for one line: hits, what they saved, bytes moved, fill,
-    evictions, and failures if any.
+    evictions, and failures if there are any.
 
-    ``rose``: what counters and histograms rose by. ``seconds``: in how long, for rates; None:
-    amounts.
+    ``rose``: what counters and histograms rose by. ``seconds``: the time in which they did, for
+    rates; None: amounts.
     """
     found: dict[str, str] = {}
     for tier in HIT_TIERS:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine does for its store beside its steps: it notes that the store is in use, trims what
-others left, and looks whether all that it has open is still there.
+others left, and checks that all it has open is still there.
 
 See docs/decisions/0046-stores-that-go-away.md.
 """
@@ -21,8 +21,8 @@ logger = logging.getLogger("kvdisk")
 
 
 class Upkeep:
-    """See the module. ``parts``: files of each segment. One thread calls ``look``, and waits for
-    any of the drives."""
+    """See the module. ``parts``: files of each segment, one for each rank. One thread calls
+    ``look``, which waits for all the drives."""
 
     def __init__(self, store: Store, home: Home, nvme: NvmeSpace, mailbox: Mailbox, parts: int) -> None:
         self._store = store
@@ -32,10 +32,10 @@ class Upkeep:
         self._watch = HomeWatch(home, parts)
         self._takes_more = True
         self._told: set[int] = set()
-        """Segments that were found to be lost."""
+        """The lost segments that were logged already."""
 
     def look(self) -> None:
-        """Do it all once. Raises KvdiskError, OSError."""
+        """Do all of the module's work once. Raises KvdiskError, OSError."""
         place, said = self._home.place(), []
         if place is Place.THERE:
             said += self._mend()
@@ -64,15 +64,15 @@ class Upkeep:
         return [f"{', '.join(names)} had gone, and was made anew"] if names else []
 
     def _give_up(self, lost: frozenset[int], takes_more: bool) -> None:
-        """Act on what was found, on the scheduler's thread."""
+        """Act on what was found. The scheduler's thread calls this."""
         if not takes_more:
             self._nvme.stop_writes()
         self._nvme.lose(lost)
 
     def _keep(self) -> None:
-        """Note that the home is in use, and trim orphans.
+        """Note that the engine store is in use, and trim orphans.
 
-        An owner may die, and its cap with it; what it leaves is spared for a while, because it may
+        An owner may die, and its cap with it. What it leaves is spared for a while, because it may
         be starting again.
         """
         try:

@@ -31,24 +31,24 @@ from kvdisk.worker.arena import Arena
 
 JSON_VERSION = 4
 LEFT_FREE_BYTES = 1 << 30
-"""What a run leaves free on the file system, or it does not begin."""
+"""Bytes that a run leaves free on the file system; otherwise it does not begin."""
 SILENT_S = 30.0
-"""A drive of which nothing is heard for so long is measured no further."""
+"""Seconds without an answer after which a drive is measured no further."""
 RUN_BYTES = 8 << 20
-"""What a worker moves at once of neighbouring slots."""
+"""Bytes of neighbouring slots that a worker moves at once."""
 ROUNDS = 3
 BLOCK_BYTES = 2 << 20
-"""Of a block of no known model."""
+"""Bytes of a block where no model is named."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a drive reached, in bytes a second, medians. Do not compare figures of two runs.
+    """What a drive reached, in bytes a second, as medians. Figures of two runs are not comparable.
 
-    ``device``: what an engine would choose, with O_DIRECT or without (null: not known), and
-    ``why``, in words. ``block_bytes``: of a slot, a block with its header. ``read``, ``write``: of
-    single blocks; ``run_read``: of neighbours, up to 8 MiB. ``token_bytes``: of a token in slots,
-    on all ranks; ``tokens_per_s``: loaded as single blocks; both null without a model.
+    ``device``: what an engine would choose, ``direct``: with O_DIRECT or without (null: not known),
+    and ``why``, in words. ``block_bytes``: of a slot, a block with its header. ``read``, ``write``:
+    of single blocks. ``run_read``: of neighbours, up to 8 MiB. ``token_bytes``: of a token in
+    slots, on all ranks. ``tokens_per_s``: loaded as single blocks. Both are null without a model.
     ``prefill_tokens_per_s``: as it was given. ``verdict``: a sentence.
     """
 
@@ -108,8 +108,8 @@ def bench(
 
 
 def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -> Bench:
-    """Measure the drive. Raises ConfigError: no room, no permission; DeviceError: the drive
-    failed."""
+    """Measure the drive. Raises ConfigError where there is no room or no permission, DeviceError
+    where the drive failed."""
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory.")
     status = os.statvfs(directory)
@@ -143,7 +143,7 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
 
 
 def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
-    """Answer the question, or say what is still to be given."""
+    """Return the verdict: the answer, or what is still to be given."""
     if tokens_per_s is None:
         return "name a model to see how many tokens a second that is: --model CONFIG"
     if prefill is None:
@@ -154,8 +154,8 @@ def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
 
 
 def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, float]:
-    """Move an unnamed file in ``directory`` in blocks and in runs; return the bytes a second of
-    reads, of runs read, and of writes. Raises DeviceError, DeviceTimeout, OSError."""
+    """Move an unnamed file in ``directory`` in blocks and in runs. Return the bytes per second of
+    reads, of reads in runs, and of writes. Raises DeviceError, DeviceTimeout, OSError."""
     memory = Arena([RUN_BYTES], [FILE_BYTES // RUN_BYTES], pin=False).memory  # as an engine's: it has huge pages
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
     device = PosixDevice()
@@ -171,7 +171,8 @@ def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, floa
 
 
 def shuffled(fd: int, memory: Buffer, size: int, batch_bytes: int) -> list[list[Transfer]]:
-    """Return transfers of ``size`` at shuffled places, in batches as a worker submits them."""
+    """Return transfers of ``size`` bytes at shuffled places, in batches as a worker submits
+    them."""
     places = list(range(0, len(memory) - size + 1, size))
     transfers = [
         Transfer(fd, place, (memory[at : at + size],))

@@ -47,17 +47,17 @@ from kvdisk.index.base import SegmentRecord
 CHAIN_SHOWN = 2
 _NAME_LETTERS = 16
 MOST_NAMED = 5
-"""Hashes that are named where a key's beginning is that of several."""
+"""Hashes that are named at most where several keys have the beginning that was given."""
 _ATTEMPTS = 3
 _CHECKSUM_KINDS = {1: "xxh3_128", 2: "multilinear"}
 
 
 @dataclass(frozen=True, slots=True)
 class RankSlot:
-    """A rank's slot of a copy. ``offset``: of the slot in the file.
+    """A rank's slot of a copy. ``offset``: the slot's offset in the file.
 
-    ``problems``: sentences; none where a load would take the slot. ``header``: null where none can
-    be read; else key, parent, generation, epoch, fingerprint, rank, rank_count,
+    ``problems``: sentences; empty where a load would accept the slot. ``header``: null where it
+    cannot be read; otherwise key, parent, generation, epoch, fingerprint, rank, rank_count,
     payload_bytes, checksum_kind, checksum.
     """
 
@@ -74,9 +74,9 @@ class FoundBlock:
 
     ``position``, ``start_tokens``: blocks and tokens before it in its chain; null where the chain's
     head is not here. ``children``: how many blocks follow it directly. ``chain``: hashes of the
-    blocks up to this one, the head first. ``copies``: of each engine store, a row of ``--export``
-    with ``owner`` ("alive" or "stopped") and ``ranks``, a ``RankSlot`` each; ``last_use_s``: 0
-    where it was never used.
+    blocks up to this one, the head first. ``copies``: for each engine store a row of ``--export``
+    with ``owner`` ("alive" or "stopped") and ``ranks``, a ``RankSlot`` for each rank;
+    ``last_use_s``: 0 where it was never used.
     """
 
     fingerprint: str | None
@@ -94,11 +94,11 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class FoundKey:
-    """What a store has whose key begins so: one hash, in one or more namespaces, epochs and engine
-    stores.
+    """The blocks of a store whose key begins with ``key``: one hash, in one or more namespaces,
+    epochs and engine stores.
 
-    ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash;
-    ``blocks`` are those of the lowest, or of the one in ``key``.
+    ``key``: as it was given. ``groups``: all KV-cache groups that have a block of this hash.
+    ``blocks``: those of the lowest group, or of the group in ``key``.
     """
 
     surveyed_s: int
@@ -110,9 +110,10 @@ class FoundKey:
 
 
 def survey_block(directories: Directories, wanted: str) -> FoundKey:
-    """Return what a store has whose key begins with ``wanted`` (lower-case hex).
+    """Return the blocks of a store whose key begins with ``wanted`` (lower-case hex).
 
-    Raises ConfigError where there is none, or several; and as ``survey.survey_store``.
+    Raises ConfigError where there is none, or where several hashes begin so; and as
+    ``survey.survey_store``.
     """
     for _ in range(_ATTEMPTS):
         found = _survey(directories, wanted)
@@ -150,7 +151,7 @@ def _survey(directories: Directories, wanted: str) -> FoundKey:
 
 
 def _rows(namespace: ReadNamespace, wanted: str) -> list[int]:
-    """Return the rows whose keys begin so."""
+    """Return the rows whose keys begin with ``wanted``."""
     whole = bytes.fromhex(wanted[: len(wanted) // 2 * 2])
     keys = namespace.blocks.columns.keys
     return [row for row, key in enumerate(keys) if key.startswith(whole) and key.hex().startswith(wanted)]
@@ -184,7 +185,7 @@ def _blocks(namespace: ReadNamespace, rows: Sequence[int], group: int) -> Iterat
 
 
 def _chain(blocks: HomeColumns, forest: Forest, node: int) -> list[str]:
-    """Return the hashes of the chain up to a block, from its head on."""
+    """Return the hashes of the chain up to a block, the head first."""
     chain = []
     while node != NONE:
         chain.append(blocks.columns.keys[int(forest.first_rows[node])][:-GROUP_BYTES].hex())
@@ -196,7 +197,7 @@ def _chain(blocks: HomeColumns, forest: Forest, node: int) -> list[str]:
 
 
 def _copy(namespace: ReadNamespace, row: int, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the copy in this row with its slots on every rank."""
+    """Return the copy in this row with its slot on every rank."""
     read, at = namespace.places[row]
     segment = next((one for one in read.index.segments if one.segment == said["segment"]), None)
     return {
@@ -224,7 +225,7 @@ def _rank_slot(read: ReadHome, segment: SegmentRecord | None, row: int, rank: in
 
 
 def _header(path: Path, offset: int) -> dict[str, Any] | None:
-    """Return what a slot's header says; None where none can be read."""
+    """Return what a slot's header says; None where it cannot be read."""
     try:
         with os.fdopen(paths.open_regular(path, os.O_RDONLY), "rb") as file:
             file.seek(offset)
@@ -240,8 +241,8 @@ def _header(path: Path, offset: int) -> dict[str, Any] | None:
 
 
 def print_block(found: FoundKey, console: Console, *, everything: bool) -> None:
-    """Print a block. ``everything``: the whole chain. ``console`` must not read markup: names come
-    from files."""
+    """Print a block. ``everything``: with the whole chain. ``console`` must not read markup: names
+    come from files."""
     for block in found.blocks:
         console.print(_summary(found, block))
         for copy in block.copies:

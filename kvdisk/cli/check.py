@@ -57,7 +57,8 @@ CONNECTOR = "KVDiskConnector"
 TRIAL_BYTES = 1 << 20
 _ALLOCATOR, _MOVING_MEMORY = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _SAID_ELSEWHERE = DENIED_ERRNOS | UNWRITABLE_ERRNOS
-"""Of what is printed, and of paths that nobody may look at: ``standard_output`` says them."""
+"""Errors about what is printed, and about paths that nobody may look at: ``standard_output``
+reports these."""
 _POLL_S = 1.0
 
 
@@ -65,9 +66,9 @@ _POLL_S = 1.0
 class Directory:
     """A directory of ``store_dirs``, as an engine would have it.
 
-    ``state``: "a store", "empty", or "to be made". ``free_bytes``: with what the store holds
-    already. ``wanted_bytes``: its part of ``nvme_bytes``, of all engines. Of the drive: ``direct``
-    (O_DIRECT), ``device`` and bytes per second; None: it could not be measured.
+    ``state``: "a store", "empty", or "to be made". ``free_bytes``: what the store holds already
+    included. ``wanted_bytes``: its part of ``nvme_bytes``, for all engines. Of the drive:
+    ``direct`` (O_DIRECT), ``device`` and bytes per second; None where they could not be measured.
     """
 
     path: Path
@@ -84,8 +85,8 @@ class Directory:
 
 @dataclass
 class Trial:
-    """What the remote store did with an object of so many bytes, in seconds; None: it was not
-    tried, or failed. ``missing_s``: to say that an object is not there."""
+    """The seconds that the remote store took for requests with an object of ``object_bytes``; None
+    where a request was not tried, or failed. ``missing_s``: to say that an object is not there."""
 
     url: str
     object_bytes: int = TRIAL_BYTES
@@ -96,10 +97,10 @@ class Trial:
 
 @dataclass
 class Answer:
-    """All that is shown, where an engine can start. ``engines``: data-parallel ranks of this host;
-    ``cpu_bytes`` and ``nvme_bytes`` are of each, and so are the fits. ``memory_bytes``: that
-    processes may take here, of ``memory_of``. ``problems``: sentences; an engine starts all the
-    same. ``token_bytes``: of one token on the drive; None without a model."""
+    """All that is shown, where an engine can start. ``engines``: data-parallel ranks on this host;
+    ``cpu_bytes``, ``nvme_bytes`` and the fits are those of each. ``memory_bytes``: what processes
+    may take here, of the memory of ``memory_of``. ``problems``: sentences; an engine starts in
+    spite of them. ``token_bytes``: of one token on the drive; None without a model."""
 
     cpu_bytes: int
     nvme_bytes: int | None
@@ -175,8 +176,8 @@ def check(
 
 @contextmanager
 def _no_verdict_of_errors() -> Iterator[None]:
-    """End the command with a code of its own where an error of ours comes out: Python's would be
-    taken for a verdict."""
+    """End the command with an exit code of its own where an error of ours comes out: Python's own
+    code would be taken for a verdict."""
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -207,7 +208,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _of_environment(file: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return what in the environment keeps vLLM from starting with a connector, or may. Raises
+    """Return what in the environment may keep vLLM from starting with a connector. Raises
     ConfigError where it does."""
     problems = []
     plugins = environment.get("VLLM_PLUGINS")
@@ -225,8 +226,8 @@ def _of_environment(file: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def _settings_in(whole: Any) -> Any:
-    """Return the settings in what vLLM takes for a connector, alone or among several; or it is
-    they."""
+    """Return kvdisk's settings in what vLLM takes for a connector, alone or among several; the
+    value itself where it is no such thing."""
     if not isinstance(whole, dict) or "kv_connector" not in whole:
         return whole
     inner = whole.get("kv_connector_extra_config", {})
@@ -242,8 +243,8 @@ def _settings_in(whole: Any) -> Any:
 
 
 def look(config: Config, geometry: Geometry | None, engines: int, problems: Sequence[str]) -> Answer:
-    """Return what an engine of this configuration would have. ``problems``: that are known. Raises
-    ConfigError where nothing fits into a tier, DeviceError where a drive fails."""
+    """Return what an engine of this configuration would have. ``problems``: those that are known
+    already. Raises ConfigError where nothing fits into a tier, DeviceError where a drive fails."""
     answer = Answer(config.cpu_bytes, config.nvme_bytes, *host_memory(), [], list(problems), engines=engines)
     if geometry is not None:
         answer.cpu = fit_cpu(geometry, config.cpu_bytes) if config.cpu_bytes else None
@@ -261,7 +262,8 @@ def look(config: Config, geometry: Geometry | None, engines: int, problems: Sequ
 
 
 def _without_room(answer: Answer) -> Iterator[str]:
-    """Yield what is wanted of each drive beyond its room. Directories may lie on the same one."""
+    """Yield a sentence for each drive that has less room than is wanted. Directories may be on the
+    same drive."""
     drives: dict[int, list[Directory]] = {}
     for one in answer.directories:
         drives.setdefault(_place_of(one.path).stat().st_dev, []).append(one)
@@ -284,8 +286,8 @@ def _place_of(path: Path) -> Path:
 
 
 def _look_at(path: Path, config: Config, geometry: Geometry | None, answer: Answer) -> Directory:
-    """Return what there is to say of a directory that an engine could use; add what is not as it
-    should be."""
+    """Describe a directory that an engine could use, and add to the answer's problems what is wrong
+    with it."""
     there, place, problems = path.exists(), _place_of(path), answer.problems
     room, status = os.statvfs(place), place.stat()
     found = Directory(
@@ -313,7 +315,7 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, answer: Answ
 
 
 class _Heard(logging.Handler):
-    """Keeps what the client of the remote store says last, which an engine would log."""
+    """Keeps the last log line of the remote store's client, which an engine would log."""
 
     last = ""
 
@@ -362,8 +364,8 @@ _ACTS = {ObjectOp.EXISTS: "asking for an object", ObjectOp.PUT: "writing", Objec
 def _timed(
     objects: Objects, op: ObjectOp, name: str, buffer: bytearray, problems: list[str], heard: _Heard
 ) -> float | None:
-    """Return how long a request took, in seconds; None, with a problem more, where it did not bring
-    what it should."""
+    """Return the seconds that a request took; None, and add a problem, where its result is not the
+    expected one."""
     started_s = time.monotonic()
     objects.submit(op, [RemoteObject(name, memoryview(buffer))])
     while not (ended := objects.poll(_POLL_S)):

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk prune`` and ``kvdisk clear``: a deletion is planned, shown, asked for and carried out.
 
-What gives space back to the drive is a segment or a whole engine store; a block that goes leaves a
-slot for the next owner. The order: docs/decisions/0024-prune.md. Nothing is deleted of an engine
-store that has an owner: the plan looks for one, and the deletion again, under its lock. With
-``--live`` the owner is asked to do it itself (``device.orders``). What goes of one tenant
-(``--salt``) is overwritten, too: docs/decisions/0055-tenants.md.
+Only deleting a segment or a whole engine store gives space back to the drive; a deleted block
+leaves a slot for the next owner. docs/decisions/0024-prune.md has the order. Nothing is deleted in
+an engine store that has an owner: the plan looks for one, and so does the deletion, under its lock.
+With ``--live`` the owner is asked to do it itself (``device.orders``). Deleted blocks of one tenant
+(``--salt``) are also overwritten: docs/decisions/0055-tenants.md.
 
 ``--json`` prints an object with ``json_version`` (2), ``kvdisk_version``, ``path``, ``dry_run``,
-``asked`` (what ``make_plan`` takes; ``everything``: none of it is given), ``before`` and ``after``
-(what the store takes; ``after`` is null where nothing was deleted), and of the ``Plan`` ``goes``,
-``engine_stores``, ``in_use``, ``kept`` and ``short_bytes``. Bytes are integers, ``*_s`` whole
-seconds, ``null`` what is not known or does not apply.
+``asked`` (the arguments of ``make_plan``; ``everything``: none of them was given), ``before`` and
+``after`` (what the store takes; ``after`` is null where nothing was deleted), and of the ``Plan``
+``goes``, ``engine_stores``, ``in_use``, ``kept`` and ``short_bytes``. Bytes are integers, ``*_s``
+whole seconds, ``null`` what is not known or does not apply.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def _delete(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Plan, show, ask, delete and report. Ends the command with its exit code. ``wait_s``: None:
-    nothing is asked of running engines."""
+    """Plan, show, ask, delete and report. Ends the command with its exit code. ``wait_s``: None
+    where running engines are not asked."""
     if stopped and wait_s is not None:
         raise refusal("--stopped leaves running engines alone, and --live asks them: say one of the two.")
     now_s = int(time.time())
@@ -264,14 +264,14 @@ def _delete(
 
 
 def _held(homes: Sequence[HomeSummary]) -> dict[str, int]:
-    """Return what a store takes."""
+    """Return the number of engine stores, and what they take."""
     return {"engine_stores": len(homes), "allocated_bytes": sum(home.allocated_bytes for home in homes)}
 
 
 @dataclass(frozen=True)
 class HomeState(ReadHome):
-    """An engine store to choose of. ``why_whole``: why it can only stay or go as a whole; empty: it
-    can be cut."""
+    """An engine store that blocks may be chosen from. ``why_whole``: why it can only stay or go as
+    a whole; empty where it can be cut."""
 
     why_whole: str = ""
 
@@ -285,15 +285,16 @@ class HomeState(ReadHome):
 
     @property
     def unknown_segments(self) -> set[int]:
-        """Segments that the index does not have: of no use to anybody, and removed with any cut."""
+        """The segments that the index does not have: they are of no use, and removed with any
+        cut."""
         return self.segment_bytes.keys() - {record.segment for record in self.index.segments}
 
     @cached_property
     def ages(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When each block was last known to be used, and how many come before it in its chain.
+        """The time of each block's last known use, and how many blocks come before it in its chain.
 
-        Who stored a block had used all that come before it: so a head is never older than its
-        tails.
+        An engine that stored a block had used all blocks before it: so a head's use is never older
+        than those of its tails.
         """
         assert self.blocks is not None
         parents = self.blocks.parents.copy()
@@ -301,8 +302,8 @@ class HomeState(ReadHome):
         return fold_up(self.blocks.columns.stored_s.astype(np.int64), parents, depths, max), depths
 
     def is_of(self, tenant: int) -> NDArray[np.bool_]:
-        """Return which blocks are of a tenant: all of a chain, from whose head on the salt is in
-        the hashes, where any of it is."""
+        """Return for each block whether it belongs to a tenant: all of a chain does where any of it
+        does, as the salt is in the hashes from the head on."""
         assert self.blocks is not None
         _, heads = climb(self.blocks.parents.copy())
         mine = self.records.columns.tenants == tenant
@@ -315,12 +316,12 @@ class HomeState(ReadHome):
 
 @dataclass
 class HomePlan:
-    """What is deleted of one engine store. ``whole``: the directory.
+    """What is deleted of one engine store. ``whole``: the directory goes.
 
-    ``blocks``: null where it is not known. ``bytes``: what the drive gets back. ``result``:
-    "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it was
-    deleted), "failed", or null in a dry run; ``why`` says more. ``live``: its engine is asked to;
-    ``blocks`` and ``bytes`` are then what that says, once it has done it.
+    ``blocks``: null where their number is not known. ``bytes``: what the drive gets back.
+    ``result``: "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it
+    was deleted), "failed", or null in a dry run; ``why`` says more. ``live``: its engine is asked
+    to delete; ``blocks`` and ``bytes`` are then what the engine says that it has deleted.
     """
 
     id: str
@@ -340,11 +341,12 @@ class HomePlan:
 class Plan:
     """What is deleted of a store.
 
-    ``engine_stores``: of which something goes. ``erased``: slots that are overwritten, by engine
-    store. ``keys``: blocks whose segments stay, with epochs, likewise. ``requests``: what live
-    engines are asked for, likewise. ``in_use``: live engine stores that would have to change.
-    ``kept``: sentences about those that stay, and might have gone. ``notes``: other sentences.
-    ``short_bytes``: what is allocated beyond ``to_bytes`` even so.
+    ``engine_stores``: those of which something goes. ``erased``: slots that are overwritten, by
+    engine store. ``keys``: blocks, with their epochs, that go from segments that stay, by engine
+    store. ``requests``: what live engines are asked for, by engine store. ``in_use``: live engine
+    stores that would have to change. ``kept``: sentences about engine stores that stay and might
+    have gone. ``notes``: other sentences. ``short_bytes``: what is still allocated beyond
+    ``to_bytes``.
     """
 
     engine_stores: list[HomePlan] = field(default_factory=list)
@@ -358,7 +360,7 @@ class Plan:
 
     @property
     def goes(self) -> dict[str, int]:
-        """How much of each goes. ``engine_stores``: those that go as a whole."""
+        """How much goes, of each kind. ``engine_stores``: those that go as a whole."""
         return {
             "engine_stores": sum(home.whole for home in self.engine_stores),
             "segments": sum(len(home.segments) for home in self.engine_stores),
@@ -377,12 +379,12 @@ def make_plan(
     salt_digest: bytes | None = None,
     ask_live: bool = False,
 ) -> Plan:
-    """Choose what all of these that are not None say; of several engine stores that which was used
-    longest ago goes first.
+    """Choose what meets all conditions that are not None; the engine store with the oldest use goes
+    first.
 
-    ``to_bytes``: only until no more than that is allocated. ``older_than_s``: only blocks not used
-    for so long. ``namespace``: only of this fingerprint. ``salt_digest``: only blocks of this
-    tenant. ``ask_live``: live engines can be asked.
+    ``to_bytes``: only until no more than that is allocated. ``older_than_s``: only blocks that were
+    not used for so long. ``namespace``: only blocks of this fingerprint. ``salt_digest``: only
+    blocks of this tenant. ``ask_live``: live engines can be asked.
     """
     plan, excess_bytes = Plan(), math.inf
     tenant = None if salt_digest is None else int.from_bytes(salt_digest, "big")
@@ -390,7 +392,7 @@ def make_plan(
     before_s = None if older_than_s is None else now_s - older_than_s
     if to_bytes is not None:
         excess_bytes = sum(home.summary.allocated_bytes for home in homes) - to_bytes
-    # What cannot be read goes before all others.
+    # An engine store that cannot be read goes before all others.
     for home in sorted(homes, key=lambda home: home.summary.record.last_use_s if home.summary.record else -1):
         record = home.summary.record
         if namespace is not None and (record is None or record.fingerprint != namespace):
@@ -422,7 +424,7 @@ def make_plan(
 
 
 def _asked_of(home: HomeState, chosen: HomePlan, plan: Plan, *, everything: bool) -> HomePlan:
-    """Return what a live engine is asked to let go; the engine store itself stays."""
+    """Return what a live engine is asked to drop; the engine store itself stays."""
     columns = home.records.columns
     known = {record.segment for record in home.index.segments}  # others are just being made
     segments = tuple(segment for segment in chosen.segments if segment in known)
@@ -443,7 +445,7 @@ def _asked_of(home: HomeState, chosen: HomePlan, plan: Plan, *, everything: bool
 
 
 def _ranges(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return ascending slots as ranges: segment, first, and how many."""
+    """Return ascending slots as ranges: segment, first slot, and how many."""
     found: list[tuple[int, int, int]] = []
     for segment, index in slots:
         if found and found[-1][0] == segment and sum(found[-1][1:]) == index:
@@ -456,10 +458,12 @@ def _ranges(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def _choose(
     home: HomeState, before_s: int | None, excess_bytes: float, plan: Plan, tenant: int | None = None
 ) -> HomePlan | None:
-    """Choose of one engine store; None: nothing. Blocks whose segments stay go to ``plan``.
+    """Choose from one engine store; None where nothing goes. Blocks whose segments stay are added
+    to ``plan``.
 
-    ``before_s``: what was used since stays; None: nothing has to. ``excess_bytes``: how much has to
-    go; infinite: all that may. ``tenant``: whose blocks may; None: anybody's.
+    ``before_s``: what was used since then stays; None: nothing has to stay. ``excess_bytes``: how
+    much has to go; infinite: all that may. ``tenant``: only this tenant's blocks may go; None: all
+    may.
     """
     record, alive = home.summary.record, home.summary.alive
     fits = home.summary.allocated_bytes <= excess_bytes
@@ -497,7 +501,8 @@ def _choose(
 
 
 def _plan_for(home: HomeState, segments: Collection[int], other_blocks: int = 0) -> HomePlan:
-    """Plan that these segments go, with their blocks, and so many others; all: the engine store."""
+    """Return a plan by which these segments go with their blocks, and so many other blocks; the
+    whole engine store where these are all its segments."""
     record, numbers = home.summary.record, home.records.columns.segments
     whole = home.segment_bytes.keys() == set(segments)
     blocks = len(numbers) if whole else int(np.isin(numbers, list(segments)).sum()) + other_blocks
@@ -515,7 +520,8 @@ def _plan_for(home: HomeState, segments: Collection[int], other_blocks: int = 0)
 
 def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan | None:
     """Choose segments until enough is free: those without blocks first, then those whose blocks
-    were used longest ago, in the mean. Of segments used at once the heads of chains go last.
+    were used longest ago on average. Among segments used at the same time, those with the heads of
+    chains go last.
     """
     numbers, at, counts = np.unique(home.records.columns.segments, return_inverse=True, return_counts=True)
     used_s, depths = ((np.bincount(at, values) / counts).tolist() for values in home.ages)
@@ -534,10 +540,10 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 
 def carry_out(store: Store, plan: Plan, wait_s: float = 0.0) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
-    ``wait_s``: how long each live engine is waited for.
+    ``wait_s``: seconds to wait for each live engine.
 
-    Raises StoreLocked and DeviceError before anything is deleted, unless nothing is planned. What
-    is wrong with one engine store is its result.
+    Raises StoreLocked and DeviceError before anything is deleted, unless nothing is planned. A
+    failure with one engine store is that store's result.
     """
     try:
         store.tidy()
@@ -553,7 +559,8 @@ def carry_out(store: Store, plan: Plan, wait_s: float = 0.0) -> None:
 
 
 def _ask_engine(store: Store, plan: HomePlan, requests: Sequence[Request], wait_s: float) -> tuple[str, str | None]:
-    """Have a live engine delete; ``plan`` then says what it has deleted."""
+    """Have a live engine delete its part; ``plan`` then has what it deleted. Return the result, and
+    why."""
     path, deadline_s = store.home_path(plan.id), time.monotonic() + wait_s
     plan.blocks = plan.bytes = 0
     waits = False
@@ -575,7 +582,7 @@ def _ask_engine(store: Store, plan: HomePlan, requests: Sequence[Request], wait_
 
 
 def _answer_to(home_path: Path, request: Request, deadline_s: float) -> Answer | None:
-    """Return what an engine answers, None where it does not in time; then the request is withdrawn.
+    """Return an engine's answer; None where it does not come in time, and the request is withdrawn.
     Raises OSError, CorruptRecord."""
     while (home_path / REQUEST_FILE).exists() and time.monotonic() < deadline_s:  # another command's
         time.sleep(_POLL_S)
@@ -641,7 +648,7 @@ def _show_plan(path: Path, before: Mapping[str, int], plan: Plan, console: Conso
 
 
 def _parts_of(home: HomePlan, other_blocks: int) -> str:
-    """Say what goes of an engine store."""
+    """Return in words what goes of an engine store."""
     if home.whole:
         return "all"
     said = [plural(len(home.segments), "segment")] if home.segments else []

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk inspect DIR --export FILE``: a row for each block, as CSV or Parquet.
 
-Columns: home, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive,
+Columns: engine_store, namespace (fingerprint, hex), epoch, key (hex), group, segment, slot, drive,
 generation, parent (hex), position (in its chain, from 0 on), tokens (of the block), bytes (of its
-slots, on all ranks), stored_s, uses and last_use_s. Times are whole seconds since the Unix epoch.
-Empty (CSV) or null (Parquet): there is none, or it cannot be known. A home is an engine store. A
-block that several have has a row for each.
+slots, on all ranks), stored_s, uses and last_use_s. Times are whole seconds since the Unix epoch. A
+cell is empty (CSV) or null (Parquet) where there is no value, or none that can be known. A block
+that several engine stores hold has a row for each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLUMNS = {
     "uses": "int64",
     "last_use_s": "int64",
 }
-"""With their types in Parquet."""
+"""The columns, with their types in Parquet."""
 SUFFIXES = (".csv", ".parquet")
 _ROWS_AT_ONCE = 65536
 
@@ -54,8 +54,8 @@ Table = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and of which engine stores nothing could be; what ``--export --json``
-    prints."""
+    """What was written, and the problems of engine stores that could not be read; what ``--export
+    --json`` prints."""
 
     path: Path
     bytes: int
@@ -65,10 +65,10 @@ class Exported:
 
 
 def export_blocks(directories: Directories, path: Path, *, force: bool) -> Exported:
-    """Write every block of a store. The file appears when it is whole.
+    """Write every block of a store. The file appears when it is complete.
 
-    ``force``: replace a file of that name. Raises ConfigError where it cannot be written, and as
-    ``survey.survey_store``.
+    ``force``: replace a file of that name. Raises ConfigError where the file cannot be written, and
+    as ``survey.survey_store``.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--export takes a file whose name ends with .csv or .parquet, not {path.name!r}")
@@ -105,7 +105,7 @@ def _tables(namespaces: list[ReadNamespace]) -> Iterator[Table]:
 
 
 def describe_rows(namespace: ReadNamespace, forest: Forest, rows: Sequence[int]) -> Table:
-    """Return what is known of these rows of a namespace's blocks."""
+    """Return the columns of these rows of a namespace's blocks."""
     blocks, columns, at = namespace.blocks, namespace.blocks.columns, np.array(rows, np.int64)
     record, records, nodes = namespace.record, Records(columns), forest.node_of[at]
     uses = np.where(blocks.is_known, blocks.uses, NONE)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine stores of a store as every command reads them: what is there, its index, and its USES,
-in columns.
+"""Reads the engine stores of a store for every command: what there is, its index, and its USES, in
+columns.
 
 A process of its own reads the indexes: see ``kvdisk.index.reader_process``.
 """
@@ -36,11 +36,11 @@ GUEST = "it has files of ranks on this host, and their index is on the host of t
 _MOST_RANKS = 1 << 16
 _MOST_TOKENS = 1 << 20
 _EPOCH_BITS, _KIND_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
-"""Odd numbers, to spread epochs and kinds over 64 bits."""
+"""Odd numbers, which spread epochs and kinds over 64 bits."""
 
 
 class Records:
-    """The blocks of an index as records, each made of ``columns`` when it is asked for."""
+    """The blocks of an index as records; each is made from ``columns`` when it is asked for."""
 
     def __init__(self, blocks: BlockColumns | None) -> None:
         self.columns = blocks or join_columns([])
@@ -64,13 +64,14 @@ class Records:
 
 
 class HomeColumns(NamedTuple):
-    """Blocks of one engine store, or of several one after the other, a row each.
+    """Blocks of one engine store, or of several one after the other, one row each.
 
-    ``names``: 64 bits of a block's epoch and hash, without its KV-cache group; ``above``: those of
-    its parent, 0 where it has none. Two of ten million blocks share a name with a chance of 1 in
-    300,000; two chains would look like one then. ``tokens``: of the block, NONE where HOME does not
-    say. ``slot_bytes``: on all ranks; 0, and ``drives`` NONE, in a segment that the index does not
-    have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not have it.
+    ``names``: 64 bits of a block's epoch and hash, without its KV-cache group. ``above``: those of
+    its parent, 0 where it has none. Two of ten million blocks share a name with a probability of 1
+    in 300,000; then two chains would look like one. ``tokens``: of the block, NONE where HOME does
+    not say. ``slot_bytes``: on all ranks; 0, and ``drives`` NONE, in a segment that the index does
+    not have. ``uses`` and ``last_use_s``: 0 where ``is_known`` says that USES does not have the
+    block.
     """
 
     columns: BlockColumns
@@ -86,14 +87,15 @@ class HomeColumns(NamedTuple):
 
     @property
     def parents(self) -> NDArray[np.int64]:
-        """The row of each block's parent of the same KV-cache group, or NONE."""
+        """The row of each block's parent in the same KV-cache group, or NONE."""
         first_rows, _, parents = self.identify(self.groups)
         return np.where(parents == NONE, NONE, first_rows[parents])
 
     def identify(self, kinds: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Number the blocks in the order of rows: one number for those of one name and kind.
+        """Number the blocks in the order of rows: blocks of the same name and kind have one number.
 
-        Return the first row of each number; of each row its number, and that of its parent or NONE.
+        Returns the first row of each number, the number of each row, and the number of each row's
+        parent or NONE.
         """
         kind_bits = kinds.astype(np.uint64) * _KIND_BITS
         above = self.above + kind_bits
@@ -115,7 +117,7 @@ class ReadHome:
 
     @property
     def id(self) -> str:
-        """Its id."""
+        """The engine store's id."""
         return self.summary.id
 
     @property
@@ -146,7 +148,7 @@ class ReadHome:
 
     @property
     def ranks(self) -> int:
-        """How many parts a block has on the drive: as HOME says, else as many as have files."""
+        """Shards of a block on the drive: as HOME says, otherwise as many ranks as have files."""
         ranks = described_geometry(self.summary.record).get("ranks")
         if isinstance(ranks, int) and 0 < ranks <= _MOST_RANKS:
             return ranks
@@ -154,7 +156,7 @@ class ReadHome:
 
     @cached_property
     def records(self) -> Records:
-        """The blocks of the index, none where it cannot be read."""
+        """The blocks of the index; none where it cannot be read."""
         return Records(self.index.blocks)
 
     @cached_property
@@ -172,15 +174,15 @@ class ReadHome:
 
 @dataclass(frozen=True)
 class ReadNamespace:
-    """The engine stores of one namespace, by the fingerprint in hex. One whose HOME cannot be read
-    is alone, by its own id."""
+    """The engine stores of one namespace. ``id``: the fingerprint in hex. An engine store whose
+    HOME cannot be read is alone, by its own id."""
 
     id: str
     engine_stores: tuple[ReadHome, ...] = field(compare=False)
 
     @property
     def record(self) -> HomeRecord | None:
-        """HOME of the engine store that was used last."""
+        """The HOME of the engine store that was used last."""
         return max((home.summary.record for home in self.engine_stores), key=lambda one: one.last_use_s if one else 0)
 
     @cached_property
@@ -190,7 +192,7 @@ class ReadNamespace:
 
     @cached_property
     def places(self) -> list[tuple[ReadHome, int]]:
-        """Of each row of ``blocks``, the engine store and the row there."""
+        """The engine store of each row of ``blocks``, and the row there."""
         return [(home, row) for home in self.engine_stores if home.problem is None for row in range(len(home.records))]
 
 
@@ -206,8 +208,8 @@ def read_homes(
 
 
 def find_home(directories: Sequence[Path], wanted: str | None) -> str | None:
-    """Return the id of the engine store that begins so; None of None. Raises ConfigError where
-    there is none, or more than one, and as ``list_homes``."""
+    """Return the id of the engine store that begins with ``wanted``; None where ``wanted`` is None.
+    Raises ConfigError where there is none, or more than one, and as ``list_homes``."""
     store = Store.open(directories, create=False)
     with paths.device_errors(f"reading {store.path}"):
         ids = home_ids(store.path)
@@ -222,12 +224,12 @@ def find_home(directories: Sequence[Path], wanted: str | None) -> str | None:
 
 
 def index_problems(homes: Iterable[ReadHome]) -> tuple[str, ...]:
-    """Say which indexes cannot be read, and why, a sentence each."""
+    """Return a sentence for each index that cannot be read, with the reason."""
     return tuple(f"{engine_store(home.id)}: {home.problem}" for home in homes if home.problem)
 
 
 def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
-    """Put engine stores together that serve the same requests."""
+    """Group engine stores that serve the same requests."""
     groups: dict[str, list[ReadHome]] = {}
     for home in homes:
         record = home.summary.record
@@ -236,7 +238,7 @@ def by_namespace(homes: Sequence[ReadHome]) -> list[ReadNamespace]:
 
 
 def find_namespace(homes: Sequence[ReadHome], wanted: str) -> ReadNamespace:
-    """Return the namespace whose model has this name, or whose fingerprint or model begins so.
+    """Return the namespace whose model has this name, or whose fingerprint or model begins with it.
 
     Raises ConfigError where there is none, or more than one.
     """
@@ -256,8 +258,7 @@ def find_namespace(homes: Sequence[ReadHome], wanted: str) -> ReadNamespace:
 
 
 def why_no_record(path: Path) -> str | None:
-    """Say why the HOME file of the engine store in this directory cannot be read; None where it
-    can."""
+    """Say why HOME of the engine store in this directory cannot be read; None where it can."""
     try:
         read_record(path)
     except FileNotFoundError:
@@ -270,12 +271,12 @@ def why_no_record(path: Path) -> str | None:
 
 
 def not_named(drive: int) -> str:
-    """Say that a directory of the store is missing among the arguments."""
+    """Return a sentence that says that a directory of the store is missing among the arguments."""
     return f"drive {drive} {NOT_NAMED}, name its directory too"
 
 
 def described_geometry(record: HomeRecord | None) -> dict[str, object]:
-    """Return what HOME says of blocks; nothing in it is certain."""
+    """Return what HOME says of blocks; nothing in it can be relied on."""
     description = record.description if record else {}
     geometry = description.get("geometry")
     return geometry if isinstance(geometry, dict) else description
@@ -297,8 +298,8 @@ def join_home(
     tokens: Sequence[int],
     uses: UsesRecords | None,
 ) -> HomeColumns:
-    """Put together what an engine store's index, HOME and USES say. ``tokens``: of a block, by
-    KV-cache group."""
+    """Return the columns of an engine store, from its index, HOME and USES. ``tokens``: of a block,
+    by KV-cache group."""
     groups = np.frombuffer(b"".join([key[-GROUP_BYTES:] for key in columns.keys]), ">u2").astype(np.int64)
     names, above = (
         np.array([hash(key[:-GROUP_BYTES]) for key in keys], np.int64).view(np.uint64) + columns.epochs * _EPOCH_BITS
@@ -320,7 +321,7 @@ def join_home(
 
 
 def join(homes: Sequence[HomeColumns]) -> HomeColumns:
-    """Return the blocks of engine stores one after the other."""
+    """Return the blocks of engine stores, one after the other."""
     columns = join_columns([home.columns for home in homes])
     if not homes:
         return join_home(columns, (), 1, (), None)

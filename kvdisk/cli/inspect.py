@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk inspect``: what a store holds, as tables for people; as JSON it is ``survey.Survey``."""
+"""``kvdisk inspect``: what a store holds, as tables for people; ``--json`` prints a
+``survey.Survey``."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ from kvdisk.errors import ConfigError
 LEAST_DIGITS = 8
 MOST_PREFIXES = 10_000
 LINES = 20
-"""Of what is printed by default."""
+"""Lines that are printed by default at most."""
 MODELS_SHOWN, MOST_MODELS, PROBLEMS_SHOWN, SEGMENTS_SHOWN, SALTS_SHOWN = 4, 50, 3, 16, 16
 _BAR_LETTERS = 24
 _FINE_BAR_LETTERS = 10
@@ -180,7 +181,8 @@ def _salts(paths: Sequence[Path], salt: str | None, most: int | None, as_json: b
 
 
 def _key_of(last: Path) -> str | None:
-    """Return the digits of a KEY if the last argument is one: hex, and no file of that name."""
+    """Return the digits of a KEY where the last argument is one: hex digits, and no file of that
+    name."""
     digits = str(last).lower()
     is_key = re.fullmatch("[0-9a-f]+", digits) and not os.path.lexists(last)
     return digits if is_key else None
@@ -199,8 +201,8 @@ def _export(paths: Sequence[Path], target: Path, force: bool, as_json: bool) -> 
 
 
 def print_survey(survey: Survey, console: Console, views: Collection[str] = (), *, everything: bool = False) -> None:
-    """Print what a store holds: the verdict, and models with the biggest shared prefixes, at most
-    LINES lines; or instead the ``views``: models, stores, segments, ages, prefixes.
+    """Print what a store holds: the verdict, and models with the biggest shared prefixes, in at
+    most LINES lines. Or print the ``views`` instead: models, stores, segments, ages, prefixes.
 
     ``everything``: all problems and segments, however many. ``console`` must not read markup: names
     come from files.
@@ -229,7 +231,7 @@ def print_survey(survey: Survey, console: Console, views: Collection[str] = (), 
 
 
 def _print_models(survey: Survey, console: Console, room: int) -> None:
-    """Print the models, and the biggest shared prefixes, in so many lines."""
+    """Print the models, and the biggest shared prefixes, in ``room`` lines."""
     most = max(1, min(MODELS_SHOWN, room - 5))
     console.print("", namespaces_table(survey, console.width, most), sep="\n")
     room -= 3 + min(len(survey.namespaces), most + 1) + 4
@@ -244,7 +246,7 @@ def _print_models(survey: Survey, console: Console, room: int) -> None:
 
 
 def _verdict(survey: Survey) -> Text:
-    """Say whether the store is healthy, or what to do."""
+    """Return whether the store is healthy, or what to do, in words."""
     if survey.ok:
         return Text("healthy" if survey.engine_stores else "empty: cleared, or no engine has used it yet", "bold green")
     if any("kvdisk repair" in problem for problem in survey.problems):
@@ -287,7 +289,7 @@ def _summary(survey: Survey) -> Table:
 
 
 def namespaces_table(survey: Survey, width: int, most: int) -> Table:
-    """Return the table of namespaces, at most so many."""
+    """Return the table of at most ``most`` namespaces."""
     columns = (left("Namespace", "magenta"), Column("Model", no_wrap=True, overflow="ellipsis"), left("KV dtype"))
     table = make_table("", width, *columns, "TP", "Block", "Blocks", "Bytes")
     for each in survey.namespaces[:most]:
@@ -308,7 +310,7 @@ def namespaces_table(survey: Survey, width: int, most: int) -> Table:
 
 
 def homes_table(survey: Survey, width: int) -> Table:
-    """Return the table of engine stores. A cap counts while its engine lives."""
+    """Return the table of engine stores. A cap counts only while its engine lives."""
     names = (left("Engine store", "cyan"), left("Namespace", "magenta"), left("Engine"))
     table = make_table("Engine stores", width, *names, "Blocks", "Bytes", "Allocated", "Cap", "Last use")
     for home in survey.engine_stores:
@@ -327,9 +329,9 @@ def homes_table(survey: Survey, width: int) -> Table:
 
 
 def segments_table(survey: Survey, width: int, most: int | None) -> Table:
-    """Return the table of segments, at most so many of each engine store.
+    """Return the table of segments, at most ``most`` of each engine store.
 
-    A read: how many blocks are read at a time, where chains are read in order.
+    The column "A read" says how many blocks are read at a time, where chains are read in order.
     """
     numbers = ("Segment", "Drive", "Slots", "Used", "Fragmented", "A read")
     table = make_table("Segments", width, left("Engine store", "cyan"), *numbers, folded("Files"))
@@ -398,7 +400,7 @@ def _histograms(survey: Survey, width: int) -> Columns:
 
 
 def _histogram(title: str, header: str, names: Sequence[str], counts: Mapping[str, Sequence[int]], width: int) -> Table:
-    """Return a table of blocks by class, without the classes that have none."""
+    """Return a table of blocks by class, without the classes that have no blocks."""
     columns = [column for name in counts for column in (name, left(""))]
     table = make_table(title, width, left(header, "cyan"), *columns)
     for at, name in enumerate(names):
@@ -428,7 +430,7 @@ def _print_prefixes(survey: Survey, namespace: Namespace, console: Console) -> N
 
 
 def prefix_table(title: str, listed: Iterable[tuple[str, Prefix]], now_s: int, width: int) -> Table:
-    """Return a table of prefixes, each with what leads to it."""
+    """Return a table of prefixes, each with the lines of the tree that lead to it."""
     numbers = ("Tokens", "up to", "Bytes", "Chains", "Used", "Last use")
     table = make_table(title, width, left("Shared prefix", "cyan"), *numbers)
     for guides, prefix in listed:

@@ -31,17 +31,17 @@ def unwrapped(text: str) -> str:
 
 
 class Commands(TyperGroup):
-    """The commands; what is printed is written before one ends, or one sentence says why not."""
+    """The commands. What one prints is written before it ends, or one sentence says why not."""
 
     def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **more: Any) -> Any:
-        """Read what was typed before the command: its help, or the version, is printed at once."""
+        """Read what was typed before the command. Its help, or the version, is printed at once."""
         JSON_WANTED.set("--json" in args)
         with standard_output():
             return super().make_context(info_name, args, *arguments, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was typed. What ends it has been printed as JSON, too, where that
-        was asked for."""
+        """Run the command that was typed. Where JSON was asked for, an error that ends it is
+        printed as JSON too."""
         with standard_output():
             try:
                 return super().invoke(ctx)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much KV a model keeps, read from its Hugging Face configuration.
 
-Known are attention with grouped heads, full or with a sliding window, and MLA. What keeps another
-state (Mamba, linear or chunked attention, sparse attention with an index of its own, layers of
-different sizes, encoders) is refused, in one sentence: kvdisk does not serve it, or a figure would
-be a guess.
+It knows attention with grouped heads, full or with a sliding window, and MLA. Models that keep
+another state (Mamba, linear or chunked attention, sparse attention with an index of its own, layers
+of different sizes, encoders) are refused, in one sentence: kvdisk does not serve them, or a figure
+would be a guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALL_LAYERS_SLIDE = frozenset({"mistral", "mixtral", "starcoder2", "phi3"})
 _LEFT_OUT: dict[str, dict[str, int]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 }
-"""What configurations on the hub leave to the defaults of their kind."""
+"""Values that configurations on the hub leave to the defaults of their kind."""
 _NOT_COUNTED = (
     # Mamba layers
     "hybrid_override_pattern", "mamba_d_state", "mamba_expand", "mamba_n_heads", "ssm_cfg", "ssm_state_size",
@@ -53,10 +53,10 @@ _BLOCK_TOKENS, _MLA_BLOCK_TOKENS = 16, 64
 class ModelKv(NamedTuple):
     """What decides the bytes of a model's KV.
 
-    ``windows``: of each layer, in tokens; None: full attention. ``kv_heads``: of a layer, all ranks
-    together. ``head_elements``: of a head's keys and values for one token; MLA has one head, of
-    latent elements. ``element_bytes``: of one element of KV. ``dtype``: in words.
-    ``longest_tokens``: the longest context, None where the configuration does not say. ``notes``:
+    ``windows``: of each layer, in tokens; None for full attention. ``kv_heads``: of a layer, all
+    ranks together. ``head_elements``: of a head's keys and values for one token; MLA has one head,
+    of latent elements. ``element_bytes``: of one element of KV. ``dtype``: in words.
+    ``longest_tokens``: the longest context; None where the configuration does not say. ``notes``:
     sentences about what had to be assumed.
     """
 
@@ -72,8 +72,9 @@ class ModelKv(NamedTuple):
     notes: tuple[str, ...]
 
     def stages(self, text: str) -> tuple[int, ...]:
-        """Return the layers of each stage of a pipeline: of so many stages, as vLLM cuts them, or
-        as ``VLLM_PP_LAYER_PARTITION`` lists them. Raises ConfigError."""
+        """Return the layers of each stage of a pipeline. ``text``: the number of stages, cut as
+        vLLM does, or the layers of each, as ``VLLM_PP_LAYER_PARTITION`` lists them. Raises
+        ConfigError."""
         layers = len(self.windows)
         try:
             found = tuple(map(int, text.split(",")))
@@ -83,7 +84,7 @@ class ModelKv(NamedTuple):
             (count,) = found
             if not 0 < count <= layers:
                 raise ConfigError(f"--pp {count} leaves stages without layers: the model has {layers}.")
-            # vLLM: the last stage takes none of what remains; the others do from behind.
+            # vLLM: the last stage takes none of the remaining layers; the others do, from behind.
             least, remaining = divmod(layers, count)
             found = tuple(least + (0 < count - 1 - stage <= remaining) for stage in range(count))
         if min(found) < 1 or sum(found) != layers:
@@ -98,8 +99,8 @@ class ModelKv(NamedTuple):
         unit_tokens: int | str | None = None,
     ) -> Geometry:
         """Return the sizes of an engine's blocks as vLLM would make them. ``ranks``: of a stage.
-        ``block_tokens``: None: vLLM's default. ``stages``: layers of each stage of a pipeline;
-        none: there is one. ``unit_tokens``: as the setting says it. Raises ConfigError."""
+        ``block_tokens``: None for vLLM's default. ``stages``: layers of each stage of a pipeline;
+        empty for one stage. ``unit_tokens``: the setting. Raises ConfigError."""
         block_tokens = block_tokens or (_MLA_BLOCK_TOKENS if self.mla else _BLOCK_TOKENS)
         if self.heads % ranks:
             raise ConfigError(f"--tp {ranks} does not divide the model's {self.heads} attention heads.")
@@ -115,7 +116,7 @@ class ModelKv(NamedTuple):
         return Geometry(groups, ranks * count, block_tokens, replicated=self.mla and ranks > 1 == count)
 
     def filled(self, stages: Sequence[int]) -> float:
-        """Return how much of the slots of all stages is KV: they are as large as the largest stage
+        """Return the share of all stages' slots that is KV: slots are as large as the largest stage
         needs."""
         slots = max(1, len(stages)) * sum(layers for layers, _ in group_layers(self.windows, stages))
         return len(self.windows) / slots
@@ -124,9 +125,10 @@ class ModelKv(NamedTuple):
 def group_layers(windows: tuple[int | None, ...], stages: Sequence[int] = ()) -> list[tuple[int, int | None]]:
     """Return layers and window of each KV-cache group that an engine makes of layers of one size.
 
-    vLLM: layers of one kind are one group. Of several kinds each is cut into groups of as many
-    layers as the rarest has, or as the most frequent where that is not much more, which take turns.
-    ``stages``: layers of each stage of a pipeline; then the most that one has of a group.
+    vLLM: layers of one kind are one group. Layers of several kinds are cut into groups, which take
+    turns; each group has as many layers as the rarest kind has, or as the most frequent kind where
+    that is not much more. ``stages``: layers of each stage of a pipeline; the layers returned are
+    then the most that one stage has of a group.
     """
     kinds = {window: windows.count(window) for window in dict.fromkeys(windows)}
     least, most = min(kinds.values()), max(kinds.values())
@@ -159,7 +161,7 @@ def read_model(path: Path, dtype: str | None = None, kv_dtype: str = "auto") -> 
 
 
 def _hub_place(path: Path) -> str:
-    """Say where the configuration of a model lies that vLLM has loaded by this name."""
+    """Say where the configuration is of a model that vLLM has loaded by this name."""
     if path.is_absolute() or len(path.parts) > 2:
         return ""
     name = "models--" + "--".join(path.parts if len(path.parts) == 2 else ("*", *path.parts))
@@ -193,7 +195,7 @@ def model_of(whole: Mapping[str, Any], dtype: str | None = None, kv_dtype: str =
 
 
 def _language_part(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that is about the language model."""
+    """Return the part of a configuration that describes the language model."""
     for name in _NESTED:
         part = whole.get(name)
         if isinstance(part, dict):
@@ -221,8 +223,8 @@ def _other_state(whole: Mapping[str, Any], config: Mapping[str, Any], kind: str)
 
 
 def _find(config: Mapping[str, Any], kind: str, *names: str, limit: float = _LIMIT) -> int | None:
-    """Return the first of these fields that the configuration has. Raises ConfigError where it is
-    no sensible number."""
+    """Return the first of these fields that the configuration has; None where it has none. Raises
+    ConfigError where its value is no sensible number."""
     for name in names:
         value = config.get(name)
         if value is not None:
@@ -251,7 +253,7 @@ def _kv_heads(config: Mapping[str, Any], kind: str, heads: int) -> int:
 
 
 def _head_elements(config: Mapping[str, Any], kind: str, heads: int, mla: bool) -> int:
-    """Return the elements of one head's keys and values of one token, on all layers alike."""
+    """Return the elements of one head's keys and values for one token, the same in all layers."""
     if mla:
         return _number(config, kind, "kv_lora_rank") + _number(config, kind, "qk_rope_head_dim")
     if config.get("head_dim") is not None:
@@ -299,7 +301,7 @@ def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[tuple[i
 def _dtypes(
     whole: Mapping[str, Any], config: Mapping[str, Any], dtype: str | None, kv_dtype: str
 ) -> tuple[int, str, list[str]]:
-    """Return bytes of an element of KV, its kind in words, and what had to be assumed."""
+    """Return the bytes of an element of KV, its type in words, and what had to be assumed."""
     if kv_dtype != "auto":
         return _element_bytes("--kv-dtype", kv_dtype, _KV_DTYPE_BYTES), kv_dtype, []
     quantised = whole.get("quantization_config") or config.get("quantization_config")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command shares: JSON, numbers in words, tables, questions, and why it refuses."""
+"""What all commands share: JSON, numbers in words, tables, questions, and the reasons for a
+refusal."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ JSON_WANTED: ContextVar[bool] = ContextVar("kvdisk_json", default=False)
 """Whether the command that runs was typed with ``--json``."""
 ID_LETTERS = 8
 SCREEN_LINES = 24
-"""Of a terminal, unless it is larger: a report fits there."""
+"""Lines of a terminal, unless it is larger: a report fits there."""
 WIDE = 100
 """Columns from which on a table has room for everything."""
 _UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
@@ -54,7 +55,8 @@ YEAR_S = 365 * 86400
 _JUST_NOW_S = 5
 _SPEEDS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 _LAST_S = 1 << 35
-"""What is later is shown as this: the C library knows no year that is much later."""
+"""The latest time that is shown; later ones are shown as this one: the C library knows no year that
+is much later."""
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 UNWRITABLE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -63,8 +65,9 @@ class Exit(IntEnum):
     """Exit codes of the commands. WRONG: something is wrong, or less was done than asked.
 
     NOTHING_DONE: a store cannot be opened, or the usage is wrong; one sentence says why. IN_USE: a
-    live engine owns what would have to change. OWN_ERROR: of ``check``, whose codes are a verdict:
-    an error of ours, so there is none. STOPPED: by Ctrl-C; what was found so far is shown.
+    live engine owns what would have to change. OWN_ERROR: an error of ours in ``check``, whose
+    other codes are a verdict: there is none. STOPPED: ended by Ctrl-C; what was found so far is
+    shown.
     """
 
     FINE = 0
@@ -80,7 +83,7 @@ class Exit(IntEnum):
 
 def print_json(value: object, json_version: int | None = None) -> None:
     """Print a value as one JSON object: dataclasses by field, paths as text, enums by value, bytes
-    as hex. ``json_version``: put it and kvdisk's in front."""
+    as hex. ``json_version``: print it and kvdisk's version first."""
     if json_version is not None:
         fields_of = value if isinstance(value, dict) else _plain(value)
         value = {"json_version": json_version, "kvdisk_version": __version__} | fields_of
@@ -107,7 +110,7 @@ def size(count_bytes: int | None) -> str:
 
 
 def number(count: int | None) -> str:
-    """Return a count with its thousands apart: ``12,345``; ``?`` for None."""
+    """Return a count with its thousands separated: ``12,345``; ``?`` for None."""
     return "?" if count is None else f"{count:,}"
 
 
@@ -122,15 +125,15 @@ def share(fraction: float | None) -> str:
 
 
 def miss_counts(totals: Mapping[str, int]) -> dict[Miss, int]:
-    """Return how many requests missed for each reason, the most frequent first. ``totals``: of
-    FIGURES, by series."""
+    """Return how many requests missed for each reason, the most frequent first. ``totals``: those
+    of FIGURES, by series."""
     counts = {miss: totals.get(f"misses.{miss}", 0) for miss in Miss}
     return {miss: count for miss, count in sorted(counts.items(), key=lambda each: -each[1]) if count}
 
 
 def speed(bytes_per_s: float | None) -> str:
-    """Return bytes a second as drives are sold: ``1.8 GB/s``, ``812 MB/s``; ``-`` for none, ``?``
-    where it is not known."""
+    """Return bytes per second in the units in which drives are sold: ``1.8 GB/s``, ``812 MB/s``;
+    ``-`` for none, ``?`` where it is not known."""
     if bytes_per_s is None:
         return "?"
     if bytes_per_s < 1:
@@ -141,15 +144,15 @@ def speed(bytes_per_s: float | None) -> str:
 
 
 def in_counts(misses: Mapping[Miss, int], most: int | None = None) -> str:
-    """Return how many requests missed, and for which reasons, at most so many, the first ones:
-    ``12 requests: 9 evicted from NVMe, 3 load failed``."""
+    """Return how many requests missed, and for the first ``most`` reasons: ``12 requests: 9 evicted
+    from NVMe, 3 load failed``."""
     reasons = ", ".join(f"{number(count)} {miss.words}" for miss, count in list(misses.items())[:most])
     return f"{plural(sum(misses.values()), 'request')}: {reasons}"
 
 
 def in_shares(misses: Mapping[Miss, int], most: int | None = None) -> str:
-    """Return reasons with their shares: ``evicted from NVMe 61 %, load failed 39 %``; at most so
-    many, the first ones."""
+    """Return the first ``most`` reasons with their shares: ``evicted from NVMe 61 %, load failed 39
+    %``."""
     whole = sum(misses.values())
     return ", ".join(f"{miss.words} {share(count / whole)}" for miss, count in list(misses.items())[:most])
 
@@ -161,7 +164,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def ago(then_s: int | None, now_s: int) -> str:
-    """Return how long ago something was: ``3 min ago``; its date where that is ahead; ``?`` for
+    """Return how long ago a time was: ``3 min ago``; its date where it is in the future; ``?`` for
     None."""
     if then_s is None:
         return "?"
@@ -194,14 +197,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def printable(value: object) -> str:
-    """Return a value of unknown origin as text that cannot steer a terminal; ``?`` for None."""
+    """Return a value of unknown origin as text that cannot control a terminal; ``?`` for None."""
     if value is None:
         return "?"
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
 
 
 def engine_store(home_id: str) -> str:
-    """Return an engine store's name for people: as much of its id as every command takes."""
+    """Return an engine store's name for people: as many digits of its id as every command takes."""
     return f"engine store {home_id[:ID_LETTERS]}"
 
 
@@ -233,13 +236,13 @@ def report_console(*, stderr: bool = False) -> Console:
 
 
 def make_lines() -> Table:
-    """Return an empty table of lines: a name in bold, and what there is to say."""
+    """Return an empty table of lines: a name in bold, and a text."""
     return Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
 
 
 def make_table(title: str, width: int, *columns: Column | str) -> Table:
-    """Return an empty table with a title, if any, closer where the terminal is narrow. A header
-    alone is that of a column of numbers."""
+    """Return an empty table with a title, if there is one; its columns are closer where the
+    terminal is narrow. A header given as text makes a column of numbers."""
     return Table(
         *(Column(one, justify="right", no_wrap=True) if isinstance(one, str) else one for one in columns),
         title=f"\n{title}" if title else None,
@@ -264,7 +267,7 @@ def folded(header: str, style: str = "") -> Column:
 
 
 def print_list(title: str, lines: Sequence[str], console: Console, most: int | None, more: str) -> None:
-    """Print what is wrong, a line each, at most ``most``; ``more`` says how to see the rest."""
+    """Print problems, a line each, at most ``most`` of them; ``more`` says how to see the rest."""
     if not lines:
         return
     console.print(Text(f"\n{title}", "bold red"))
@@ -283,8 +286,8 @@ def lines_of(part: RenderableType, width: int) -> int:
 def print_fitting(
     title: str, lines: Sequence[str], style: str, console: Console, room: int | None, more: str
 ) -> int | None:
-    """Print lines, in ``room`` lines of the terminal with the title; ``more`` says how to see the
-    rest. Return what is left of the room; None: it is endless."""
+    """Print lines with a title in ``room`` lines of the terminal; ``more`` says how to see the
+    rest. Return the lines that are left; None where there is no limit."""
     if not lines:
         return room
     bullets = [Text.assemble(("  ✗ " if style == "red" else "  · ", style), printable(line)) for line in lines]
@@ -303,13 +306,14 @@ def print_fitting(
 
 
 def print_note(note: str, console: Console) -> None:
-    """Print a sentence that is worth knowing, and no fault."""
+    """Print a sentence that is worth knowing, but no fault."""
     console.print(Text.assemble(("  · ", "yellow"), printable(note)), soft_wrap=True)
 
 
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on standard error, if it is a terminal. Yields a call for (done, all)."""
+    """Show progress on standard error, if it is a terminal. Yields a function to call with the
+    bytes done, and all bytes."""
     console, bytes_done = report_console(stderr=True), DownloadColumn(binary_units=True)
     columns = ("{task.description}", BarColumn(), bytes_done, TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -318,7 +322,7 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def can_ask() -> bool:
-    """Whether there is a terminal to ask on."""
+    """Return whether there is a terminal to ask on."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
@@ -332,8 +336,8 @@ def ask(question: str) -> bool:
 
 @contextmanager
 def opening(directories: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yield the directories without symbolic links on the way, as a store wants to be named. End
-    the command with the reason in one sentence where a KvdiskError comes out."""
+    """Yield the directories with symbolic links resolved, as a store must be named. Where a
+    KvdiskError comes out, end the command with the reason in one sentence."""
     paths = [Path(os.path.realpath(directory)) for directory in directories]
     try:
         yield paths
@@ -344,8 +348,8 @@ def opening(directories: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE, **also: object) -> typer.Exit:
-    """Print one sentence on standard error, and with ``--json`` as the object's ``error``, beside
-    what is ``also`` to be in it; return what ends the command."""
+    """Print one sentence on standard error, and with ``--json`` also as the object's ``error``,
+    beside the values of ``also``. Return the exception that ends the command."""
     print_json_error(sentence, **also)
     typer.echo(f"kvdisk: {printable(sentence)}", err=True)
     return typer.Exit(code)
@@ -359,9 +363,9 @@ def print_json_error(sentence: str, **also: object) -> None:
 
 @contextmanager
 def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
-    """End the command with one sentence and ``code`` where what it prints finds no room, as in
-    /dev/full, and with NOTHING_DONE where a path that was typed lies in a directory that nobody
-    lets it look into."""
+    """End the command with one sentence and ``code`` where its output cannot be written, as on
+    /dev/full. End it with NOTHING_DONE where a path that was typed is in a directory that this user
+    may not look into."""
     try:
         yield
     except OSError as error:
@@ -369,14 +373,14 @@ def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
             raise refusal(f"no permission to look at {error.filename}.") from None
         if error.filename is not None or error.errno not in UNWRITABLE_ERRNOS:
             raise
-        # Python writes what is left once more at its end: let that go nowhere.
+        # Python writes what is left once more at its end: send that nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise refusal(f"standard output cannot be written ({error.strerror}).", code) from None
 
 
 @contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Yield a path to write to. The file gets its name when it is whole. Raises ConfigError."""
+    """Yield a path to write to. The file gets its name when it is complete. Raises ConfigError."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         try:

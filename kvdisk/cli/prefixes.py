@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefixes that a namespace's blocks share, as a tree, from the parents that the index has.
+"""The prefixes that a namespace's blocks share, as a tree, from the parents in the index.
 
 A node is a block, however many engine stores hold a copy of it. KV-cache groups whose blocks have
 the same size in tokens share their nodes, since the same tokens have the same hash. Nodes that
-follow each other without a branch are one prefix. The tree is cut to a number of prefixes: those of
-which most is used (bytes times uses; where uses are not known, bytes times the other chains that
-share them), with those that lead there.
+follow each other without a branch are one prefix. The tree is cut to a number of prefixes: those
+that are used most (bytes times uses; where uses are not known, bytes times the other chains that
+share them), and those that lead to them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvdisk.blocks import GROUP_BYTES
 from kvdisk.cli.indexes import NONE, HomeColumns
 
 DEEPEST = 12
-"""Branches from a root to the last prefix that is shown."""
+"""Branches from a root to the deepest prefix that is shown."""
 _GROUP_BITS = 16
 _USES = ("uses", "first_uses", "last_uses", "last_use_s")
-"""What is null where USES has no block."""
+"""Fields that are null where USES has no block."""
 
 _Ints = NDArray[np.int64]
 
@@ -35,12 +35,13 @@ class Prefix:
     """Blocks that follow each other without a branch: the KV of all requests that begin so.
 
     ``key``: hash of the first block, hex, without its KV-cache group. ``bytes``: of the slots of
-    all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``,
-    ``tokens``: tokens before it (null where the block before it is not here), and in it. ``uses``:
-    of its blocks together, of its first and of its last block; null where USES has none; a block
-    that several KV-cache groups have counts as often as in that where it was used most.
-    ``last_use_s``: 0: never. ``below_blocks``, ``below_bytes``: of all that follows it.
-    ``children``: how many follow it, of which ``hidden_children`` are not in ``tree``.
+    all copies. ``chains``: ends of chains that begin with it, at least 1. ``start_tokens``: tokens
+    before it; null where the block before it is not here. ``tokens``: tokens in it. ``uses``: of
+    all its blocks together, ``first_uses`` and ``last_uses``: of its first and its last block; null
+    where USES has none. A block that several KV-cache groups have counts as often as in the group
+    where it was used most. ``last_use_s``: 0 for never. ``below_blocks``, ``below_bytes``: of all
+    that follows it. ``children``: how many follow it directly; ``hidden_children`` of them are not
+    in ``tree``.
     """
 
     key: str
@@ -83,7 +84,7 @@ class PrefixTree:
 
 
 def each_prefix(prefixes: Sequence[Prefix], lead: str | None = None) -> Iterator[tuple[str, Prefix]]:
-    """Yield each prefix before those that follow it, with the lines that lead to it."""
+    """Yield each prefix before those that follow it, with the lines of the tree that lead to it."""
     for prefix in prefixes:
         is_last = prefix is prefixes[-1]
         yield "" if lead is None else f"{lead}{'└─' if is_last else '├─'}", prefix
@@ -91,10 +92,11 @@ def each_prefix(prefixes: Sequence[Prefix], lead: str | None = None) -> Iterator
 
 
 class Forest(NamedTuple):
-    """Nodes, in the order of rows, and of each its parent (NONE: a root), depth, and first row.
+    """Nodes in the order of rows. For each: its parent (NONE for a root), its depth, and its first
+    row.
 
-    ``node_of``: of each row. ``is_whole``: whether the chain begins here, and not behind a block
-    that nobody has.
+    ``node_of``: the node of each row. ``is_whole``: whether the node's chain begins at its root,
+    and not behind a block that nobody has.
     """
 
     node_of: _Ints
@@ -105,7 +107,7 @@ class Forest(NamedTuple):
 
 
 def grow_forest(blocks: HomeColumns) -> Forest:
-    """Return the nodes of a namespace's blocks. Groups of one block size share theirs."""
+    """Return the nodes of a namespace's blocks. Groups of one block size share nodes."""
     first_rows, node_of, above = blocks.identify(blocks.tokens)
     parents = np.full(len(first_rows), NONE, np.int64)
     parents[node_of[above != NONE]] = above[above != NONE]
@@ -134,7 +136,7 @@ def climb(parents: _Ints) -> tuple[_Ints, _Ints]:
 
 
 def fold_up(values: NDArray[Any], parents: _Ints, depths: _Ints, join: Callable[[Any, Any], Any]) -> NDArray[Any]:
-    """Return each value joined with all below it."""
+    """Return each value joined with all values below it."""
     joined, above = values.tolist(), parents.tolist()
     for number in np.argsort(-depths, kind="stable").tolist():
         if above[number] != NONE:
@@ -143,8 +145,9 @@ def fold_up(values: NDArray[Any], parents: _Ints, depths: _Ints, join: Callable[
 
 
 class _Stretches(NamedTuple):
-    """Prefixes, a row each. ``facts``: numbers of ``Prefix``, by their names. ``all_bytes``: with
-    all that follows. ``ranks``: the highest is shown first; none is above that of its parent."""
+    """Prefixes, one row each. ``facts``: numeric fields of ``Prefix``, by their names.
+    ``all_bytes``: with all that follows. ``ranks``: the highest is shown first; none is above that
+    of its parent."""
 
     first_nodes: _Ints
     parents: _Ints
@@ -201,7 +204,7 @@ def find_prefixes(blocks: HomeColumns, most: int, *, shared_only: bool = True) -
 def _sum_copies(blocks: HomeColumns, nodes: _Ints, count: int) -> tuple[_Ints, _Ints, _Ints]:
     """Return bytes, uses and last use of each node, over its copies."""
     node_bytes = np.bincount(nodes, blocks.slot_bytes, count).astype(np.int64)
-    # A request uses the blocks of all groups at once: it counts where most are counted.
+    # A request uses the blocks of all groups at once: the group with the most uses counts.
     of_group, at = np.unique(nodes << _GROUP_BITS | blocks.groups, return_inverse=True)
     group_uses = np.bincount(at, blocks.uses).astype(np.int64)
     node_uses, last_use_s = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -244,15 +247,17 @@ def _fold(blocks: HomeColumns, forest: Forest) -> _Stretches:
         "children": fan,
     }
     own_ranks = used_bytes if blocks.is_known.any() else own_bytes * (chains - 1)
-    # A prefix ranks as high as the best below it, so that it never hides behind what leads to it.
+    # A prefix ranks as high as the best one below it, so that what leads to a prefix never hides
+    # it.
     ranks = fold_up(own_ranks.astype(np.float64), above, depths, max)
     return _Stretches(first_nodes, above, facts, all_bytes, ranks)
 
 
 def _choose(stretches: _Stretches, candidates: NDArray[np.bool_], most: int) -> dict[int, list[int]]:
-    """Return the prefixes to show, by their parents, the best first; below NONE the roots.
+    """Return the prefixes to show, by their parents, the best first; the roots are under NONE.
 
-    The parent of each comes before it in the order, and has two chains at least: it is shown too.
+    The parent of each comes before it in the order, and has at least two chains: so it is shown
+    too.
     """
     depths, _ = climb(stretches.parents.copy())
     order = np.lexsort((np.arange(len(depths)), depths, -stretches.all_bytes, -stretches.ranks))

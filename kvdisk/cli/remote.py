@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a remote store, and whether that is whole: for ``kvdisk inspect`` and ``verify``.
+"""Surveys and verifies a remote store, for ``kvdisk inspect`` and ``kvdisk verify``.
 
-``RemoteSurvey`` and ``RemoteVerdict`` are what ``--json`` prints. Objects are read as engines do,
-through ``Objects``; only the tools list.
+``RemoteSurvey`` and ``RemoteVerdict`` are what ``--json`` prints. Objects are read as engines read
+them, through ``Objects``; only the tools list a bucket.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _POLL_S = 1.0
 logging.getLogger("kvdisk.remote").addHandler(logging.NullHandler())  # the commands say it themselves
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 MOST_SILENT = 3
-"""Batches in a row of which nothing was answered: then no more are asked for."""
+"""Batches in a row without any answer, after which no more are asked for."""
 _WORDS = {
     Result.LATE: "it did not come in time",
     Result.REFUSED: "it was not asked for, as others had failed",
@@ -73,8 +73,8 @@ _WORDS = {
 
 @dataclass
 class RemoteNamespace:
-    """What a namespace has there, of what was listed. ``objects``: a block has one for each rank.
-    Seconds since 1970."""
+    """What was listed of a namespace. ``objects``: a block has one for each rank. Times are seconds
+    since the Unix epoch."""
 
     fingerprint: str
     objects: int = 0
@@ -94,8 +94,8 @@ class RemoteNamespace:
 
 @dataclass
 class RemoteSurvey:
-    """What is in a remote store. ``most_listed``: of a namespace; one that has more is not
-    ``is_whole``."""
+    """What is in a remote store. ``most_listed``: objects that are listed of a namespace at most;
+    one that has more is not ``is_whole``."""
 
     url: str
     namespaces: list[RemoteNamespace]
@@ -114,9 +114,9 @@ class WrongObject:
 
 @dataclass
 class RemoteVerdict:
-    """What was found of so many objects. ``gone``: of those that were listed, before they were
-    read; ``late``: of those that did not come in time, which says nothing of them; ``unread``: of
-    those that were not asked for, or could not be read."""
+    """What was found in a sample of objects. ``gone``: objects that were listed, but gone before
+    they were read. ``late``: objects that did not come in time, which says nothing about them.
+    ``unread``: objects that were not asked for, or could not be read."""
 
     url: str
     seed: int
@@ -131,13 +131,14 @@ class RemoteVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether all was read that is there, and nothing of it is wrong."""
+        """Whether all objects that are there were read, and none is wrong."""
         return not (self.wrong or self.late or self.unread)
 
 
 def remote_config(named: str | None, directories: Sequence[Path] | None = None) -> Config:
-    """Return the configuration that ``--remote`` names, with patience. Raises ConfigError, also
-    where ``directories`` are named beside it, or nothing is."""
+    """Return the configuration that ``--remote`` names, with a deadline of at least
+    _LEAST_DEADLINE_S. Raises ConfigError, also where ``directories`` are named beside it, or
+    nothing is."""
     if named is None or directories:
         raise ConfigError("name the directories of a store, or with --remote a remote store")
     config = check_settings({"remote": named} if "://" in named else read_settings(Path(named)))
@@ -148,7 +149,8 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
 
 @contextmanager
 def listing(config: Config) -> Iterator[S3Bucket]:
-    """Yield a bucket to list. Raises ConfigError where it is none, or fails."""
+    """Yield a bucket to list. Raises ConfigError where the remote store is no bucket, or listing
+    fails."""
     assert config.remote is not None
     if config.remote.partition("://")[0] not in SCHEMES:
         raise ConfigError(f"{config.remote} cannot be listed: that takes a bucket")
@@ -168,7 +170,7 @@ def _fingerprints(bucket: S3Bucket) -> list[str]:
 
 
 def survey_remote(config: Config, most: int = MOST_LISTED) -> RemoteSurvey:
-    """List what is there, at most so many objects. Raises ConfigError."""
+    """List what is there, at most ``most`` objects. Raises ConfigError."""
     with listing(config) as bucket:
         found = [RemoteNamespace(fingerprint) for fingerprint in _fingerprints(bucket)]
         most_pages = max(1, most // PAGE_OBJECTS // max(1, len(found)))
@@ -183,7 +185,8 @@ def survey_remote(config: Config, most: int = MOST_LISTED) -> RemoteSurvey:
 
 
 def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], parts: int) -> set[BlockKey] | None:
-    """Return those blocks of which all parts are there; None where the store does not answer."""
+    """Return those of the blocks whose shards are all there; None where the store does not
+    answer."""
     namespace, found = Namespace(bytes.fromhex(fingerprint), FILE_EPOCH), set(keys)
     with closing(open_remote(config)) as objects:
         blocks = max(1, _BATCH_NAMES // parts)
@@ -201,8 +204,8 @@ def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], pa
 
 
 def _sample(bucket: S3Bucket, count: int, choose: random.Random) -> list[Listed]:
-    """Return so many objects at random: of each namespace from its first page, and where that is
-    full, from pages at random places, as keys are hashes."""
+    """Return so many objects at random: from each namespace's first page, and where that is full,
+    from pages at random places, as keys are hashes."""
     found: set[Listed] = set()
     for fingerprint in _fingerprints(bucket):
         page = next(bucket.pages(_folder(fingerprint)), [])
@@ -215,8 +218,8 @@ def _sample(bucket: S3Bucket, count: int, choose: random.Random) -> list[Listed]
 
 
 def verify_remote(config: Config, count: int, seed: int) -> RemoteVerdict:
-    """Read and check so many objects, at random by ``seed``. Raises ConfigError. Ends early, with
-    what was found, on KeyboardInterrupt."""
+    """Read and check ``count`` objects, chosen at random by ``seed``. Raises ConfigError. Ends
+    early, with what was found, on KeyboardInterrupt."""
     assert config.remote is not None
     verdict, started_s = RemoteVerdict(config.remote, seed), time.monotonic()
     with listing(config) as bucket:
@@ -232,9 +235,9 @@ def verify_remote(config: Config, count: int, seed: int) -> RemoteVerdict:
 
 
 def _read_all(objects: Objects, chosen: Sequence[Listed], seal_bytes: int, verdict: RemoteVerdict) -> None:
-    """Read and judge objects. What is late of many is asked for again, with fewer beside it: alone
-    it may come in time. Waits while the store is left alone, unless nothing is answered any
-    more."""
+    """Read and check objects. Where some of a batch are late, they are asked for again in smaller
+    batches: alone an object may come in time. Waits while the store is left alone, unless nothing
+    is answered any more."""
     waiting, silent = deque(_batches(chosen)), 0
     while waiting:
         some = waiting.popleft()
@@ -291,8 +294,8 @@ def _judge(verdict: RemoteVerdict, one: Listed, body: bytearray, result: Result)
 
 
 def check_object(name: str, body: memoryview) -> WrongObject | None:
-    """Check an object as a load does: its header, whose block must be that of the name, and its
-    checksum."""
+    """Check an object as a load does: its header must name the block of the object's name, and its
+    payload must have the header's checksum. Return what is wrong; None where nothing is."""
     try:
         if len(body) < HEADER_BYTES:
             raise CorruptRecord(f"slot header: {len(body)} bytes are no slot")
@@ -336,7 +339,7 @@ def print_remote_survey(survey: RemoteSurvey, console: Console) -> None:
 
 
 def print_remote_verdict(verdict: RemoteVerdict, console: Console, most: int | None) -> None:
-    """Print what was found."""
+    """Print what was found. ``most``: wrong objects that are listed at most; None for all."""
     lines = make_lines()
     lines.add_row("Remote", Text(verdict.url, "bold cyan"))
     took = f"{size(verdict.read_bytes)} in {verdict.seconds:.1f} s"

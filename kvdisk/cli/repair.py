@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk repair``: rebuilds the index of each damaged store of a stopped engine, from its slots.
+"""``kvdisk repair``: rebuilds the index of each damaged engine store of a stopped engine, from its
+slots.
 
 ``--json`` prints an object with ``json_version`` (3) and ``engine_stores``, a list of ``Repaired``.
 """
@@ -52,9 +53,9 @@ class DroppedSegment:
 class Repaired:
     """How the repair of an engine store ended.
 
-    "healthy": its index is, its blocks were not read. ``why``: null where it was rebuilt, or
-    healthy. The rest is null unless it was rebuilt.
-    ``older_copies``: of the same blocks, left out.
+    "healthy": its index is healthy; its blocks were not read. ``why``: null where it was rebuilt or
+    healthy. The other fields are null unless it was rebuilt. ``older_copies``: older copies of the
+    same blocks, which were left out.
     """
 
     id: str
@@ -130,9 +131,11 @@ def repair(
 
 @contextmanager
 def held_home(store: Store, home_id: str) -> Iterator[Home]:
-    """Own a stopped engine's store to change it; in order afterwards, unless the change failed.
+    """Own a stopped engine's store to change it. It is closed in order afterwards, unless the
+    change failed.
 
-    That is no use of it. Raises as ``Store.hold_home``, and DeviceError.
+    This does not count as a use of the engine store. Raises as ``Store.hold_home``, and
+    DeviceError.
     """
     held = store.hold_home(home_id)
     try:

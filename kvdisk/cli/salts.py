@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk inspect DIR --salts``: what each tenant has in a store, by the digest of its
-``cache_salt``; as JSON it is ``SaltSurvey``.
+``cache_salt``. ``--json`` prints a ``SaltSurvey``.
 
-What is counted is on the drive. Memory of an engine and a remote store do not say whose a block is.
+Only blocks on the drive are counted. The memory of an engine and a remote store do not say whose a
+block is.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from kvdisk.errors import ConfigError
 from kvdisk.salts import SaltDigests, digest_text
 
 FROM_INPUT = "-"
-"""Stands for a salt that comes on standard input, so that no list of processes shows it."""
+"""The argument that stands for a salt on standard input, so that no list of processes shows it."""
 
 
 @dataclass(frozen=True)
 class SaltBlocks:
-    """The blocks of one tenant, of all engine stores together. ``digest``: 16 hex digits; null: of
+    """The blocks of one tenant, in all engine stores together. ``digest``: 16 hex digits; null for
     the blocks that have none. ``tiers``: bytes by tier, as far as a store says. Times are whole
-    seconds since the Unix epoch; null: there is no block, or it was not used since it was
-    stored."""
+    seconds since the Unix epoch; null where there is no block, or where it was not used since it
+    was stored."""
 
     digest: str | None
     blocks: int
@@ -50,8 +51,8 @@ class SaltBlocks:
 
 @dataclass(frozen=True)
 class SaltSurvey:
-    """What ``inspect --salts`` prints. ``salts``: most bytes first. ``without``: blocks without a
-    digest. ``asked``: of the salt that was given with ``--salt``."""
+    """What ``inspect --salts`` prints. ``salts``: most bytes first. ``without``: the blocks without
+    a digest. ``asked``: the blocks of the salt that was given with ``--salt``."""
 
     path: Path
     surveyed_s: int
@@ -62,8 +63,8 @@ class SaltSurvey:
 
 
 def digest_of(store_path: Path, salt: str) -> int:
-    """Return a salt's digest in a store; ``FROM_INPUT``: that on standard input. Raises
-    ConfigError, CorruptRecord, DeviceError."""
+    """Return a salt's digest in a store; ``FROM_INPUT`` stands for the salt on standard input.
+    Raises ConfigError, CorruptRecord, DeviceError."""
     if salt == FROM_INPUT:
         salt = sys.stdin.readline().rstrip("\r\n")
     if not salt:
@@ -120,7 +121,7 @@ def _count(blocks: HomeColumns, rows: NDArray[np.int64], owners: NDArray[np.int6
 
 
 def print_salts(survey: SaltSurvey, console: Console, most: int | None) -> None:
-    """Print a survey, at most so many tenants. ``console`` must not read markup."""
+    """Print a survey, at most ``most`` tenants. ``console`` must not read markup."""
     lines, without = make_lines(), survey.without
     lines.add_row("Store", Text(printable(survey.path), "bold cyan"))
     held = sum(one.bytes for one in survey.salts)

@@ -66,10 +66,10 @@ _DataParallel = Annotated[
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits into a tier. ``tokens``, ``blocks``: of all KV-cache groups.
+    """What fits into a tier. ``tokens``, ``blocks``: in all KV-cache groups.
 
-    ``used_bytes``: payloads of so many tokens, on all ranks; the rest of ``capacity_bytes`` is
-    headers, padding, index, and what no whole segment or block fits into.
+    ``used_bytes``: payloads of so many tokens, on all ranks. The rest of ``capacity_bytes`` is
+    headers, padding, index, and space that is too small for a whole segment or block.
     """
 
     capacity_bytes: int
@@ -81,8 +81,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Writes:
-    """What is written in a day. ``measured_s``: so long a time of a store was looked at; None: the
-    rate was given. ``at_least``: measured, so without blocks that were evicted since.
+    """What is written in a day. ``measured_s``: the time of a store that was looked at; None where
+    the rate was given. ``at_least``: it was measured, so blocks that were evicted since are
+    missing.
     """
 
     bytes_per_day: int
@@ -92,7 +93,8 @@ class Writes:
 
 @dataclass(frozen=True)
 class Endurance:
-    """``bytes``: that all drives take. ``days``: how long they last, where the writes are known."""
+    """How long drives last. ``bytes``: what all drives take. ``days``: how long they last, where
+    the writes are known."""
 
     bytes: int
     days: float | None
@@ -100,8 +102,8 @@ class Endurance:
 
 @dataclass(frozen=True)
 class Link:
-    """To a remote store. ``bits_per_s``: from which on loads bring tokens sooner than the GPU
-    computes them. ``sent_bytes_per_day``: where all that is computed is sent once."""
+    """A link to a remote store. ``bits_per_s``: the rate from which on loads bring tokens sooner
+    than the GPU computes them. ``sent_bytes_per_day``: if all that is computed is sent once."""
 
     prefill_tokens_per_s: float
     bits_per_s: int
@@ -115,10 +117,9 @@ class Answer:
     ``model``: kind, layers, kv_heads and head_elements (of a layer and token; MLA: one head), mla,
     dtype (of the KV), longest_tokens. ``token_bytes``: of one token on all ranks together, in GPU
     and CPU memory; ``_rank``: on one rank, of the largest stage; ``_drive``: on the drive, without
-    headers and padding. ``pipeline``: layers of each stage. ``groups``: KV-cache groups, sizes of
-    blocks on one rank. ``context_tokens``: of a conversation. ``notes``: sentences about what had
-    to be assumed.
-    ``data_parallel``: engines; ``cpu`` and ``nvme`` are of each.
+    headers and padding. ``pipeline``: layers of each stage. ``groups``: KV-cache groups, with the
+    sizes of blocks on one rank. ``context_tokens``: of a conversation. ``notes``: sentences about
+    what had to be assumed. ``data_parallel``: engines; ``cpu`` and ``nvme`` are those of each.
     """
 
     model: Mapping[str, object]
@@ -256,14 +257,14 @@ def _writes(text: str | None) -> Writes | None:
 
 
 def token_bytes(geometry: Geometry, parts: float) -> float:
-    """Return the bytes of KV of one token on so many parts: ranks in memory, parts on the drive;
-    fewer than there are, where some have less than the largest."""
+    """Return the bytes of KV of one token on ``parts`` parts: ranks in memory, shards on the drive.
+    A fraction stands for parts that have less than the largest."""
     return sum(group.payload_bytes / group.tokens_each for group in geometry.groups) * parts
 
 
 def fit_cpu(geometry: Geometry, cpu_bytes: int, context_tokens: int = _CONTEXT_TOKENS, filled: float = 1.0) -> Fit:
-    """Return what fits into the CPU tier, over all ranks. ``filled``: how much of all payloads is
-    KV. Raises ConfigError where nothing does."""
+    """Return what fits into the CPU tier, over all ranks. ``filled``: the share of all payloads
+    that is KV. Raises ConfigError where nothing fits."""
     return _fit(geometry, memory_slots_in(cpu_bytes, geometry), cpu_bytes, geometry.rank_count * filled, context_tokens)
 
 
@@ -274,15 +275,15 @@ def fit_nvme(
     context_tokens: int = _CONTEXT_TOKENS,
     filled: float = 1.0,
 ) -> Fit:
-    """Return what fits into the NVMe tier. ``filled``: how much of all payloads is KV. Raises
-    ConfigError where nothing does."""
+    """Return what fits into the NVMe tier. ``filled``: the share of all payloads that is KV. Raises
+    ConfigError where nothing fits."""
     layout = nvme_layout_in(nvme_bytes, Config().segment_bytes, geometry, drive_count)
     parts = geometry.shard_count * filled
     return _fit(geometry, layout.class_slots(geometry), nvme_bytes, parts, context_tokens)
 
 
 def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: float, context_tokens: int) -> Fit:
-    """Count what has slots. ``slots``: by size class."""
+    """Return what fits into ``slots``, by size class."""
     tokens = geometry.tokens_in(slots)
     blocks = sum(tokens // group.tokens_each for group in geometry.groups)
     used_bytes = round(tokens * token_bytes(geometry, parts))
@@ -291,7 +292,7 @@ def _fit(geometry: Geometry, slots: Sequence[int], capacity_bytes: int, parts: f
 
 def measure_writes(directories: Sequence[Path]) -> Writes:
     """Return what a store's engines wrote in the last 24 hours, or since its first engine store was
-    made: at least, since blocks that were evicted do not count.
+    made. It is a lower bound, since blocks that were evicted do not count.
 
     Raises ConfigError where nothing was written, and as ``list_homes``.
     """

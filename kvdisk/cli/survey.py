@@ -4,12 +4,12 @@
 ``survey_store`` is the one call. It writes nothing, and works on a store in use and on a copy.
 
 The shape of the JSON changes only with ``json_version``. ``*_s`` are whole seconds since the Unix
-epoch. ``null`` is what cannot be known, since a file cannot be read, or is not there (no block, no
-live owner). A block, or a slot, has a part on every rank and counts once; bytes are those of all
-ranks together. Used bytes: of slots that hold blocks, with their headers. Allocated bytes: what the
-file system holds, with index and control files. Fill: used bytes of all engine stores / the caps of
-live engines together, which bound a store. A home is an engine store; the one used last comes
-first.
+epoch. ``null`` is what cannot be known: a file cannot be read, or there is nothing to tell (no
+block, no live owner). A block, or a slot, has a shard on every rank and counts once; bytes are
+those of all ranks together. Used bytes: those of slots that hold blocks, with their headers.
+Allocated bytes: what the file system holds, with index and control files. Fill: the used bytes of
+all engine stores, divided by the caps of all live engines, which bound a store. The engine store
+that was used last comes first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from kvdisk.messages import SegmentSpec
 
 JSON_VERSION = 5
 PREFIXES = 12
-"""How many prefixes a survey looks for in each namespace."""
+"""Prefixes that a survey looks for in each namespace."""
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 30 * 86400)
 AGE_NAMES = ("< 1 min", "1-10 min", "10-60 min", "1-6 h", "6-24 h", "1-7 d", "7-30 d", "> 30 d")
 REUSE_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -61,14 +61,14 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment of an engine store. ``drive``: position among the engine store's drives.
+    """A segment of an engine store. ``drive``: its position among the engine store's drives.
 
-    ``indexed``: the index has a record of it; one that is being made, or that a crash has left, has
-    none yet. ``slot_bytes``: on one rank. ``fill``: used_slots / slots. ``fragmentation``: share of
-    free bytes in runs of less than 2 MiB on a rank, which a larger write goes around; null where
-    nothing is free. ``read_run_blocks``: how many blocks are read at a time, in the mean, where
-    chains are read in order: a block that lies behind its parent is read with it. ``files``: of
-    each rank, with segment, rank, length_bytes, allocated_bytes, drive.
+    ``indexed``: whether the index has a record of it; a segment that is being made, or that a crash
+    has left, has none. ``slot_bytes``: on one rank. ``fill``: used_slots / slots.
+    ``fragmentation``: the share of free bytes in runs of less than 2 MiB on a rank, which a larger
+    write passes over; null where nothing is free. ``read_run_blocks``: how many blocks are read at
+    a time, on average, where chains are read in order: a block behind its parent is read with it.
+    ``files``: one for each rank, with segment, rank, length_bytes, allocated_bytes, drive.
     """
 
     segment: int
@@ -89,7 +89,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Home:
-    """An engine store. ``owner``: "alive" while a process of its engine lives, else "stopped".
+    """An engine store. ``owner``: "alive" while a process of its engine lives, otherwise "stopped".
 
     ``clean``: its last owner closed it in order; false while one lives. ``cap_bytes``: of its last
     owner; it counts while that lives. ``read_run_bytes``: bytes of one rank that are read at a
@@ -133,10 +133,9 @@ class Namespace:
     """All engine stores of one fingerprint, described by the engine that used it last.
 
     A block that two of them hold counts twice. ``unreadable_engine_stores`` are missing from the
-    sums.
-    ``groups``: KV-cache groups, each with group, blocks, block_tokens, payload_bytes and slot_bytes
-    (on one rank), window_tokens. ``epochs``: of the weights (0: as the files have them), each with
-    epoch, blocks.
+    sums. ``groups``: KV-cache groups, each with group, blocks, block_tokens, payload_bytes and
+    slot_bytes (on one rank), window_tokens. ``epochs``: of the weights (0: as in the files), each
+    with epoch, blocks.
     """
 
     fingerprint: str
@@ -177,11 +176,11 @@ class Drive:
 
 @dataclass(frozen=True)
 class Ages:
-    """Blocks of all engine stores by age. Class n is below bound n; the last has no bound.
+    """Blocks of all engine stores by age. Class n is below bound n; the last class has no bound.
 
     ``stored``: by the age of their record. ``used``: by the age of their last use; null where USES
-    has no block. ``never_used``: not since they were stored. ``unknown``: USES does not have them,
-    such as those stored after it was last written.
+    has no block. ``never_used``: blocks that were not used since they were stored. ``unknown``:
+    blocks that USES does not have, such as those stored after it was last written.
     """
 
     bounds_s: tuple[int, ...]
@@ -193,10 +192,11 @@ class Ages:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Blocks of all engine stores by uses. Class n has up to bound n uses; the last has no bound.
+    """Blocks of all engine stores by uses. Class n has up to bound n uses; the last class has no
+    bound.
 
-    A use is a request that came to the block and found it, in a tier or in the GPU's cache; the
-    request that made the block is none.
+    A use is a request that came to the block and found it, in a tier or in the GPU's cache. The
+    request that computed the block is no use.
     """
 
     bounds: tuple[int, ...]
@@ -207,7 +207,7 @@ class Reuse:
 @dataclass(frozen=True)
 class Totals:
     """Sums over all engine stores but ``unreadable_engine_stores``. ``cap_bytes``: of live owners
-    together; null, as ``fill``, where none lives."""
+    together; null, as ``fill`` is, where none lives."""
 
     namespaces: int
     engine_stores: int
@@ -254,15 +254,16 @@ def survey_store(
 ) -> Survey:
     """Return what is in the store in these directories.
 
-    ``prefixes``: the biggest of each namespace, fewer where there would be more than
-    ``prefixes_in_all``; with ``shared_only`` only what several chains have or requests used again.
-    Raises ConfigError where it is no store that this kvdisk and this user can read, CorruptRecord
-    where its STORE file does not decode, StoreLocked, DeviceError.
+    ``prefixes``: how many of the biggest are shown of each namespace, fewer where there would be
+    more than ``prefixes_in_all``. ``shared_only``: only those that several chains have or requests
+    used again. Raises ConfigError where it is no store that this kvdisk and this user can read,
+    CorruptRecord where its STORE file does not decode, StoreLocked, DeviceError.
     """
     path, *further = list_directories(directories)
     for _ in range(_ATTEMPTS):
         found = [(read, survey_home(read)) for read in read_homes([path, *further], guests=True)]
-        # What has got another name, or dropped a segment, meanwhile looks wrong: look again.
+        # An engine store that was renamed, or has dropped a segment, meanwhile looks wrong: look
+        # again.
         there = [each for each in found if each[1].path.exists()]
         if len(there) == len(found) and not any(home.alive and home.problems for _, home in found):
             break
@@ -290,7 +291,7 @@ def survey_store(
 
 
 def _store_file(path: Path, said: Mapping[str, Any]) -> StoreFile:
-    """Return what STORE says; what no engine looks at may be anything."""
+    """Return what STORE says. A field that no engine reads may hold anything."""
     created_s = said.get("created_s")
     is_time = isinstance(created_s, int) and created_s >= 0
     return StoreFile(path, said.get("store_id"), said["format_version"], created_s if is_time else None)
@@ -371,8 +372,8 @@ def _segment(
     begins: NDArray[np.bool_],
     ranks: int,
 ) -> Segment:
-    """Describe a segment. ``used``: slots that hold blocks, ascending; ``begins``: whether a read
-    begins there."""
+    """Describe a segment. ``used``: slots that hold blocks, ascending. ``begins``: whether a read
+    begins at each."""
     slots, blocks = record.slot_count, len(used)
     inside = used < slots
     free = np.diff(np.concatenate(([-1], np.unique(used[inside]), [slots]))) - 1
@@ -418,7 +419,8 @@ def _wrong_records(read: ReadHome, blocks: HomeColumns) -> Iterator[str]:
 
 
 def _wrong_files(read: ReadHome, segments: Iterable[Segment]) -> Iterator[str]:
-    """Open each file that should be there as an engine would, to read."""
+    """Yield a problem for each file that cannot be opened for reading as an engine would open
+    it."""
     record = read.summary.record
     for segment in segments:
         folder = read.folder(segment.drive)
@@ -449,12 +451,13 @@ def fragmentation(segments: Iterable[Segment]) -> float | None:
 
 
 def read_run_blocks(segments: Iterable[Segment]) -> float | None:
-    """Return how many blocks are read at a time, where chains are read; None without blocks."""
+    """Return how many blocks are read at a time on average, where chains are read; None without
+    blocks."""
     return _mean((_reads(each), each.read_run_blocks) for each in segments)
 
 
 def read_run_bytes(segments: Iterable[Segment]) -> int | None:
-    """Return how many bytes of a rank are read at a time, in the mean; None without blocks."""
+    """Return how many bytes of a rank are read at a time on average; None without blocks."""
     mean = _mean((_reads(each), (each.read_run_blocks or 0) * (each.slot_bytes or 0)) for each in segments)
     return None if mean is None else round(mean)
 
@@ -469,12 +472,12 @@ def _mean(weighed: Iterable[tuple[float, float | None]]) -> float | None:
 
 
 def _sum(things: Iterable[object], name: str) -> int:
-    """Return the sum of what is known of one field."""
+    """Return the sum of one field over all things that have a value."""
     return sum(getattr(thing, name) or 0 for thing in things)
 
 
 def _sums(homes: Sequence[Home]) -> dict[str, Any]:
-    """Return what a namespace and the totals both say of engine stores."""
+    """Return the sums over engine stores that both a namespace and the totals have."""
     known = [home for home in homes if home.blocks]
     return {
         "unreadable_engine_stores": sum(not home.index_readable for home in homes),
@@ -577,7 +580,7 @@ def _reuse(homes: Sequence[HomeColumns]) -> Reuse:
 
 
 def _column(tables: Sequence[object], name: str) -> NDArray[np.int64]:
-    """Return one column of all tables."""
+    """Return one column of all tables, one after the other."""
     return np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk top``: a store in use, its engines and drives now, and how fast things are. Reads only.
 
-An engine's rates are the difference of two of its FIGURES. ``Frame`` is what ``--json`` prints; its
-shape changes only with ``json_version``. Bytes are those of all ranks. ``null`` is what is not
-known, or where nothing was asked. Rates (``*_per_s``) are those of the last ``seconds``; 0 where
-the engine is idle. Shares lie between 0 and 1. Times (``*_s``) are seconds, those of moments since
-the Unix epoch.
+An engine's rates are the difference of two readings of its FIGURES. ``Frame`` is what ``--json``
+prints; its shape changes only with ``json_version``. Bytes are those of all ranks. ``null`` is what
+is not known, or where nothing was asked. Rates (``*_per_s``) are those of the last ``seconds``; 0
+where the engine is idle. Shares are between 0 and 1. Times (``*_s``) are seconds, those of moments
+since the Unix epoch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from kvdisk.stats import FAILURES, HARMLESS, JOBS, ROUTES, SOURCES, TIER_WORDS, 
 
 JSON_VERSION = 3
 STALE_S = 3.0
-"""After so long without new figures an engine is idle: it writes them when they change."""
+"""Seconds without new figures after which an engine is idle: it writes them when they change."""
 HISTORY = 12
 LOCK_WAIT_S = 2.0
 NVME = Tier.NVME.name.lower()
@@ -78,11 +78,10 @@ PROBLEMS_SHOWN = 5
 MISSES_SHOWN = 2
 _BAR_LETTERS = 8
 _ROW_LETTERS, _STATE_LETTERS = 49, 16
-"""Of a row without its model and state, and of a state."""
+"""Letters of a row without its model and state, and of a state."""
 FETCH, SEND = (f"{Tier.REMOTE.label}_to_{Tier.CPU.label}", f"{Tier.CPU.label}_to_{Tier.REMOTE.label}")
 FLOWS = tuple(route for route in ROUTES if route not in {*READS, *WRITES, FETCH, SEND})
-"""Routes by what they do to NVMe: read it, write it, or leave it alone; those of the remote
-store."""
+"""Routes that neither read nor write NVMe, and are not those of the remote store."""
 _WAITING = {
     "backlog_blocks": "blocks to write",
     "uncommitted_changes": "changes to commit",
@@ -93,7 +92,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class TierFigures:
-    """A tier. ``hit_rate``: since the start; ``hit_rate_now``: of the last ``seconds``."""
+    """A tier. ``hit_rate``: since the start. ``hit_rate_now``: in the last ``seconds``."""
 
     used_bytes: int
     capacity_bytes: int
@@ -116,16 +115,17 @@ class RemoteFigures:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine store in use. ``figures_s``: when its figures were true; null: none yet.
+    """An engine store in use. ``figures_s``: when its figures were true; null where there are none
+    yet.
 
     ``reset_s``: when it last began to serve nothing that was stored before. ``problem``: why its
-    figures cannot be read. ``seconds``: over which its rates are. ``tiers``:
-    by name, such as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as
-    "gpu_to_cpu". ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md
-    ``backlog_blocks``, ``uncommitted_changes``, ``limbo_blocks`` and ``write_budget_bytes`` (null:
-    writes have no such bound). ``failures``: by kind, since its start, without those that are 0;
-    ``harmless``: those of which a healthy machine has some, too. ``reads``, ``writes``: bytes a
-    second from and to NVMe over the last looks, the newest last.
+    figures cannot be read. ``seconds``: the time over which its rates are. ``tiers``: by name, such
+    as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as "gpu_to_cpu".
+    ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md ``backlog_blocks``,
+    ``uncommitted_changes``, ``limbo_blocks`` and ``write_budget_bytes`` (null: writes have no such
+    bound). ``failures``: by kind, since its start, without those that are 0. ``harmless``: failures
+    that a healthy machine has too. ``reads``, ``writes``: bytes per second from and to NVMe at the
+    last looks, the newest last.
     """
 
     engine_store: str
@@ -150,13 +150,14 @@ class Engine:
     writes: tuple[float, ...] = ()
 
     def flow(self, routes: Iterable[str]) -> float | None:
-        """Return what moves on these routes, in bytes a second."""
+        """Return the bytes per second on these routes; None where they are not known."""
         return None if self.bytes_per_s is None else sum(self.bytes_per_s[route] for route in routes)
 
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory of the store. ``quarantined``: by how many engines."""
+    """A directory of the store. ``quarantined``: the number of engines that have it in
+    quarantine."""
 
     path: str
     engines: int
@@ -179,8 +180,8 @@ class StoppedEngine:
 @dataclass(frozen=True)
 class Totals:
     """Sums over all engines. ``lookup_tokens`` (asked of the tiers), ``hit_rate`` (of these),
-    ``saved_seconds``, ``misses`` (requests, by reason, see docs/METRICS.md): since their starts.
-    Rates: from and to NVMe."""
+    ``saved_seconds``, ``misses`` (requests, by reason, see docs/METRICS.md): since the engines'
+    starts. Rates: from and to NVMe."""
 
     engines: int
     stopped: int
@@ -249,7 +250,8 @@ def top(
 
 
 def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float) -> None:
-    """Show frames until q or KeyboardInterrupt. A look that fails is noted in the frame before."""
+    """Show frames until q or KeyboardInterrupt. A look that fails is noted in the frame before
+    it."""
     note = ""
     with (
         _keyboard() as typed_q,
@@ -267,7 +269,8 @@ def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float)
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], bool]]:
-    """Yield a call that waits so many seconds, or until q is typed, and says whether it was."""
+    """Yield a function that waits so many seconds, or until q is typed, and returns whether it
+    was."""
     fd = sys.stdin.fileno() if sys.stdin.isatty() else None
 
     def typed_q(seconds: float) -> bool:
@@ -296,7 +299,7 @@ def _keyboard() -> Iterator[Callable[[float], bool]]:
 
 
 def _counted(figures: TelemetryRecord) -> Counter[str]:
-    """Return all that only rises: counters by series, bytes by route, and by drive."""
+    """Return all that only rises: counters by series, bytes by route, and bytes by drive."""
     counted = Counter(figures.totals)
     for route in ROUTES:
         counted[route] = int(figures.sums.get(f"transfer_bytes.{route}", (0, 0.0))[1])
@@ -315,8 +318,8 @@ def hit_rate(counts: Mapping[str, float], tier: str) -> float | None:
 class _Watched:
     """An engine over time. ``last``: the figures read last.
 
-    ``per_s``: how fast each of ``_counted`` rose in the ``seconds`` before them; None: not known
-    yet. What fell was damaged, and counts as no rise.
+    ``per_s``: how fast each of ``_counted`` rose in the ``seconds`` before them; None where that is
+    not known yet. A value that fell was damaged, and counts as no rise.
     """
 
     def __init__(self, first: TelemetryRecord) -> None:
@@ -339,11 +342,12 @@ class _Watched:
                 history.append(rate)
 
     def rate(self, *series: str) -> float | None:
-        """Return what these rose by in a second, together; None: not known yet."""
+        """Return what these series rose by in a second, together; None where that is not known
+        yet."""
         return None if self.per_s is None else sum(self.per_s.get(one, 0.0) for one in series)
 
     def tier(self, name: str) -> TierFigures | None:
-        """Return a tier; None where the engine does not have it."""
+        """Return a tier's figures; None where the engine does not have the tier."""
         gauges, capacity_bytes = self.last.gauges, self.last.gauges.get(f"capacity_bytes.{name}")
         if not capacity_bytes:
             return None
@@ -356,7 +360,7 @@ class _Watched:
         )
 
     def remote(self) -> RemoteFigures | None:
-        """Return what there is of a remote store; None where the engine has none."""
+        """Return the remote store's figures; None where the engine has none."""
         totals, paused = self.last.totals, self.last.gauges.get("remote_paused")
         if paused is None:
             return None
@@ -365,7 +369,7 @@ class _Watched:
 
 
 class TopReader:
-    """Reads a store again and again. ``clock``: seconds since the Unix epoch."""
+    """Reads a store again and again. ``clock``: returns seconds since the Unix epoch."""
 
     def __init__(self, directories: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
         self._directories = list_directories(list(directories))
@@ -465,8 +469,8 @@ class TopReader:
 
 
 def _drive(path: str, users: Sequence[tuple[_Watched, DriveTelemetry]]) -> Drive:
-    """Return a drive with the sums of the engines that use it. Rates: of the engines whose rates
-    are known."""
+    """Return a drive with the sums over the engines that use it. Its rates are those of the engines
+    whose rates are known."""
     return Drive(
         path,
         engines=len(users),
@@ -493,11 +497,12 @@ def _model_of(owner: HomeOwner) -> str | None:
 
 
 def draw(frame: Frame, width: int, note: str = "", height: int | None = None) -> RenderableType:
-    """Return a frame. ``width``, ``height``: of the terminal; None: it scrolls. ``note``: about the
-    reading itself.
+    """Return a frame to print. ``width``, ``height``: of the terminal; ``height`` None: it scrolls.
+    ``note``: about the reading itself.
 
-    Drives come first, then a box for each engine; where the boxes do not fit, a row each, and where
-    the rows do not, how many more there are. Failures come first then.
+    Drives come first, then a box for each engine. Where the boxes do not fit, each engine has a
+    row; where the rows do not fit, the engines with failures come first, and a line says how many
+    more there are.
     """
     above: list[RenderableType] = [_head(frame)]
     if note:
@@ -521,7 +526,7 @@ def draw(frame: Frame, width: int, note: str = "", height: int | None = None) ->
 
 
 def _rows(engines: Sequence[Engine], width: int, room: int) -> RenderableType:
-    """Return a table with a row for each engine, in so many lines."""
+    """Return a table with a row for each engine, in ``room`` lines."""
     most = max(1, room - 3)  # beside title, header and rule
     shown = list(engines)
     if len(engines) > most:
@@ -555,7 +560,7 @@ def _state(engine: Engine) -> Text:
 
 
 def _listed(lines: Sequence[Text], most: int) -> list[Text]:
-    """Return the first lines, and how many more there are."""
+    """Return the first lines, and a line that says how many more there are."""
     more = [Text(f"  … and {len(lines) - most} more", "dim")] if len(lines) > most else []
     return [*lines[:most], *more]
 
@@ -617,7 +622,7 @@ def _stopped(frame: Frame) -> list[Text]:
 
 
 def _engine(engine: Engine, now_s: float) -> RenderableType:
-    """Return an engine's box. Its lines go on in the next one where the terminal is narrow."""
+    """Return an engine's box. A line of it goes on in the next where the terminal is narrow."""
     title = Text.assemble(
         ("● ", "dim" if engine.idle else "green"),
         (engine.engine_store[:ID_LETTERS], "cyan"),
@@ -684,7 +689,7 @@ def _waiting(waiting: Mapping[str, Any]) -> Text:
 
 
 def _failures(engine: Engine) -> list[Text]:
-    """Return what has failed, and dim what a healthy machine has of it, too."""
+    """Return what has failed, and dimmed the failures that a healthy machine has too."""
     lines = []
     if engine.failures:
         lines.append(Text.assemble(("failures  ", "bold red"), (_failed(engine.failures), "red")))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk verify``: reads the slots that a store's indexes name, and checks them as a load does.
 
-It writes nothing. On a store in use blocks are evicted while it is read, and others take their
-slots. So what does not match is wrong only where the slot, read again at the end, does not match
-either (its block may have left and come back), and the index then still has the same record; and
-so once more.
+It writes nothing. In a store in use blocks are evicted while it is read, and others take their
+slots. So a slot that does not match is wrong only where it does not match either when it is read
+again at the end (its block may have left and come back), and the index then still has the same
+record; and all this twice.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ SHOWN = 20
 THREADS_PER_DRIVE = 4
 MOST_THREADS = 16
 PART_BYTES = 64 << 20
-"""What one thread reads of a file before progress is shown, and before Ctrl-C is heard."""
+"""Bytes that one thread reads of a file before progress is shown, and before Ctrl-C is noticed."""
 _ROUNDS = 3
 _LOOKS = 2
-"""Times that slots which do not match, and then the index, are read again. A block may come back
+"""How often slots that do not match, and then the index, are read again. A block may come back
 between the two, but hardly each time."""
 
 Watch = Callable[[int, int], None]
-"""Called with the bytes that have been read, and those that are to be read in all."""
+"""A function that is called with the bytes that were read, and the bytes to read in all."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with a slot, or with a file, of whose slots ``slots`` hold blocks.
+    """Something wrong with a slot, or with a file in which ``slots`` slots hold blocks.
 
     ``check``: what failed first, as in ``WrongSlot``; "file" where nothing of the file can be used,
-    and what is about one slot is null then. ``path``: null where the drive was not named.
+    and then the fields about one slot are null. ``path``: null where the drive was not named.
     ``drive``: position among those of its engine store. ``what``: in words. ``offset_bytes``: of
     the slot in the file.
     """
@@ -106,12 +106,12 @@ class Finding:
 
 @dataclass
 class HomeVerdict:
-    """What was found of an engine store. ``blocks``: in its index, null where that cannot be read.
+    """What was found in an engine store. ``blocks``: in its index; null where that cannot be read.
 
     ``slots``, ``read_bytes``: what was looked at; a block has a slot on every rank.
-    ``changed_slots``: their blocks were evicted meanwhile, as in a store in use. ``gone``: taken
-    over or deleted meanwhile. ``problems``: of the whole, sentences. ``notes``: worth
-    knowing, and not wrong.
+    ``changed_slots``: slots whose blocks were evicted meanwhile, as in a store in use. ``gone``:
+    taken over or deleted meanwhile. ``problems``: sentences about the whole engine store.
+    ``notes``: sentences that are worth knowing, but name no fault.
     """
 
     id: str
@@ -128,9 +128,10 @@ class HomeVerdict:
 
 @dataclass
 class Verdict:
-    """What was found of a store. ``sample_percent``: of each engine store's blocks, by ``seed``.
+    """What was found in a store. ``sample_percent``: of each engine store's blocks, chosen by
+    ``seed``.
 
-    ``stopped``: broken off; the rest is what was found until then.
+    ``stopped``: it was broken off; the rest is what was found until then.
     """
 
     path: Path
@@ -218,7 +219,7 @@ def _verify_remote(
     as_json: bool,
     most: int | None,
 ) -> NoReturn:
-    """Verify objects of a remote store, say what was found, and end the command."""
+    """Verify objects of a remote store, print what was found, and end the command."""
     count = SAMPLE if sample is None else int(sample) if sample.isdecimal() else 0
     with opening([]):
         config = remote_config(remote, directories)
@@ -252,8 +253,8 @@ def verify_store(
     seed: int = 0,
     watch: Watch = lambda _done, _total: None,
 ) -> Verdict:
-    """Read and check. ``percent``: of each engine store's blocks, at random by ``seed``, at least
-    one.
+    """Read and check a store. ``percent``: the part of each engine store's blocks to read, chosen
+    at random by ``seed``, at least one block.
 
     Ends early, with what was found, on KeyboardInterrupt. Raises as ``list_homes``.
     """
@@ -296,12 +297,12 @@ def verify_store(
 
 
 class HomeCheck:
-    """An engine store while it is verified. ``mine``: what was found of it."""
+    """An engine store while it is verified. ``mine``: what was found in it."""
 
     def __init__(self, home: ReadHome, boot_id: str) -> None:
         self._home = home
         self._suspects: defaultdict[Finding, list[int]] = defaultdict(list)
-        """What does not match, and the rows of the blocks that it is about."""
+        """What does not match, with the rows of the blocks that it is about."""
         self._slots_to_read_again: dict[Finding, Part] = {}
         summary, record = home.summary, home.summary.record
         self.mine = HomeVerdict(summary.id, "alive" if summary.alive else "stopped")
@@ -319,8 +320,8 @@ class HomeCheck:
                 (self.mine.problems if record.index_sum else self.mine.notes).append(why)
 
     def parts(self, percent: float | None, generator: random.Random) -> Iterator[Part]:
-        """Yield the parts of each file, with so many of the blocks, at least one. A file without
-        blocks is opened too."""
+        """Yield the parts of each file, with ``percent`` of the blocks, at least one. A file
+        without blocks is opened too."""
         home, record = self._home, self._home.summary.record
         if self.mine.blocks is None or record is None:
             return
@@ -348,7 +349,7 @@ class HomeCheck:
                     yield Part(home, shape, segment, rank, here[start : start + most])
 
     def take(self, part: Part, read: PartRead) -> None:
-        """Note what a part's slots are like."""
+        """Take note of what was read of a part."""
         segment, mine = part.segment, self.mine
         where = (mine.id, segment.drive, segment.segment, part.rank, part.path)
         mine.slots += len(part.rows)
@@ -365,7 +366,8 @@ class HomeCheck:
                 self._slots_to_read_again[finding] = part._replace(rows=[row_of[slot.number]])
 
     def judge(self, verdict: Verdict) -> None:
-        """Add what did not match, and does not now, though its block is still where it was.
+        """Add to the verdict what did not match and still does not, though its block is still where
+        it was.
 
         An index that cannot be read again, or only after Ctrl-C, clears nothing.
         """
@@ -393,7 +395,7 @@ class HomeCheck:
                     self._keep(finding, [])
 
     def _clear(self, index: IndexContent) -> None:
-        """Clear the slots of blocks that are, by now, elsewhere or nowhere."""
+        """Clear the slots of blocks that are elsewhere or nowhere by now."""
         records, now = self._home.records, Records(index.blocks)
         keys = {records.columns.keys[row] for rows in self._suspects.values() for row in rows}
         there = {now[row][:4] for row, key in enumerate(now.columns.keys) if key in keys}
@@ -402,7 +404,7 @@ class HomeCheck:
             self._keep(finding, rows if unclear else [row for row in rows if records[row][:4] in there])
 
     def _keep(self, finding: Finding, rows: list[int]) -> None:
-        """Suspect a finding of these of its rows only."""
+        """Keep only these of a finding's rows under suspicion."""
         changed_slots = len(self._suspects[finding]) - len(rows)
         self.mine.changed_slots += changed_slots
         self._suspects[finding] = rows
@@ -464,7 +466,7 @@ class Part(NamedTuple):
 
     @property
     def folder(self) -> DriveFolder | None:
-        """What the engine store has on its drive; None where the directory was not named."""
+        """The engine store's part on the drive; None where the directory was not named."""
         return self.home.folder(self.segment.drive)
 
     @property
@@ -474,14 +476,14 @@ class Part(NamedTuple):
 
 
 class PartRead(NamedTuple):
-    """What a part's slots are like. ``failed``: why the file is of no use."""
+    """What was read of a part: the slots that are wrong. ``failed``: why the file is of no use."""
 
     wrong: Sequence[WrongSlot] = ()
     failed: str | None = None
 
 
 def read_parts(parts: Sequence[Part]) -> Generator[tuple[Part, PartRead]]:
-    """Read parts on threads, for so many drives as there are."""
+    """Read parts on threads, of which each drive has THREADS_PER_DRIVE."""
     drives = {part.folder.path.parent for part in parts if part.folder}
     threads = min(MOST_THREADS, THREADS_PER_DRIVE * max(1, len(drives)))
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kvdisk-verify")

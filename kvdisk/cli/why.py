@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvdisk why``: how far a prompt would hit in a store, where the hit ends, and why.
 
-``Answer`` is what ``--json`` prints. Of an engine with a drafter the hit can be a block shorter:
+``Answer`` is what ``--json`` prints. In an engine with a drafter the hit can be a block shorter:
 HOME does not say which groups leave the last block out.
 """
 
@@ -63,7 +63,7 @@ from kvdisk.manager.catalog import ABSENT, READY
 from kvdisk.manager.prefix_match import Lookups
 
 NONE_HASH_SEED = "vllm-none-hash"
-"""vLLM: what the hash before the first block is made of, unless PYTHONHASHSEED is set."""
+"""vLLM: the seed of the hash before the first block, unless PYTHONHASHSEED is set."""
 _FIELDS_SHOWN = 3
 
 
@@ -71,9 +71,9 @@ _FIELDS_SHOWN = 3
 class Found:
     """What one namespace has of the prompt. ``hit_tokens``: what an engine would load.
 
-    ``differs``: of each field of the fingerprint that differs from the namespace that was asked
-    about, its value there and here, as JSON text or a digest of it; null where HOME of one does not
-    say its fields.
+    ``differs``: for each field of the fingerprint that differs from the namespace that was asked
+    about, its value there and here, as JSON text or a digest of it; null where HOME of one of the
+    two does not list its fields.
     """
 
     fingerprint: str
@@ -86,8 +86,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Reset:
-    """An engine that runs and serves nothing that was stored before ``reset_s``. ``hit_tokens``:
-    what it would load of the prompt."""
+    """A running engine that serves nothing that was stored before ``reset_s``. ``hit_tokens``: what
+    it would load of the prompt."""
 
     engine_store: str
     reset_s: float | None
@@ -96,7 +96,8 @@ class Reset:
 
 @dataclass(frozen=True)
 class FoundFar:
-    """``hit_tokens``: with what a remote store has, of all ranks; null: it did not answer."""
+    """What a remote store adds. ``hit_tokens``: the hit with what the remote store has, of all
+    ranks; null where it did not answer."""
 
     url: str
     hit_tokens: int | None
@@ -104,12 +105,12 @@ class FoundFar:
 
 @dataclass(frozen=True)
 class Answer:
-    """``found``: in the namespace that was asked about. ``ends``: why the hit ends there.
-    ``remote``: null where none was named.
+    """The answer. ``found``: in the namespace that was asked about. ``ends``: why the hit ends
+    there. ``remote``: null where none was named.
 
     ``elsewhere``: namespaces that have more of the prompt. ``problems``: sentences. ``resets``:
-    engines of the namespace that were reset; where all that run were, ``found`` is what the best of
-    them has.
+    engines of the namespace that were reset; where all running ones were, ``found`` is what the
+    best of them has.
     """
 
     prompt_tokens: int
@@ -165,7 +166,7 @@ def why(
 
 
 def _token_ids(tokens: Path | None, prompt: Path | None, tokenizer: Path | None) -> list[int]:
-    """Read the prompt. Raises ConfigError."""
+    """Read the prompt's token ids. Raises ConfigError."""
     if (tokens is None) == (prompt is None) or (prompt is None) != (tokenizer is None):
         raise ConfigError("name the prompt: --tokens FILE, or --prompt FILE with --tokenizer PATH")
     file = tokens or prompt
@@ -207,10 +208,11 @@ def _tokenize(text: str, path: Path) -> list[int]:
 def chain_hashes(
     tokens: Sequence[int], hash_tokens: int, algorithm: str, seed: str | None, salt: str | None = None
 ) -> list[bytes]:
-    """Return the hash of each full block of ``hash_tokens`` as vLLM makes it, with all before it.
+    """Return the hash of each full block of ``hash_tokens`` as vLLM makes it, which covers all
+    blocks before it.
 
-    ``algorithm``: sha256 or sha256_cbor. ``seed``: PYTHONHASHSEED of the engine, None where unset.
-    ``salt``: the request's cache_salt, which the first block's hash has.
+    ``algorithm``: sha256 or sha256_cbor. ``seed``: PYTHONHASHSEED of the engine; None where it is
+    unset. ``salt``: the request's cache_salt, which goes into the first block's hash.
     """
     encode, hashes = ENCODINGS[algorithm], []
     parent = hashlib.sha256(encode(NONE_HASH_SEED if seed is None else seed)).digest()
@@ -223,8 +225,8 @@ def chain_hashes(
 
 
 def _cbor(value: Any) -> bytes:
-    """Return canonical CBOR (RFC 8949, 4.2.1) of None, text, bytes, numbers from 0 on, and
-    tuples."""
+    """Return canonical CBOR (RFC 8949, 4.2.1) of None, text, bytes, numbers that are not negative,
+    and tuples."""
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
@@ -250,8 +252,8 @@ ENCODINGS: dict[str, Callable[[Any], bytes]] = {"sha256": partial(pickle.dumps, 
 
 
 class _Searched:
-    """A prompt in one namespace. ``keys``: by KV-cache group. ``epochs``: of its blocks on the
-    drive. ``resets``: the engines that serve an epoch of their own."""
+    """A prompt in one namespace. ``keys``: of the prompt's blocks, by KV-cache group. ``epochs``:
+    of those that are on the drive. ``resets``: the engines that serve an epoch of their own."""
 
     def __init__(self, namespace: ReadNamespace, tokens: Sequence[int], salt: str | None) -> None:
         assert namespace.record is not None
@@ -278,7 +280,7 @@ class _Searched:
         self.hit_tokens = self._hit(self._epoch)
 
     def _hit(self, epoch: int) -> int:
-        """Return the tokens that would hit of what was stored in an epoch."""
+        """Return the tokens that would hit, of what was stored in an epoch."""
 
         def presences(keys: Sequence[BlockKey]) -> bytes:
             return bytes(READY if epoch in self.epochs.get(key, ()) else ABSENT for key in keys)
@@ -286,12 +288,12 @@ class _Searched:
         return Lookups().find(presences, self.geometry, self.keys, 0, self._last).ready
 
     def has(self, key: BlockKey) -> bool:
-        """Whether a block is served."""
+        """Return whether a block is served."""
         return self._epoch in self.epochs.get(key, ())
 
     @property
     def serves_nothing_old(self) -> bool:
-        """Whether all engines that run were reset."""
+        """Whether all running engines were reset."""
         return self._epoch != FILE_EPOCH
 
     @property
@@ -301,14 +303,14 @@ class _Searched:
 
     @property
     def shard_count(self) -> int:
-        """How many parts a block has. Raises ConfigError."""
+        """Shards of a block. Raises ConfigError."""
         ranks: Any = described_geometry(self.namespace.record).get("ranks")
         if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
             raise ConfigError(f"HOME of namespace {self.namespace.id[:ID_LETTERS]} does not say how many ranks it has")
         return ranks
 
     def hit_with(self, others: Collection[BlockKey], tokens: int) -> int:
-        """Return the tokens that would hit if these blocks were here too."""
+        """Return the tokens that would hit if the blocks of ``others`` were here too."""
 
         def presences(keys: Sequence[BlockKey]) -> bytes:
             return bytes(READY if key in others or self.has(key) else ABSENT for key in keys)
@@ -317,7 +319,7 @@ class _Searched:
 
     @property
     def main(self) -> GroupGeometry:
-        """The first group with full attention; where none has it, the first."""
+        """The first group with full attention; where none has it, the first group."""
         return next((group for group in self.geometry.groups if group.reads_all), self.geometry.groups[0])
 
     def followers(self, position: int) -> int:
@@ -330,7 +332,7 @@ class _Searched:
         return len({key for key, above, shared in rows if shared and above == parent})
 
     def found(self, asked: _Searched | None = None) -> Found:
-        """Describe it, beside the namespace that was asked about."""
+        """Describe this namespace, compared with the one that was asked about."""
         differs = None
         if isinstance(self.facts, dict) and asked is not None and isinstance(asked.facts, dict):
             here, there = self.facts, asked.facts
@@ -364,7 +366,8 @@ def _tokens(group: dict[str, Any], name: str) -> int | None:
 
 
 def _hash_of(facts: object) -> tuple[str, str | None]:
-    """Return algorithm and seed; vLLM's defaults where HOME does not say, as an older kvdisk."""
+    """Return the hash algorithm and its seed; vLLM's defaults where HOME does not say, as with an
+    older kvdisk."""
     found: Any = None
     with suppress(AttributeError, TypeError, ValueError):
         found = json.loads(facts.get("hash"))  # type: ignore[attr-defined]
@@ -379,8 +382,9 @@ def explain(
     salt: str | None = None,
     remote: Config | None = None,
 ) -> Answer:
-    """Look for a prompt in a store. ``wanted``: as ``find_namespace``; None: the namespace in use,
-    or that was used last. ``remote``: of the remote store to ask as well.
+    """Look for a prompt in a store. ``wanted``: as ``find_namespace`` takes it; None: the namespace
+    in use, or the one that was used last. ``remote``: the configuration of a remote store to ask
+    too.
 
     Raises ConfigError, and as ``list_homes``.
     """
@@ -406,7 +410,7 @@ def explain(
 
 
 def _served(home_path: Path) -> tuple[int, float | None]:
-    """Return the epoch that a running engine serves, and since when; the files' where it does not
+    """Return the epoch that a running engine serves, and since when; FILE_EPOCH where it does not
     say."""
     with suppress(CorruptRecord, OSError):
         if (figures := read_telemetry(home_path)) is not None:
@@ -420,7 +424,7 @@ def _recency(namespace: ReadNamespace) -> tuple[bool, int]:
 
 
 def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:
-    """Say why the hit is no longer."""
+    """Say why the hit is not longer."""
     hit, step = asked.hit_tokens, asked.geometry.alignment_tokens
     if len(tokens) <= step:
         return f"the prompt is too short: a hit is of whole blocks of {step} tokens, and its last token is computed"
@@ -440,7 +444,7 @@ def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:
 
 
 def _of_another_epoch(asked: _Searched, key: BlockKey, where: str) -> str | None:
-    """Say of a block that is here, and not served, why; None: it is not here."""
+    """Say why a block that is here is not served; None where it is not here."""
     if asked.serves_nothing_old and FILE_EPOCH in asked.epochs.get(key, ()):
         ago = duration(max(0.0, time.time() - max(reset.reset_s or 0.0 for reset in asked.resets)))
         return f"{where} were stored before the engine was reset, {ago} ago: only the next start serves them again"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to vLLM. ``KVDiskConnector`` is loaded when it is asked for, so that importing this
-package is cheap.
+"""The door to vLLM. ``KVDiskConnector`` is loaded on first use, so that importing this package is
+cheap.
 
 ``drain`` and ``counters`` are for engines in the caller's process
 (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): tests, the demo, notebooks. There nothing steps the engine
@@ -19,7 +19,7 @@ __all__ = ["KVDiskConnector", "counters", "drain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the connector on first use, and judge the settings of an engine that looks it up."""
+    """Load the connector on first use, and check the settings of an engine that looks it up."""
     if name == "KVDiskConnector":
         from kvdisk.connector.adapter import config_being_built, transfer_looked_up
         from kvdisk.connector.connector import KVDiskConnector, refuse_early
@@ -32,8 +32,8 @@ def __getattr__(name: str) -> Any:
 
 
 def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
-    """Step the engine until no transfer is out and every record is committed; False when the time
-    ran out.
+    """Step the engine until no transfer is under way and every record is committed. Return False
+    when the time ran out.
 
     Call it between ``generate`` calls, from the thread that calls them.
     """
@@ -47,8 +47,8 @@ def drain(llm: LLM, timeout_s: float = 60.0) -> bool:
 
 
 def counters(llm: LLM) -> dict[str, int]:
-    """Return the totals of kvdisk's counters since the engine started, by series, see
-    ``kvdisk.stats``."""
+    """Return the totals of kvdisk's counters since the engine started, by series (see
+    ``kvdisk.stats``)."""
     return dict(_connector_of(llm).counters())
 
 

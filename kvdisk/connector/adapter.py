@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvdisk knows of vLLM's insides, and what differs between the versions it supports.
+"""What kvdisk uses of vLLM's insides, and the differences between the versions that it supports.
 
-vLLM's connector API calls itself experimental. Here are its KV-cache specifications, its block
-pool, its tensors, and its hooks. The other files of this folder take fields of what a hook is given
-(configurations, requests, outputs), and the classes of events, metrics and the plugin. What other
-modules assume of vLLM is marked there: docs/TESTING.md, "Another vLLM".
+vLLM calls its connector API experimental. This module has all that depends on vLLM's KV-cache
+specifications, its block pool, its tensors and its hooks. The other modules of this folder only
+read fields of what a hook is given (configurations, requests, outputs), and use the classes of
+events, metrics and the plugin. What other modules assume about vLLM is marked there:
+docs/TESTING.md, "Another vLLM".
 """
 
 from __future__ import annotations
@@ -70,22 +71,22 @@ if TYPE_CHECKING:
     from kvdisk.config import Config
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
-"""0.32 is what the tests run on; 0.33 adds the hooks of sleep mode and keeps no reference count on
-null blocks."""
+"""The (major, minor) versions of vLLM. The tests run on 0.32; 0.33 adds the hooks of sleep mode,
+and keeps no reference count on null blocks."""
 
 _SLEEP_HOOKS = (0, 33)
 """The first version that calls the connector before it unmaps the KV cache, and after."""
 
 SUPPORTED_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "mtp"})
-"""Those with layers of their own have them in KV-cache groups that vLLM marks, or among the model's
-own."""
+"""The methods of speculative decoding. Drafters with layers of their own have them in KV-cache
+groups that vLLM marks, or among the model's own."""
 
 LAYERLESS_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 class VllmTier(NamedTuple):
-    """What vLLM calls a tier: where hits come from, and, of those whose changes are published, the
-    medium in KV-cache events."""
+    """vLLM's names for a tier. ``hit_source``: where hits come from. ``medium``: the medium in
+    KV-cache events, for tiers whose changes are published."""
 
     hit_source: CacheHitSource
     medium: str | None = None
@@ -99,8 +100,7 @@ _VLLM_TIERS: Mapping[Medium, VllmTier] = {
 VLLM_TIERS: Mapping[Tier, VllmTier] = {tier: _VLLM_TIERS[tier.medium] for tier in HIT_TIERS}
 
 _Reach = tuple[int | None, int | None]
-"""The window and the chunk that a kind of layers reads in, in tokens, each None where there is
-none."""
+"""The window and the chunk that a kind of layers reads in, in tokens; None where there is none."""
 
 
 def _all(_spec: KVCacheSpec) -> _Reach:
@@ -121,49 +121,55 @@ _REACHES: dict[type[KVCacheSpec], Callable[[Any], _Reach]] = {
     ChunkedLocalAttentionSpec: lambda spec: (None, spec.attention_chunk_size),
     MambaSpec: lambda _spec: (2, None),
 }
-"""The kinds that are supported. Exact classes: a subclass may keep its KV in another way."""
+"""The kinds of KV-cache specification that are supported. Exact classes: a subclass may keep its KV
+in another way."""
 
 _PLAIN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TOKEN_MAJOR = ("LBNHC", "BLNHC")
-"""The layouts in which all heads of a token lie together, whatever blocks the kernels take."""
+"""The layouts in which all heads of a token are together, whatever blocks the kernels take."""
 
 _WHOLE_BLOCKS = (16, 32, 64)
-"""Tokens of blocks that no attention kernel for CUDA takes in pieces, if all layers are alike."""
+"""Block sizes in tokens that no attention kernel for CUDA takes in pieces, if all layers are
+alike."""
 _UNQUANTISED = ("auto", "float16", "bfloat16")
 _OTHER_LAYERS = ("sliding_window", "global_head_dim", "attention_chunk_size")
-"""Fields of a model's configuration that mean layers of another kind, or may."""
+"""Fields of a model's configuration that mean, or may mean, layers of another kind."""
 
 _LAYERS_WITHOUT = ("block_configs", "num_kv_shared_layers", "index_topk", "hybrid_layer_pattern")
-"""Fields that mean layers without KV of their own, or with another."""
+"""Fields of a model's configuration that mean layers without KV of their own, or with another
+KV."""
 
 _LEAST_BLOCK_TOKENS = 16
-"""Of a block, where the user has not said it, and vLLM has not chosen yet."""
+"""The least tokens of a block, where the user has not set them and vLLM has not chosen yet."""
 
 STATE_MODE = "align"
-"""The only mode of recurrent states in which vLLM keeps each at a block's end, and hands it off."""
+"""The only mode of recurrent states in which vLLM keeps each state at a block's end, and hands it
+off."""
 
 _STATE_BLOCKS = 16
-"""Blocks of a prompt for each recurrent state that has room, where vLLM keeps fewer."""
+"""Blocks of a prompt for each recurrent state that there is room for, where vLLM keeps fewer
+states."""
 
 
 def vllm_minor_version() -> tuple[int, int]:
-    """Return vLLM's version as (major, minor); (0, 0) of a build that has none."""
+    """Return vLLM's version as (major, minor); (0, 0) for a build that has none."""
     major, minor = vllm.__version_tuple__[:2]
     return int(major), int(minor)
 
 
 def refuse_version() -> None:
-    """Raise ConfigError, in one sentence, with a vLLM that is not supported."""
+    """Raise ConfigError, in one sentence, where this vLLM is not supported."""
     if vllm_minor_version() not in SUPPORTED_VERSIONS:
         listed = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
         raise ConfigError(f"kvdisk does not support vLLM {vllm.__version__} (it supports {listed}).")
 
 
 def transfer_looked_up() -> KVTransferConfig | None:
-    """Return what names kvdisk where vLLM's factory is looking the connector up, else None.
+    """Return the transfer configuration that names kvdisk, where vLLM's factory is looking the
+    connector up now; otherwise None.
 
-    It does so whenever a configuration is built. The hook that is given the settings then is called
+    vLLM looks it up whenever a configuration is built. It calls the hook that is given the settings
     only where full CUDA graphs are planned: not on CPUs, nor with ``enforce_eager``.
     """
     frame: FrameType | None = sys._getframe(1)
@@ -175,7 +181,8 @@ def transfer_looked_up() -> KVTransferConfig | None:
 
 
 def config_being_built() -> VllmConfig | None:
-    """Return the configuration of vLLM's in whose making this is called, if any."""
+    """Return the VllmConfig that is being built by a caller of this function; None where there is
+    none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -186,8 +193,9 @@ def config_being_built() -> VllmConfig | None:
 
 
 def offloading_being_built() -> tuple[VllmConfig, KVCacheConfig] | None:
-    """Return the configuration of the connector of vLLM's in whose making a tier is made, if any.
-    vLLM gives a tier what names the model, and nothing that says which weights it has."""
+    """Return the configurations of vLLM's connector that is being built around a tier; None where
+    there is none. vLLM gives a tier what names the model, but nothing that says which weights it
+    has."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals
@@ -198,8 +206,8 @@ def offloading_being_built() -> tuple[VllmConfig, KVCacheConfig] | None:
 
 
 def deployment_of(vllm_config: VllmConfig) -> Deployment:
-    """Return how the workers lie that this configuration is for: in the server's process those of
-    all data-parallel ranks of the host, in an engine's perhaps its own alone.
+    """Return how the workers of a configuration are placed. In the server's process this covers all
+    data-parallel ranks of the host, in an engine's process perhaps only its own.
 
     vLLM: Ray places workers as it likes, perhaps not here: then one rank is all that is known.
     """
@@ -222,17 +230,17 @@ def hosts_of(vllm_config: VllmConfig, *, replicated: bool) -> int:
 
 
 def data_parallel_rank_of(vllm_config: VllmConfig) -> int | None:
-    """Return an engine's number among its data-parallel ranks, None where it is alone.
+    """Return an engine's number among its data-parallel ranks; None where it is alone.
 
-    vLLM: ranks of a model without experts know nothing of each other, but for this.
+    vLLM: the ranks of a model without experts know nothing else of each other.
     """
     parallel = vllm_config.parallel_config
     return None if parallel.data_parallel_rank_local is None else int(parallel.data_parallel_index)
 
 
 def least_geometry(vllm_config: VllmConfig) -> Geometry | None:
-    """Return sizes of blocks that the model's are not below, before it is built; None where its
-    configuration does not say them: layers that differ, or keep another state."""
+    """Return sizes of blocks that are not above the model's, before the model is built. None where
+    its configuration does not determine them: layers that differ, or keep another state."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config = None if model is None else model.hf_text_config
     if config is None or model.is_hybrid or model.is_attention_free or model.is_encoder_decoder:
@@ -253,7 +261,7 @@ def least_geometry(vllm_config: VllmConfig) -> Geometry | None:
 
 
 def sleeps(vllm_config: VllmConfig) -> bool:
-    """Whether the engine's GPU memory can be unmapped, for a sleep, and mapped again."""
+    """Return whether the engine's GPU memory can be unmapped for a sleep, and mapped again."""
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
@@ -267,8 +275,8 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def refuse_deployment(vllm_config: VllmConfig, role: str | None) -> None:
-    """The same of what is known before the model is built. ``role``: that kvdisk was given, perhaps
-    among others."""
+    """Do the same as ``refuse_unsupported`` for what is known before the model is built. ``role``:
+    the role that kvdisk was given, perhaps among other connectors."""
     refuse_version()
     refused = next(_unsupported(vllm_config, role), None)
     if refused is not None:
@@ -287,7 +295,7 @@ def _unsupported(vllm_config: VllmConfig, role: str | None) -> Iterator[str]:
     if speculative is not None and speculative.method not in SUPPORTED_DRAFTERS:
         yield f"speculative decoding by the method {speculative.method}"
     if speculative is not None and parallel.pipeline_parallel_size > 1 and speculative.method not in LAYERLESS_DRAFTERS:
-        # Their layers are on the last stage, and vLLM's scheduler has the groups of the first.
+        # Their layers are on the last stage, but vLLM's scheduler has the groups of the first.
         yield "drafters with layers of their own under pipeline parallelism"
     if role != "kv_both":
         yield f"the role {role}; set kv_role to kv_both"
@@ -297,8 +305,8 @@ def _unsupported_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     if not kv_cache_config.kv_cache_groups:
         yield "models without KV cache, such as encoders"
     if getattr(vllm_config.model_config, "use_mla", False) and not vllm_config.scheduler_config.enable_chunked_prefill:
-        # vLLM's reference of MLA for CPUs, which has it off, leaves out what was computed before a
-        # prompt's step.
+        # vLLM's reference implementation of MLA for CPUs, which turns this off, leaves out what was
+        # computed before a prompt's step.
         yield "MLA with chunked prefill off, where attention may begin with the first token that is not loaded"
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
@@ -328,14 +336,14 @@ def _layer_specs(spec: KVCacheSpec, layer_names: Sequence[str]) -> dict[str, KVC
 
 
 def _specs_of(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
-    """Return what kinds of layers a group has, on whatever stage of the pipeline."""
+    """Return the kinds of layers that a group has, on any stage of the pipeline."""
     spec = group.kv_cache_spec
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def _has_drafter(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
-    """Whether a drafter's layers may be in a group. vLLM: in any, where it marks none, but not
-    beside recurrent state."""
+    """Return whether a drafter's layers may be in a group. vLLM: where it marks no group they may
+    be in any, but not beside recurrent state."""
     if all(isinstance(spec, MambaSpec) for spec in _specs_of(group)):
         return False
     speculative = vllm_config.speculative_config
@@ -344,14 +352,14 @@ def _has_drafter(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group:
 
 
 def _volatile_tokens(vllm_config: VllmConfig) -> int:
-    """Return how many tokens ahead a drafter's KV looks: one, or, of MTP with several modules, one
-    for each of them."""
+    """Return how many tokens ahead a drafter's KV looks: one, or one for each module where MTP has
+    several."""
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def keeps_parts_of_states(kv_cache_config: KVCacheConfig, geometry: Geometry) -> bool:
-    """Whether vLLM keeps recurrent states within its steps, after a part of a block: such have
-    another hash than blocks have, and are not stored."""
+    """Return whether vLLM keeps recurrent states within its steps, after a part of a block. Such a
+    state has another hash than a block, and is not stored."""
     return any(
         getattr(spec, "num_prefill_checkpoint_blocks", 0) and geometry.hash_tokens < spec.block_size
         for group in kv_cache_config.prefix_cacheable_groups
@@ -360,8 +368,8 @@ def keeps_parts_of_states(kv_cache_config: KVCacheConfig, geometry: Geometry) ->
 
 
 def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Geometry | None = None) -> None:
-    """Raise ConfigError where vLLM's prefix cache is off, and a policy would store nothing, or
-    nothing that hits. ``geometry``: None: before the model is built."""
+    """Raise ConfigError where vLLM's prefix cache is off and a policy would store nothing, or
+    nothing that hits. ``geometry``: None before the model is built."""
     why, groups = "", () if geometry is None else geometry.groups
     if store_policy == "spillover":
         why = "stores what leaves vLLM's prefix cache"
@@ -381,12 +389,13 @@ def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Ge
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Set ``kv_load_failure_policy`` to recompute; return whether it was not. Call it while the
-    connector is built.
+    """Set ``kv_load_failure_policy`` to recompute; return whether it was something else. Call it
+    while the connector is built.
 
-    The scheduler reads it afterwards, of the configuration that it has itself. A child of
-    ``MultiConnector`` is given a copy of that; then the outermost connector that is being built has
-    it. Raises ConfigError where that one does not show it, unless kvdisk's own says so already.
+    The scheduler reads the setting afterwards, from its own configuration. A child of
+    ``MultiConnector`` is given a copy of that configuration; then the outermost connector that is
+    being built has the scheduler's. Raises ConfigError where that connector does not show it,
+    unless kvdisk's own says recompute already.
     """
     frame: FrameType | None = sys._getframe()
     outer: VllmConfig | None = vllm_config
@@ -407,13 +416,13 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
-    """Return the layout to ask the engine for, one in which all layers of a block lie together;
+    """Return the layout to ask the engine for: one in which all layers of a block are together.
     None where that brings nothing, or might break the engine.
 
-    vLLM: it takes its own choice, with a warning, where a backend names layouts, and this one is
-    not among them. It does not look whether kernels take such blocks in pieces, and packs layers of
-    several kinds otherwise: so all layers have to be alike, and not quantised. It does not start
-    where connectors beside each other ask for different ones. ``VLLM_KV_CACHE_LAYOUT`` goes before
+    vLLM: it uses a layout of its own, with a warning, where a backend names layouts and this one is
+    not among them. It does not check whether kernels take such blocks in pieces, and packs layers
+    of several kinds otherwise: so all layers have to be alike, and not quantised. It does not start
+    where connectors beside each other ask for different layouts. ``VLLM_KV_CACHE_LAYOUT`` overrides
     all.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -431,18 +440,19 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     ):
         return None
     capability = current_platform.get_device_capability()
-    # vLLM: FlashInfer, which it prefers there, reads only blocks whose heads lie outermost.
+    # vLLM: FlashInfer, which it prefers there, reads only blocks whose heads are outermost.
     return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
 
 
 def _layers_differ(config: Any) -> bool:
-    """Whether a model has layers of several kinds, or may have."""
+    """Return whether a model has layers of several kinds, or may have."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return len(kinds) > 1 or any(getattr(config, name, None) for name in _OTHER_LAYERS)
 
 
 def _asked_by_another() -> bool:
-    """Whether another connector, such as ``MultiConnector``, asks for its children's layouts."""
+    """Return whether another connector, such as ``MultiConnector``, is asking for its children's
+    layouts."""
     asking = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -452,11 +462,12 @@ def _asked_by_another() -> bool:
 
 
 def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the scheduler's configuration has the sizes of all layers, and not of each group's
-    first one only, or of the first stage's.
+    """Return whether the scheduler's configuration has the sizes of all layers, and not only of
+    each group's first layer, or of the first stage.
 
-    vLLM takes that layer for all of a group there; what remains of them is that layers which differ
-    lie in KV tensors of their own. Of a pipeline it has the first stage's layers alone.
+    vLLM takes the first layer's size for all layers of a group there. All that shows their
+    difference is that layers which differ are in KV tensors of their own. Of a pipeline the
+    scheduler has the first stage's layers only.
     """
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
         sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors) <= 1
@@ -465,8 +476,8 @@ def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def groups_by_stage(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[list[KVCacheGroupSpec]]:
-    """Return a worker's KV-cache groups as each stage of its pipeline has them, the first stage's
-    first. The workers of all stages call this together, at start, and wait for each other."""
+    """Return a worker's KV-cache groups as each stage of its pipeline has them, the first stage
+    first. The workers of all stages call this together at the start, and wait for each other."""
     groups = kv_cache_config.prefix_cacheable_groups
     found = [groups] * vllm_config.parallel_config.pipeline_parallel_size
     if len(found) > 1:
@@ -475,17 +486,17 @@ def groups_by_stage(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def handshake_of(stages: list[list[KVCacheGroupSpec]]) -> list[list[KVCacheGroupSpec]] | None:
-    """Return the groups of all stages where the scheduler's lack something, else None: other
-    connectors' handshakes go on."""
+    """Return the groups of all stages where the scheduler's groups lack something; otherwise None,
+    so that other connectors' handshakes go on."""
     uniform = any(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in stages[0])
     return stages if len(stages) > 1 or uniform else None
 
 
 def handshakes_beside(connector: KVConnectorBase_V1) -> list[str]:
-    """Return the classes of the connectors beside one that take a handshake, too. Call it in the
-    hook that brings it.
+    """Return the classes of the connectors beside ``connector`` that also take a handshake. Call it
+    in the hook that brings the handshake.
 
-    vLLM: ``MultiConnector`` hands all its children what the first one of them has sent.
+    vLLM: ``MultiConnector`` hands all its children what the first of them has sent.
     """
     children: Collection[Any] = ()
     frame: FrameType | None = sys._getframe()
@@ -507,12 +518,12 @@ def geometry_of(
     stages: Sequence[Sequence[KVCacheGroupSpec]] = (),
     unit_tokens: int | str | None = None,
 ) -> Geometry:
-    """Return the sizes of this engine's blocks, each of one or several of vLLM's.
+    """Return the sizes of this engine's blocks, each of one or several of vLLM's blocks.
 
-    ``stages``: the groups of each stage of a pipeline. A block is as large on each of them as on
-    the one that has most of its bytes. Empty: those that the configuration has, see
-    ``sizes_are_certain``; without layers of a group its blocks have no bytes. ``unit_tokens``: as
-    the setting says it. Raises ConfigError where no group can have such blocks.
+    ``stages``: the groups of each stage of a pipeline. A block has the same size on each of them,
+    that of the stage which has most of its bytes. Empty: the groups of the configuration (see
+    ``sizes_are_certain``). Where a worker has no layers of a group, the group's blocks have no
+    bytes. ``unit_tokens``: the setting. Raises ConfigError where no group can have such blocks.
     """
     groups = []
     parallel = vllm_config.parallel_config
@@ -544,8 +555,8 @@ def geometry_of(
 
 
 def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:
-    """Return the setting ``unit_tokens`` as far as it can be had. Raises ConfigError where a number
-    cannot."""
+    """Return the setting ``unit_tokens`` as far as it can be used here. Raises ConfigError where a
+    number cannot."""
     why = ""
     if config.store_policy not in {"on_compute", "on_preemption"}:
         why = f"store_policy {config.store_policy!r} stores vLLM's blocks one by one"
@@ -559,8 +570,9 @@ def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:
 
 
 def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a rank has the same of a block however many there are: all of MLA's latent KV, which
-    has no heads to divide, where it has all layers and all tokens."""
+    """Return whether each rank has the same bytes of a block, however many ranks there are: that is
+    so where all KV is MLA's latent KV, which has no heads to divide, and each rank has all layers
+    and all tokens."""
     parallel = vllm_config.parallel_config
     return parallel.pipeline_parallel_size == parallel.decode_context_parallel_size == 1 and all(
         type(spec) is MLAAttentionSpec for group in kv_cache_config.prefix_cacheable_groups for spec in _specs_of(group)
@@ -568,8 +580,8 @@ def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def _state_tokens(kv_cache_config: KVCacheConfig, block_tokens: int) -> int:
-    """Return how many tokens of a prompt there are for each recurrent state that vLLM keeps: all
-    (None), one in each interval, or, with 0, at prompts' ends."""
+    """Return how many tokens of a prompt there are for each recurrent state that vLLM keeps: it
+    keeps all (None), one in each interval, or, with 0, those at the ends of prompts."""
     interval = kv_cache_config.prefix_cache_retention_interval
     blocks = 1 if interval is None else interval // block_tokens or _STATE_BLOCKS
     return block_tokens * min(blocks, _STATE_BLOCKS)
@@ -581,21 +593,21 @@ def _payload_bytes(group: KVCacheGroupSpec) -> int:
 
 
 def ranks_of_stage(vllm_config: VllmConfig) -> int:
-    """Return how many workers have the layers of a stage. vLLM: DCP divides tokens among them, and
-    adds none."""
+    """Return how many workers have the layers of one stage. vLLM: DCP divides tokens among them,
+    and adds no worker."""
     parallel = vllm_config.parallel_config
     return parallel.tensor_parallel_size * parallel.prefill_context_parallel_size  # type: ignore[no-any-return]
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
-    """Return a worker's number among those that share its engine's blocks."""
+    """Return a worker's rank among those that share its engine's blocks."""
     parallel = vllm_config.parallel_config
     return parallel.rank % (ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size)  # type: ignore[no-any-return]
 
 
 def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any]:
-    """Return what decides the bytes of each group's blocks, for the fingerprint; of a pipeline, by
-    stage."""
+    """Return, for the fingerprint, what decides the bytes of each group's blocks; with a pipeline,
+    by stage."""
     described = [
         [
             {
@@ -612,8 +624,8 @@ def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any
 
 
 def _described(spec: KVCacheSpec) -> str:
-    """Return a specification's kind, its bytes, and what of it is not as it is by default, so that
-    a field that another version adds changes nothing until it is used."""
+    """Return a specification's kind, its bytes, and the fields that do not have their default. So a
+    field that another version adds changes nothing until it is used."""
     found = {
         field.name: getattr(spec, field.name)
         for field in fields(spec)
@@ -625,12 +637,12 @@ def _described(spec: KVCacheSpec) -> str:
 def is_plain(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[Sequence[KVCacheGroupSpec]]
 ) -> bool:
-    """Whether descriptions and layout say where every byte of a block is, whatever minor version
-    and attention backend wrote it: K and V of each token, one behind the other, as they are.
+    """Return whether descriptions and layout say where every byte of a block is, whatever minor
+    version and attention backend wrote it: K and V of each token, one behind the other, unchanged.
 
-    vLLM: on CUDA every backend writes what ``_TOKEN_MAJOR`` and the fields asked for here say; each
-    version that is supported was read for that. Elsewhere kernels pack as they like (CPUs, ROCm),
-    and recurrent state, MLA and quantised KV have what no description says.
+    vLLM: on CUDA every backend writes what ``_TOKEN_MAJOR`` and the fields asked for here say; the
+    code of each supported version was read for that. Elsewhere kernels pack as they like (CPUs,
+    ROCm), and recurrent state, MLA and quantised KV have parts that no description names.
     """
     speculative = vllm_config.speculative_config
     return (
@@ -652,25 +664,25 @@ def _is_plain(spec: KVCacheSpec) -> bool:
 
 
 def model_module(vllm_config: VllmConfig) -> str | None:
-    """Return the name of the module that has vLLM's own code of the model, None where that is not
-    known, or is another library's."""
+    """Return the name of the module with vLLM's own code of the model; None where that is not
+    known, or another library's."""
     registered = ModelRegistry.models.get(vllm_config.model_config.architecture)
     name = getattr(registered, "module_name", None)
     return name if name is not None and "transformers" not in name.split(".") else None
 
 
 def hash_chain(algorithm: str) -> str:
-    """Return the hash of a sample block, with a key beside its tokens, behind another: the same
-    algorithm over other content makes other keys."""
+    """Return the hash of a sample block, with an extra key beside its tokens, behind another block.
+    It changes when the same algorithm hashes other content."""
     hashed = get_hash_fn_by_name(algorithm)
     first = hash_block_tokens(hashed, BlockHash(hashed(resolve_none_hash_seed(hashed))), (1, 2))
     return hash_block_tokens(hashed, first, (3, 4), ("salt",)).hex()  # type: ignore[no-any-return]
 
 
 def hash_by_content(request: Request, content: str) -> None:
-    """Make the hashes of a request's blocks anew, of ``content`` instead of its adapter's name and
-    path, and so whatever is added to them. vLLM's prefix cache then knows by it what it gets of the
-    request from now on.
+    """Hash a request's blocks anew, and those that are added later, with ``content`` in place of
+    its adapter's name and path. vLLM's prefix cache knows the request's blocks by these hashes from
+    now on.
     """
     hasher, known = request._block_hasher, copy(request.lora_request)
     hasher = getattr(hasher, "vllm_hasher", hasher)
@@ -691,13 +703,13 @@ def hash_by_content(request: Request, content: str) -> None:
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Whether the engine publishes KV-cache events."""
+    """Return whether the engine publishes KV-cache events."""
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events
 
 
 def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, str, int | None]]:
-    """Return how events name each group: its index, the kind of its attention, and its window in
+    """Return how events name each group: its index, its kind of attention, and its window in
     tokens."""
     specs = {at: kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in kv_cache_config.prefix_cacheable_group_ids}
     return [
@@ -743,7 +755,7 @@ def _block_view(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor
 
 
 def unfilled_blocks(blocks: KVCacheBlocks) -> list[list[int]]:
-    """Return a request's GPU blocks by vLLM's group, 0 for those that no load may write to.
+    """Return a request's GPU blocks by vLLM's group, with 0 for each that no load may write to.
 
     A block that has a hash already was filled before: its KV is there.
     """
@@ -760,10 +772,10 @@ def _unfilled(group: Sequence[KVCacheBlock]) -> list[int]:
 
 
 class BlockTable(Sequence[int]):
-    """A request's GPU blocks of one group: as vLLM's own list has them, which is not copied.
+    """A request's GPU blocks of one group: a view of vLLM's own list, which is not copied.
 
-    vLLM: it appends to that list, and puts the null block, 0, in the place of one that it frees
-    behind a window; of a request that goes it drops the list as it is.
+    vLLM: it appends to that list, and puts the null block, 0, in the place of a block that it frees
+    behind a window. When a request ends it drops the list as it is.
     """
 
     __slots__ = ("_blocks",)
@@ -790,10 +802,10 @@ class BlockTable(Sequence[int]):
 
 
 def block_tables(state: KVConnectorBlockState, request_id: str) -> Sequence[Sequence[int]] | None:
-    """Return the block tables of a request of the step, by vLLM's group; None: it has none.
+    """Return the block tables of a request of this step, by vLLM's group; None where it has none.
 
-    vLLM makes a list of a whole table, which takes milliseconds where it is long. Where its
-    resolver is the KV-cache manager's own, that one's lists are looked at instead.
+    vLLM makes a list of a whole table, which takes milliseconds where the table is long. Where its
+    resolver is the KV-cache manager's own, that manager's lists are viewed instead.
     """
     manager = getattr(state.resolve_block_ids, "__self__", None)
     if request_id not in state.req_ids or not isinstance(manager, KVCacheManager):
@@ -802,10 +814,10 @@ def block_tables(state: KVConnectorBlockState, request_id: str) -> Sequence[Sequ
 
 
 class GroupIds:
-    """vLLM's indices of the KV-cache groups that are stored, which kvdisk numbers 0, 1, ...
+    """vLLM's indices of the KV-cache groups that are stored; kvdisk numbers these 0, 1, ...
 
-    Those that vLLM's prefix cache leaves out (a window that is computed again, a ring of one block)
-    are left out: a hit needs nothing of them.
+    Groups that vLLM's prefix cache leaves out (a window that is computed again, a ring of one
+    block) are left out here too: a hit needs nothing of them.
     """
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
@@ -819,11 +831,12 @@ class GroupIds:
         return self._numbers[group_id]
 
     def tables(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the block table of each group that is stored, of those that vLLM has."""
+        """Return the block tables of the groups that are stored, from those of all vLLM's
+        groups."""
         return [block_ids[group_id] for group_id in self.ids]
 
     def handed_states(self, output: SchedulerOutput) -> dict[str, list[HandedState]]:
-        """Return the recurrent states that a step hands off, by request. Those after a part of a
+        """Return the recurrent states that a step hands off, by request; states after a part of a
         block are among them."""
         state = output.kv_connector_block_state
         return {
@@ -835,8 +848,8 @@ class GroupIds:
         """Return the GPU blocks that a model runner may write to before it calls
         ``handle_preemptions``.
 
-        The second-generation runner zeroes new blocks, copies shared ones and moves recurrent
-        states into new ones before it; the first-generation one after it.
+        The second-generation runner zeroes new blocks, copies shared blocks and moves recurrent
+        states into new blocks before it; the first-generation runner does so after it.
         """
         found = set(output.new_block_ids_to_zero or ())
         found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
@@ -853,8 +866,8 @@ def _keeps_states(group: KVCacheGroupSpec) -> bool:
 
 
 def step_blocks_of(vllm_config: VllmConfig, geometry: Geometry) -> int:
-    """Return how many GPU blocks one step can take: for all its tokens, and one more for each
-    request and group."""
+    """Return how many GPU blocks one step can take: enough for all its tokens, and one more for
+    each request and group."""
     limits = vllm_config.scheduler_config
     return sum(
         -(-limits.max_num_batched_tokens // group.gpu_block_tokens) + limits.max_num_seqs for group in geometry.groups
@@ -876,7 +889,7 @@ class PooledBlock(NamedTuple):
 
     @property
     def key(self) -> BlockKey | None:
-        """See ``KVCacheBlockView``: vLLM appends the group to the hash in four bytes, kvdisk in
+        """See ``KVCacheBlockView``. vLLM appends the group to the hash in four bytes, kvdisk in
         two.
 
         None also where vLLM knows the block by a part of its tokens, or by a hash that is void.
@@ -893,7 +906,7 @@ class PooledBlock(NamedTuple):
 
 class BlockPoolContext:
     """``SchedulerContext`` over vLLM's ``BlockPool``. ``step_blocks``: see there. ``void``: hashes
-    of blocks whose content is not known; it grows. Scheduler thread only."""
+    of blocks whose content is not known; it grows. The scheduler's thread makes all calls."""
 
     def __init__(
         self,
@@ -938,8 +951,8 @@ class BlockPoolContext:
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``.
 
-        ``BlockPool.unpin_blocks``, vLLM's own way to the same watchers, would move free blocks to
-        the end of the queue.
+        ``BlockPool.unpin_blocks``, vLLM's own way to set watchers, would move free blocks to the
+        end of the queue.
         """
         assert min(block_ids, default=1) > 0, "the null block belongs to no request"
         self._pool._reuse_watchers.add(block_ids, self._note)
@@ -957,7 +970,7 @@ class BlockPoolContext:
         self._reused.append(block.block_id)
 
     def is_cached(self, key: BlockKey) -> bool:
-        """Whether the prefix cache has a block now."""
+        """Return whether the prefix cache has a block now."""
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [self._groups.ids[group_of(key)]]) is not None
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
@@ -976,8 +989,8 @@ class _CallAll(list[_Watcher]):
 
 
 class _Watchers(dict[int, Any]):
-    """A pool's watchers by block, where one more joins those before: ``unpin_blocks`` would replace
-    ours."""
+    """A pool's watchers by block, where setting one adds it to those before: ``unpin_blocks`` would
+    replace ours."""
 
     def __setitem__(self, block_id: int, watcher: _Watcher) -> None:
         before = self.setdefault(block_id, watcher)
@@ -987,7 +1000,7 @@ class _Watchers(dict[int, Any]):
             super().__setitem__(block_id, _CallAll([before, watcher]))
 
     def add(self, block_ids: Sequence[int], watcher: _Watcher) -> None:
-        """Let one watcher join those of some blocks."""
+        """Add a watcher to some blocks."""
         if self.keys().isdisjoint(block_ids):
             self.update(dict.fromkeys(block_ids, watcher))
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``KVDiskConnector``: every hook of vLLM's KV connector contract, each in a few lines.
 
-One object lives in the scheduler (role SCHEDULER) and one in each worker (role WORKER); what they
-do is in ``scheduler_side`` and ``worker_side``, and in ``off`` after an error of ours.
+One object is in the scheduler (role SCHEDULER) and one in each worker (role WORKER). What they do
+is in ``scheduler_side`` and ``worker_side``, and in ``off`` after an error of ours.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ logger = logging.getLogger("kvdisk.connector")
 
 @dataclass
 class KVDiskMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """One step's plan on its way to the workers."""
+    """One step's plan, on its way to the workers."""
 
     plan: Plan
 
 
 @dataclass
 class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """One step's reports on their way to the scheduler."""
+    """One step's reports, on their way to the scheduler."""
 
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVDiskWorkerMetadata:
-        """Merge another rank's report of the same step into this one."""
+        """Merge another rank's report of the same step into this one, and return this one."""
         assert isinstance(other, KVDiskWorkerMetadata)
         try:
             self.report.merge(other.report)
@@ -97,16 +97,16 @@ class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # 
 
 @dataclass
 class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """What a worker knows of the KV-cache groups of all stages, on its way to the scheduler, at
+    """The KV-cache groups of all stages as a worker has them, on their way to the scheduler at the
     start."""
 
     stages: list[list[KVCacheGroupSpec]]
 
 
 def refuse_early(transfer: KVTransferConfig, vllm_config: VllmConfig | None) -> None:
-    """Raise ConfigError for all that can be known to keep the engine from starting before it has
-    processes, and so before weights are loaded. ``transfer``: names kvdisk. ``vllm_config``: that
-    is being built, if any."""
+    """Raise ConfigError for all that is known to keep the engine from starting before it has
+    processes, and so before weights are loaded. ``transfer``: names kvdisk. ``vllm_config``: the
+    configuration that is being built, if there is one."""
     refuse_version()
     config = check_settings(transfer.kv_connector_extra_config)
     if vllm_config is None:
@@ -129,12 +129,12 @@ def _refuse_gds_that_sleeps(config: Config, vllm_config: VllmConfig) -> None:
 
 
 _why_no_gds = functools.cache(gds_unavailable)
-"""vLLM looks a connector up several times, and this takes a second or two."""
+"""Cached: vLLM looks a connector up several times, and this takes a second or two."""
 
 
 def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Concatenate[KVDiskConnector, _P], _R]:
-    """Let no error of a hook reach the engine: the first one puts this object's half off, and that
-    answers the hook."""
+    """Return the hook wrapped so that no error of it reaches the engine, but for a ConfigError. The
+    first error switches this object's half off, and the half's stand-in answers the hook."""
 
     def guarded_hook(self: KVDiskConnector, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
         try:
@@ -151,7 +151,7 @@ def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Co
 
 
 class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
-    """The connector. Hooks of the other role are never called by vLLM and fail by assertion."""
+    """The connector. vLLM never calls the hooks of the other role; they fail by assertion."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -159,8 +159,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         refuse_unsupported(vllm_config, kv_cache_config)
         config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if not config.cpu_bytes and kv_cache_config.needs_kv_cache_zeroing:
-            # Before the worker can wait for a copy, which is on its way to the drive sealed,
-            # whatever it has become.
+            # The engine would zero blocks before the worker can wait for a copy; without a CPU tier
+            # that copy is on its way to the drive, sealed whatever it has become.
             raise ConfigError(
                 "kvdisk needs a CPU tier (cpu_bytes) where the engine zeroes KV blocks, as for this model."
             )
@@ -171,7 +171,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @property
     def scheduler(self) -> SchedulerSide | SchedulerOff:
-        """The scheduler's half, which is awake."""
+        """The scheduler's half, awake."""
         assert isinstance(self._half, SchedulerSide | SchedulerOff)
         if isinstance(self._half, SchedulerSide):
             self._half.wake()
@@ -184,8 +184,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return self._half
 
     def _switch_off(self, error: Exception | None, hook: str) -> bool:
-        """Put this object's half off; return whether it was on. ``error``: None: another process
-        has said why."""
+        """Switch this object's half off; return whether it was on. ``error``: None where another
+        process has logged why."""
         off = self._half.switched_off()
         if off is None:
             return False
@@ -198,25 +198,26 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a store that is lost is a future miss."""
+        """False: a store that is lost is only a later miss."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so
-        what is wrong in ours is refused before any weights are loaded. Raises ConfigError."""
+        """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so a
+        wrong setting of ours is refused before any weights are loaded. Raises ConfigError."""
         refuse_version()
         warn_of_file_systems(check_settings(extra_config))
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for blocks whose layers lie together, where the engine can have them."""
+        """Return the layout in which all layers of a block are together, where the engine can have
+        it; otherwise None."""
         return wanted_layout(vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
-        """Return True: asked by vLLM 0.33 and later, which have ``unregister_kv_caches``."""
+        """Return True. vLLM 0.33 and later ask, which have ``unregister_kv_caches``."""
         return True
 
     # -- worker ---------------------------------------------------------------------------------
@@ -227,14 +228,14 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._half.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVDiskHandshake | None:
-        """Send what the scheduler cannot know of the KV cache. Asked at start, and after a
-        sleep."""
+        """Return what the scheduler cannot know of the KV cache; None where it knows all. vLLM asks
+        at the start, and after a sleep."""
         stages = self._half.handshake() if isinstance(self._half, WorkerSide) else None
         return None if stages is None else KVDiskHandshake(stages)
 
     @guarded
     def unregister_kv_caches(self) -> None:
-        """Leave the GPU's memory alone: it is about to be unmapped."""
+        """Stop using the GPU's memory: it is about to be unmapped."""
         self.worker.leave_gpu()
 
     @guarded
@@ -244,32 +245,32 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Let the step wait for the copies of what it overwrites."""
+        """Let the step wait for the copies of blocks that it overwrites."""
         assert isinstance(kv_connector_metadata, KVDiskMetadata)
         self._follow(kv_connector_metadata.plan)
         self.worker.before_step(kv_connector_metadata.plan)
 
     @guarded
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's plan, and start what does not wait for its forward pass."""
+        """Take the step's plan, and start the jobs that do not wait for its forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._follow(self._plan())
         self.worker.before_forward(self._plan())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: loads were started with the plan."""
+        """Do nothing: loads were started with the plan."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs when all its blocks are loaded."""
+        """Do nothing: a request runs when all its blocks are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to do by layer: blocks are stored whole, after the step."""
+        """Do nothing: blocks are stored whole, after the step."""
 
     @guarded
     def wait_for_save(self) -> None:
-        """Start the step's stores; a later step that overwrites their blocks waits for them."""
+        """Start the step's stores. A later step that overwrites their blocks waits for them."""
         self.worker.after_forward(self._plan())
 
     @guarded
@@ -281,12 +282,12 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the failed blocks of the loads in the same snapshot."""
+        """Return the failed blocks of the loads that ``get_transfer_results`` returned last."""
         return self.worker.failed_blocks
 
     @guarded
     def build_connector_worker_meta(self) -> KVDiskWorkerMetadata | None:
-        """Return this rank's report."""
+        """Return this rank's report; None where there is nothing to send."""
         report = self.worker.take_report()
         return KVDiskWorkerMetadata(report) if report is not None else None
 
@@ -307,8 +308,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._half.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the first stage's workers sent, at start and after a sleep; as a child of
-        ``MultiConnector`` also another connector's."""
+        """Take what the first stage's workers sent, at the start and after a sleep; as a child of
+        ``MultiConnector`` perhaps another connector's."""
         by_worker = [one.stages for one in metadata.values() if isinstance(one, KVDiskHandshake)]
         if isinstance(self._half, SchedulerSide):
             self._half.take_worker_groups(by_worker, handshakes_beside(self))
@@ -322,7 +323,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Look the request up; loads are asynchronous."""
+        """Return the tokens of the request's hit, None while more may come, and whether they are
+        loaded asynchronously."""
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     @guarded
@@ -332,7 +334,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @guarded
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Split a hit by tier."""
+        """Return the tokens of a hit by the tier that serves them."""
         return self.scheduler.hit_sources(request, num_external_tokens)
 
     @guarded
@@ -350,39 +352,39 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self.scheduler.settle(report, connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the tail; the blocks may be freed at once."""
+        """Offer the request's last blocks. The engine may free its blocks at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the tail; the blocks may be freed at once."""
+        """Offer the request's last blocks. The engine may free its blocks at once."""
         aborted = request.status == RequestStatus.FINISHED_ABORTED
         self.scheduler.finished(request, block_ids, aborted)
         return False, None
 
     @guarded
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must go on stepping for transfers and commits."""
+        """Return whether the engine must go on stepping for transfers and commits."""
         return self.scheduler.has_pending_work()
 
     @guarded
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return events of what became loadable, and what went, since the last call."""
+        """Return the events of what became loadable, and what left, since the last call."""
         return self.scheduler.take_events()
 
     @guarded
     def reset_cache(self) -> bool:
-        """Serve nothing from before again."""
+        """Serve nothing again that was stored before; ``on_reset`` may keep it."""
         return self.scheduler.reset()
 
     # -- both -----------------------------------------------------------------------------------
 
     @guarded
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted and measured since the last call; a worker's travels in its
-        report."""
+        """Return what was counted and measured since the last call. A worker's statistics are in
+        its report."""
         stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self.scheduler.take_stats()
         return KVDiskStats.of(stats) if stats is not None else None
 
@@ -393,7 +395,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> KVDiskPromMetrics:
-        """Return what takes the values in the logging process."""
+        """Return the object that takes the values in the logging process."""
         return KVDiskPromMetrics(*arguments)
 
     def counters(self) -> dict[str, int]:

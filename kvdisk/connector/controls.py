@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's sender has to say to kvdisk: limits, and KV hints.
+"""What a request's sender asks of kvdisk: limits, and KV hints.
 
-What is wrong is ignored, and logged at most once a minute.
+What is wrong in them is ignored, and logged at most once a minute.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ TIER_PLACES: Mapping[Tier, dict[str, str]] = {
     }
     for tier in HIT_TIERS
 }
-"""Where each tier is, in vLLM's words."""
+"""The place of each tier, in vLLM's words."""
 _MATCHED: Mapping[str, tuple[str, ...]] = {"medium": ("cpu", "storage"), "locality": ("local", "remote")}
 KV_HINTS = "kv_hints"
 MOST_ACTIONS: Final = 16
 MOST_SECONDS: Final = 86_400
 _MOST_BITS: Final = 128
-"""Of an integer that is shown: Python refuses to write one of 4,301 digits."""
+"""Bits of an integer that is shown at most: Python refuses to write one of 4,301 digits."""
 
 
 class Controls:
     """Reads ``kv_transfer_params`` and ``kv_hints`` of requests.
 
-    Other keys of the former belong to other connectors. The names of limits are those of vLLM's own
-    offloading connector; hints have the form of vLLM's ``KvHintsEnvelope``, in both.
+    Other keys of ``kv_transfer_params`` belong to other connectors. The names of limits are those
+    of vLLM's own offloading connector. Hints have the form of vLLM's ``KvHintsEnvelope`` in both.
     """
 
     def __init__(self) -> None:
         self._log = QuietLog(time.monotonic, logger)
 
     def limits(self, params: Any) -> RequestLimits:
-        """Return the limits of a request; ``params``: what came with it, of any form."""
+        """Return the limits of a request. ``params``: what came with it, of any form."""
         if params is None:
             return RequestLimits()
         if not isinstance(params, Mapping):
@@ -60,9 +60,9 @@ class Controls:
         )
 
     def _tiers(self, matchers: Any) -> frozenset[Tier] | None:
-        """Return the tiers that a request may load from; None: all. Memory is one of them always,
-        as vLLM's own connector has it. What is wrong of the list is ignored, and all of it where
-        nothing of it is right."""
+        """Return the tiers that a request may load from; None for all. Memory is always one of
+        them, as in vLLM's own connector. A wrong entry of the list is ignored, and the whole list
+        where no entry is right."""
         if matchers is None:
             return None
         if not isinstance(matchers, list):
@@ -79,7 +79,7 @@ class Controls:
         return None if len(found) == len(HIT_TIERS) else found
 
     def _matcher(self, matcher: Any) -> dict[str, str] | None:
-        """Return what one entry asks for, in lower case; None: it is wrong."""
+        """Return what one entry asks for, in lower case; None where it is wrong."""
         found: dict[str, str] = {}
         for name, values in _MATCHED.items():
             value = matcher.get(name) if isinstance(matcher, Mapping) else ""
@@ -100,7 +100,7 @@ class Controls:
         return None
 
     def hints(self, envelope: Any, params: Any) -> tuple[KVHint, ...]:
-        """Return the KV hints of a request; ``envelope``, ``params``: what came with it, of any
+        """Return the KV hints of a request. ``envelope``, ``params``: what came with it, of any
         form."""
         also = params.get(KV_HINTS) if isinstance(params, Mapping) else None
         if envelope is None and also is None:
@@ -142,12 +142,12 @@ class Controls:
 
 
 def _part(said: Any, name: str) -> Any:
-    """Return a field of vLLM's struct, or of the same as JSON; None: it is not there."""
+    """Return a field of vLLM's struct, or of the same as JSON; None where it is not there."""
     return said.get(name) if isinstance(said, Mapping) else getattr(said, name, None)
 
 
 def _short(value: Any) -> str:
-    """Return a value that came from outside so that a log can take it."""
+    """Return a value that came from outside in a form that a log can take."""
     is_short = value.bit_length() <= _MOST_BITS if isinstance(value, int) else isinstance(value, str | float)
     text = repr(value) if is_short else type(value).__name__
     return text if len(text) <= 40 else f"{text[:40]}..."

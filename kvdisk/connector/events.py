@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager's journal as vLLM's KV-cache events, for routers that know what each engine holds.
-Scheduler thread only.
+Scheduler's thread only.
 
 An event of a stored block says what vLLM's own event of the block on the GPU says (its tokens, its
-parent's hash, and what else its hash covers) while that is remembered: of the latest requests.
-Other blocks (found on the drive at start, or promoted long after) have their hash alone, in the
-form of vLLM's own offloading connector: no tokens, block size 0. A reader that has seen the hash
-knows the rest.
+parent's hash, and what else its hash covers) while that is remembered, which is so for the latest
+requests. Other blocks (found on the drive at the start, or promoted long after) have their hash
+alone, in the form of vLLM's own offloading connector: no tokens, block size 0. A reader that has
+seen the hash knows the rest.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_REMEMBERED = 65536
-"""Hashes whose tokens are remembered, at 8 bytes a token and about 300 a hash; the oldest go
-first."""
+"""Hashes whose tokens are remembered at most, at 8 bytes a token and about 300 a hash; the oldest
+go first."""
 
 _LOCALITY = "LOCAL"
 
@@ -51,8 +51,9 @@ embeddings."""
 
 
 class _Hashed(NamedTuple):
-    """The tokens of one hash. ``adapter``: its request's, as vLLM's events name it.
-    ``extra_keys``: by size, those of each block that ends with this hash; without an entry, none.
+    """The tokens of one hash. ``adapter``: its request's, as vLLM's events name it. ``extra_keys``:
+    by block size, those of the block of that size that ends with this hash; a size without an entry
+    has none.
     """
 
     parent: bytes | None
@@ -62,7 +63,8 @@ class _Hashed(NamedTuple):
 
 
 class BlockDescription(NamedTuple):
-    """What an event says of a block. ``parent``: the hash before it; None: it begins a prompt."""
+    """What an event says of a block. ``parent``: the hash before it; None where the block begins a
+    prompt."""
 
     parent: bytes | None
     tokens: list[int]
@@ -80,7 +82,7 @@ class BlockDescriptions:
         self._known: dict[bytes, _Hashed] = {}
 
     def remember(self, request: Request, known: int) -> int:
-        """Remember a request's hashes from number ``known`` on; return how many it has."""
+        """Remember a request's hashes from number ``known`` on; return how many hashes it has."""
         count = len(request.block_hashes)
         adapter = request.lora_request and (request.lora_request.adapter_id, request.lora_request.name)
         extra_keys = _ExtraKeys(request, self._sizes)
@@ -95,8 +97,8 @@ class BlockDescriptions:
         return count
 
     def find(self, block_hash: bytes, block_tokens: int) -> BlockDescription | None:
-        """Return the description of a block of ``block_tokens``: a large block has several hashes,
-        and is named by the last."""
+        """Return the description of a block of ``block_tokens``; None where it is not remembered. A
+        large block has several hashes, and is named by the last."""
         last = self._known.get(block_hash)
         parent: bytes | None = block_hash
         tokens: list[int] = []
@@ -120,12 +122,12 @@ class _ExtraKeys:
         self._request = request
         plain = not (request.cache_salt or request.lora_request or request.mm_features)
         self._image_at = {} if plain and request.prompt_embeds is None else dict.fromkeys(sizes, 0)
-        """By size of blocks, where vLLM's search for a block's images begins; empty: there is
-        nothing to search."""
+        """Where vLLM's search for a block's images begins, by block size; empty where there is
+        nothing to search for."""
 
     def before(self, end: int) -> Mapping[int, ExtraKeys]:
-        """Return the extra keys of each size of block that ends before token ``end``. The ends
-        ascend from call to call."""
+        """Return the extra keys of each size of block that ends before token ``end``. ``end``
+        ascends from call to call."""
         found: dict[int, ExtraKeys] = {}
         for size, image_at in self._image_at.items():
             if end % size == 0:
@@ -135,8 +137,8 @@ class _ExtraKeys:
 
 
 class EventWriter:
-    """Writes what the journal says as vLLM's events. ``groups``: by kvdisk's number, vLLM's,
-    the kind of attention and its window."""
+    """Writes the journal's changes as vLLM's events. ``groups``: for each of kvdisk's groups,
+    vLLM's index, the kind of attention and its window."""
 
     def __init__(self, geometry: Geometry, groups: Sequence[tuple[int, str, int | None]]) -> None:
         self._geometry = geometry
@@ -187,8 +189,8 @@ class EventWriter:
 
 
 def _parents_first(described: Mapping[BlockKey, BlockDescription | None]) -> Iterator[BlockKey]:
-    """Yield the keys, each behind its parent where that is among them: the tail of a chain is ready
-    first, and readers skip a block whose parent they do not know."""
+    """Yield the keys, each behind its parent where that is among them: the tail of a chain becomes
+    READY first, and readers skip a block whose parent they do not know."""
     yielded: set[BlockKey] = set()
     for first in described:
         chain: list[BlockKey] = []

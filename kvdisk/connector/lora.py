@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with a LoRA adapter: their blocks are known by its path and by what its files hold, not
-by its name, as in vLLM's hashes.
+"""Requests with a LoRA adapter: their blocks are known by the adapter's path and the content of its
+files, not by its name, as in vLLM's hashes.
 
-The scheduler's step never waits for these files: a thread looks at them. A request waits for a
-look that began after it came, and what its steps have stored for one that began after them.
+The scheduler's step never waits for these files: a thread looks at them. A request waits for a look
+that began after it arrived. The results of its stores wait for a look that began after they came.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvdisk.connector")
 
 LOOK_WAIT_S = 1.0
-"""How long a request waits for a look: a small adapter is read in 10 ms, a status in 0.1 ms, and on
-a busy machine in many times that."""
+"""Seconds that a request waits for a look. A small adapter is read in 10 ms and a status in 0.1 ms,
+but a busy machine takes many times as long."""
 CHECK_WAIT_S = 5.0
-"""How long what was stored waits for one."""
+"""Seconds that the results of stores wait for a look."""
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""vLLM: its workers load the first that is there."""
+"""vLLM: its workers load the first of these that is there."""
 _FILES_CLOCK = 5
-"""CLOCK_REALTIME_COARSE, from which Linux takes the times of files: some ms behind the real one."""
+"""CLOCK_REALTIME_COARSE, by which Linux sets the times of files: some ms behind the real time."""
 
 
 class Look(NamedTuple):
-    """What a look found. ``began_s``: by ``time.monotonic``. ``content``: None: it is not known,
-    and ``problem`` says why; ``for_good``: until the engine starts again."""
+    """What a look found. ``began_s``: by ``time.monotonic``. ``content``: None where it is not
+    known; ``problem`` says why. ``for_good``: that does not change until the engine starts
+    again."""
 
     began_s: float
     content: str | None
@@ -53,8 +54,8 @@ class Look(NamedTuple):
 
 
 class Status(NamedTuple):
-    """A file, directory or link: what stays while its content does, and when anything of it last
-    changed (ns, by the file system)."""
+    """The status of a file, directory or link. ``identity``: stays the same while its content does.
+    ``changed_ns``: when anything of it last changed, by the file system."""
 
     path: Path
     identity: tuple[int, ...]
@@ -62,11 +63,12 @@ class Status(NamedTuple):
 
 
 class Looks:
-    """Looks at adapters' files, on a thread that begins with the first question. One asks.
+    """Looks at adapters' files, on a thread that begins with the first question. One thread asks.
 
     Workers read an adapter when they like, and again when they had to drop it. So its content is
-    told only while nothing of it has changed since this engine began: whatever they have read is
-    what is there. Where only a change time has moved, as by ``chmod``, the content is read again.
+    known only while nothing of it has changed since this engine began: then whatever they have read
+    is what is there. Where only a change time has moved, as after ``chmod``, the content is read
+    again.
     """
 
     def __init__(self) -> None:
@@ -79,8 +81,8 @@ class Looks:
         self._thread: threading.Thread | None = None
 
     def since(self, path: str, since_s: float) -> Look | None:
-        """Return a look at a path that began after ``since_s``; None: there is none yet, and one
-        will come. One that says ``for_good`` stays true."""
+        """Return a look at a path that began after ``since_s``. None: there is none yet, and one
+        will come. A look with ``for_good`` stays valid."""
         found = self._found.get(path)
         if found is not None and (found.began_s >= since_s or found.for_good):
             return found
@@ -93,7 +95,7 @@ class Looks:
         return None
 
     def close(self) -> None:
-        """Let the thread end, when it does: it may hang in a file system."""
+        """Have the thread end, without waiting for it: it may hang in a file system."""
         self._questions.put(None)
 
     def _run(self) -> None:
@@ -110,8 +112,8 @@ class Looks:
             return Look(now_s, None, str(error), for_good=True)
 
     def _try(self, path: str, now_s: float) -> Look:
-        """Look once. Raises OSError, RuntimeError, ValueError, ConfigError: the next look may do
-        better."""
+        """Look once. Raises OSError, RuntimeError, ValueError, ConfigError: the next look may
+        succeed."""
         folder = Path(path).expanduser().absolute()
         weights = next((file for name in _WEIGHTS if (file := folder / name).is_file()), None)
         if weights is None:
@@ -123,7 +125,7 @@ class Looks:
             digest = hashlib.sha256(files[0].read_bytes())
             digest_file(weights, digest)
             read = digest.hexdigest()
-        # Asked last, so that it is true of what was read.
+        # Asked last, so that it holds for what was read.
         now = _statuses(folder, files)
         if before:
             same = (read or content) == content and [each[:2] for each in now] == [each[:2] for each in before]
@@ -139,7 +141,8 @@ class Looks:
 
 
 def _statuses(folder: Path, files: list[Path]) -> list[Status]:
-    """Return how an adapter's directory, its files, and the links that lead there are."""
+    """Return the status of an adapter's directory, of its files, and of the links that lead
+    there."""
     found = []
     for path in (folder, *files):
         found += [_status_of(link, link.lstat()) for link in _links(path)]
@@ -148,7 +151,7 @@ def _statuses(folder: Path, files: list[Path]) -> list[Status]:
 
 
 def _status_of(path: Path, stat: os.stat_result) -> Status:
-    # What else comes into a directory, or leaves it, is not the adapter's.
+    # Other files that come into a directory, or leave it, are not the adapter's.
     at = () if path.is_dir() and not path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
     return Status(path, (stat.st_dev, stat.st_ino, *at), stat.st_ctime_ns)
 
@@ -162,33 +165,34 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 class Adapters:
-    """Knows requests' adapters, and holds back what was stored until it is sure. Scheduler thread
-    only.
+    """Knows requests' adapters, and holds back the results of stores until it is sure. Scheduler's
+    thread only.
 
     A request is *unsure* from the time when it is followed until a look at its adapter that began
-    after its end: the workers may have read other files than those that its hashes were made of.
-    The results of stores are held back until a look that began after them. Where an adapter has
-    changed by then, or that is not known in time, its requests are stale: all stores that are out
-    have to fail, and nothing is known by the requests' hashes from then on.
+    after the request ended: the workers may have read other files than those that its hashes were
+    made of. The results of stores are held back until a look that began after them. Where an
+    adapter has changed by then, or is not known in time, its requests are stale: all stores under
+    way have to fail, and nothing is known by the requests' hashes from then on.
     """
 
     def __init__(self, settings: LoRAConfig | None) -> None:
         self._settings = settings
         self._looks = Looks()
         self._path_of: dict[int, str | None] = {}
-        """What each of vLLM's numbers means: with another path it would not be read again."""
+        """The path that each of vLLM's numbers stands for; None where it has stood for two, as vLLM
+        would not read the second."""
         self._new: dict[str, tuple[Request, float]] = {}
         self._unsure: dict[str, tuple[Request, float | None]] = {}
-        """Requests that are followed, and when they ended; None: they live."""
+        """The requests that are followed, and when they ended; None while they live."""
         self._stores: set[JobId] = set()
-        """The stores that were planned while a request was unsure, and are not settled."""
+        """The stores that were planned while a request was unsure, and are not settled yet."""
         self._held: list[tuple[float, dict[JobId, JobResult]]] = []
         self.void: set[bytes] = set()
-        """Hashes of blocks whose content is not known."""
+        """The hashes of blocks whose content is not known."""
         self._log = QuietLog(time.monotonic, logger)
 
     def arrived(self, request: Request, now: float) -> None:
-        """Ask what a new request's adapter holds: see ``take_known``."""
+        """Ask for the content of a new request's adapter: see ``take_known``."""
         adapter = request.lora_request
         if self._path_of.setdefault(adapter.lora_int_id, adapter.lora_path) != adapter.lora_path:
             self._path_of[adapter.lora_int_id] = None
@@ -196,17 +200,17 @@ class Adapters:
         self._looks.since(adapter.lora_path, now)
 
     def waits(self, request_id: str) -> bool:
-        """Whether it is not known yet what a request's adapter holds."""
+        """Return whether the content of a request's adapter is not known yet."""
         return request_id in self._new
 
     @property
     def any(self) -> bool:
-        """Whether anything is asked of adapters, or held back for them."""
+        """Whether adapters are asked for, or results held back for them."""
         return bool(self._new or self._unsure or self._held)
 
     def take_known(self, now: float) -> list[Request]:
-        """Return the requests whose adapters have become known, their hashes made anew. Others
-        wait, ``LOOK_WAIT_S`` at most, or are left alone from now on, as they are."""
+        """Return the requests whose adapters have become known, with their hashes made anew. The
+        others wait, ``LOOK_WAIT_S`` at most, or are not served from now on."""
         known = []
         for request, since_s in list(self._new.values()):
             adapter = request.lora_request
@@ -218,8 +222,8 @@ class Adapters:
             if content is None or look is None:
                 continue
             assert self._settings is not None, "vLLM takes no adapter without its settings"
-            # With its path: another's requests must not find in the engine's cache what this one's
-            # are just computing.
+            # With its path: another request must not find in the engine's cache what this one is
+            # just computing.
             settings = f"{adapter.is_3d_lora_weight} {self._settings.compute_hash()}"
             hash_by_content(request, f"{adapter.lora_path} {content} {settings}")
             self._unsure[request.request_id] = (request, None)
@@ -227,8 +231,8 @@ class Adapters:
         return known
 
     def _content(self, request: Request, look: Look | None) -> str | None:
-        """Return what a look says that a request's adapter holds. None: it is to be left alone, and
-        the log says why."""
+        """Return the content of a request's adapter, as a look found it. None: the request is not
+        to be served, and the log says why."""
         adapter = request.lora_request
         if self._path_of[adapter.lora_int_id] is None:
             cause, why = "number", f"its number, {adapter.lora_int_id}, stood for two paths, until the next start"
@@ -242,7 +246,7 @@ class Adapters:
         return None
 
     def ended(self, request_id: str, now: float) -> None:
-        """Take in that a request is over."""
+        """Take note that a request has ended."""
         self._new.pop(request_id, None)
         if request_id in self._unsure:
             request, _ = self._unsure[request_id]
@@ -252,7 +256,7 @@ class Adapters:
     # -- what was stored -----------------------------------------------------------------------
 
     def note(self, plan: Plan) -> None:
-        """Note the stores of a plan: whose blocks they are is not asked."""
+        """Take note of the stores of a plan, whichever request's blocks they store."""
         if self._unsure:
             self._stores.update(job.id for job in plan.jobs if job.kind is JobKind.STORE)
 
@@ -266,8 +270,8 @@ class Adapters:
             self._held.append((now, held))
 
     def check(self, now: float) -> tuple[list[Request], list[Report]]:
-        """Return the requests that have become stale, and the results that wait no longer: where
-        there are such requests, all."""
+        """Return the requests that have become stale, and the reports whose results need not wait
+        any longer: all of them where there are stale requests."""
         stale = []
         for request, end_s in list(self._unsure.values()):
             since_s = end_s if end_s is not None or not self._held else self._held[0][0]

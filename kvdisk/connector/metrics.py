@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's metrics in the form that vLLM passes from the scheduler to its log and its Prometheus
-endpoint.
+"""kvdisk's metrics in the form in which vLLM passes them from the scheduler to its log and its
+Prometheus endpoint.
 
-They travel as plain values (see ``KVDiskStats``), because vLLM hands them to another process.
-Samples of histograms go one by one: that is how Prometheus' client takes them, in one process or
-several, and so does Ray's.
+They are plain values (see ``KVDiskStats``), because vLLM hands them to another process. Samples of
+histograms are passed one by one: Prometheus' client takes them so, in one process or several, and
+so does Ray's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvdisk.connector")
 PREFIX = "vllm:kvdisk_"
-"""vLLM clears and lists the metrics of its own name only."""
+"""vLLM clears and lists only metrics with its own prefix."""
 _COUNTS, _SAMPLES, _GAUGES = "counts", "samples", "gauges"
 
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """Pass over an error: vLLM calls this where one would end the server."""
+    """Ignore an error in the body, logged once: vLLM calls this where an error would end the
+    server."""
     try:
         yield
     except Exception:
@@ -53,7 +54,7 @@ _OF_A_TIER = {
 
 
 def tier_metrics() -> dict[str, Any]:
-    """Return the metrics of a tier behind vLLM's own connector, as that defines them."""
+    """Return the metrics of a tier behind vLLM's own connector, as that connector defines them."""
     found = {}
     for metric in METRICS.values():
         about: dict[str, Any] = {"documentation": f"kvdisk: {metric.about}."}
@@ -87,17 +88,17 @@ def _name_and_label(series: str) -> tuple[str, tuple[str, ...]]:
 
 
 class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
-    """``data``: what has risen, and how it is, by series as ``kvdisk.stats`` names them.
+    """``data``: what has risen, and present values, by series as ``kvdisk.stats`` names them.
 
-    ``counts``: integers; ``samples``: [number, sum, [values, the first ones]]; ``gauges``: numbers.
-    Empty: nothing.
+    ``counts``: integers. ``samples``: [number, sum, [the first values]]. ``gauges``: numbers. Empty
+    where there is nothing.
     """
 
     data: dict[str, Any]
 
     @classmethod
     def of(cls, stats: Stats) -> KVDiskStats:
-        """Wrap values."""
+        """Return the values wrapped."""
         if stats.empty:
             return cls(data={})
         samples = {series: [each.count, each.total, each.values] for series, each in stats.samples.items()}
@@ -105,17 +106,17 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
 
     @property
     def stats(self) -> Stats:
-        """The values."""
+        """The values, unwrapped."""
         samples = {series: Samples(*each) for series, each in self.data.get(_SAMPLES, {}).items()}
         return Stats(dict(self.data.get(_COUNTS, {})), samples, dict(self.data.get(_GAUGES, {})))
 
     def reset(self) -> None:
-        """Start again from nothing."""
+        """Begin again from nothing."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVDiskStats:
-        """Add those of a later time, or of another child of a ``MultiConnector``: of gauges the
-        later ones are kept."""
+        """Add the values of a later time, or of another child of a ``MultiConnector``. Later gauges
+        replace earlier ones."""
         with _harmless():
             merged = self.stats
             merged.merge(KVDiskStats(data=other.data).stats)
@@ -123,13 +124,13 @@ class KVDiskStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped he
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """Return what one log line shows: a few figures of the time since the last one."""
+        """Return what one log line shows: a few figures of the time since the last line."""
         with _harmless():
             return summarize(self.stats)
         return {}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted or measured."""
+        """Return whether nothing was counted or measured."""
         return not self.data
 
 
@@ -138,7 +139,7 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
     serves ``/metrics``.
 
     ``MultiConnector`` makes one object for all children of this class, and adds their values up
-    before.
+    first.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {metric.name: self._make(metric) for metric in METRICS.values()}
         self._series: dict[tuple[int, str], Any] = {}
-        # Made at once, so that what nothing has moved reads 0 and is not missing. A gauge is
-        # missing until it is read.
+        # Made at once, so that a series that nothing has moved reads 0 and is not missing. A gauge
+        # is missing until it is read.
         for series, kind in SERIES.items():
             if kind is not Kind.GAUGE:
                 for engine in per_engine_labelvalues:
@@ -177,8 +178,8 @@ class KVDiskPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM i
         return found
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take what one engine has counted and measured since the last call, as
-        ``KVDiskStats.data`` has it."""
+        """Take what one engine has counted and measured since the last call, in the form of
+        ``KVDiskStats.data``."""
         with _harmless():
             self._observe(KVDiskStats(data=transfer_stats_data).stats, engine_idx)
 

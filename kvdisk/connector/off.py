@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a half of the connector after an error of ours: nothing is stored or loaded until
-the engine ends.
+"""The stand-ins for the halves of the connector after an error of ours: nothing is stored or loaded
+until the engine ends.
 
-Each class answers the hooks of its half, and uses nothing of what failed but what it names. vLLM
-waits for two things: that every load which it was promised is reported, failed if need be, and that
-the engine store is closed at the end.
+Each class answers the hooks of its half, and uses nothing of the failed half but what its docstring
+names. vLLM waits for two things: that every load which it was promised is reported, failed if need
+be, and that the engine store is closed at the end.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ logger = logging.getLogger("kvdisk.connector")
 
 _POLICIES = ("_policy", "_admission", "eviction")
 OWN_POLICIES = tuple(each.name for each in fields(Config) if each.name.endswith(_POLICIES))
-"""Settings that may name a class of the user's."""
+"""The settings that may name a class of the user's."""
 
 
 def say_off(error: Exception, hook: str, own: Iterable[str]) -> None:
-    """Say once, loudly, why kvdisk is off. ``own``: policies of the user's, as ``module:Class``."""
+    """Log once, as an error, why kvdisk is off. ``own``: policies of the user's, as
+    ``module:Class``."""
     whose = "kvdisk"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         kind = type(frame.f_locals.get("self"))
@@ -57,11 +58,11 @@ def say_off(error: Exception, hook: str, own: Iterable[str]) -> None:
 
 
 class SchedulerOff:
-    """The scheduler's half.
+    """The stand-in for the scheduler's half.
 
     ``parts``: closed at the end. ``unsent``: by request, the GPU blocks of the loads that vLLM was
-    promised, and that no plan has carried: the workers shall report them as failed. ``publishes``:
-    whether events were published of what the tiers hold.
+    promised and that no plan has carried: the workers report them as failed. ``publishes``: whether
+    events were published of what the tiers hold.
     """
 
     def __init__(
@@ -84,23 +85,23 @@ class SchedulerOff:
         """Follow no request."""
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int, bool]:  # noqa: ARG002 - as the half's
-        """There are no hits."""
+        """Return that there is no hit."""
         return 0, False
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The load of a hit that was promised before will fail."""
+        """Note the load of a hit that was promised before: it will fail."""
         if external_tokens:
             self._unsent[request.request_id] = unfilled_blocks(blocks)
 
     def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ARG002
-        """Nothing is given by any tier."""
+        """Return no source: no tier serves anything."""
         return {}
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
-        """There is nothing to offer it to."""
+        """Do nothing: there is no tier to offer blocks to."""
 
     def plan(self, output: SchedulerOutput) -> Plan:  # noqa: ARG002
-        """Tell the workers that this is over, and which loads they never heard of shall fail."""
+        """Tell the workers to switch off, and which loads that they never got are to fail."""
         jobs = []
         for request_id, groups in self._unsent.items():
             self._jobs -= 1  # the manager's numbers are above 0
@@ -111,15 +112,15 @@ class SchedulerOff:
         return Plan(tuple(jobs), off=True)
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
-        """What the workers finish is of no use any more."""
+        """Do nothing: what the workers finish is of no use any more."""
 
     def reset(self) -> bool:
-        """Load nothing from before, nor anything else."""
+        """Return True: nothing is served again."""
         return True
 
     def has_pending_work(self) -> bool:
-        """One step more, for workers and metrics. Requests that wait for loads keep the engine
-        going themselves."""
+        """Ask for one step more, for workers and metrics. Requests that wait for loads keep the
+        engine going themselves."""
         return not self._stepped
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -145,7 +146,7 @@ class SchedulerOff:
         return {} if self._parts is None else dict(self._parts.manager.stats.counts)
 
     def switched_off(self) -> None:
-        """It is off already."""
+        """Return None: it is off already."""
 
     def shutdown(self) -> None:
         """Commit what is queued, and release the engine store. Idempotent."""
@@ -154,10 +155,12 @@ class SchedulerOff:
 
 
 class WorkerOff:
-    """A worker's half. ``loads``: those whose end was not reported yet. What has begun of them goes
-    on in the mover, to its end: only then it is reported to the scheduler, that they have failed.
-    ``failed_blocks``: of the loads that were just reported. ``by_block``: whether these say which
-    loads failed; else the requests do.
+    """The stand-in for a worker's half.
+
+    ``loads``: those whose end was not reported yet. What has begun of them goes on in the mover to
+    its end; only then it is reported to the scheduler as failed. ``failed_blocks``: those of the
+    loads that were just reported. ``by_block``: whether these say which loads failed; otherwise the
+    requests do.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class WorkerOff:
             parts.mover.halt()
 
     def leave_gpu(self) -> None:
-        """What has begun is waited for."""
+        """Wait for what has begun."""
         if self._parts is not None:
             self._parts.mover.leave_gpu()
 
@@ -180,7 +183,7 @@ class WorkerOff:
         """Begin nothing."""
 
     def before_step(self, plan: Plan) -> None:
-        """What has not begun never will, and what has begun is waited for: see ``Mover.halt``."""
+        """Wait for what has begun. What has not begun never will: see ``Mover.halt``."""
 
     def before_forward(self, plan: Plan) -> None:
         """Begin nothing: the loads of the plan will fail."""
@@ -213,7 +216,7 @@ class WorkerOff:
         return None if self._scheduler_knows else Report(off=True)
 
     def switched_off(self) -> None:
-        """It is off already."""
+        """Return None: it is off already."""
 
     def shutdown(self) -> None:
         """Stop the mover. Idempotent."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM finds kvdisk: the plugin entry point, which every process of an engine calls, and the
-log."""
+"""The plugin entry point by which vLLM finds kvdisk, in every process of an engine, and the log."""
 
 from __future__ import annotations
 
@@ -14,10 +13,12 @@ _RESOLVE = "_post_init_kv_transfer_config"
 
 
 def register() -> None:
-    """Register the connector and the tier with vLLM's factories, and see to it that no flag of
-    vLLM's puts another connector in its place, and that a tier's settings are judged where a
-    configuration is built. May be called many times; vLLM calls it at start, before it builds
-    one."""
+    """Register the connector and the tier with vLLM's factories.
+
+    It also wraps one method of vLLM's configuration, so that no flag of vLLM's replaces kvdisk by
+    another connector, and so that a tier's settings are checked when a configuration is built. vLLM
+    calls it at the start, before it builds a configuration. Idempotent.
+    """
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -32,8 +33,8 @@ def register() -> None:
 
 
 def _refuse_replacement(resolve: Any) -> Any:
-    """Return vLLM's method that applies ``--kv-offloading-size``, with a refusal in front, and one
-    of a tier's settings behind it.
+    """Return vLLM's method that applies ``--kv-offloading-size``, wrapped: it first refuses that
+    flag beside kvdisk, and at the end checks a tier's settings.
 
     vLLM: it writes the name of its own connector over the one that was asked for, and says nothing.
     """
@@ -58,7 +59,7 @@ def _refuse_replacement(resolve: Any) -> Any:
 
 
 def join_log() -> None:
-    """Let kvdisk's lines go where vLLM's go, at vLLM's level, unless somebody has said where they
+    """Send kvdisk's log lines where vLLM's go, at vLLM's level, unless somebody has said where they
     go. Idempotent.
 
     vLLM shows only the lines of its own loggers.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler thread
-only."""
+"""The scheduler's half of the connector: hooks of vLLM's scheduler in, plans out. Scheduler's
+thread only."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ logger = logging.getLogger("kvdisk.connector")
 class SchedulerSide:
     """Translates between vLLM's requests and blocks and the ``TierManager``.
 
-    That exists once the block pool is bound; where layers of one group differ, or stages of a
-    pipeline, once the workers have sent their sizes.
+    The manager exists once the block pool is bound; where layers of one group differ, or stages of
+    a pipeline, only once the workers have sent their sizes.
     """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -84,7 +84,7 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}
         self._unsent: dict[str, list[Sequence[int]]] = {}
-        """The GPU blocks of loads whose last job no plan has carried, by request."""
+        """The GPU blocks of loads whose last job no plan has carried yet, by request."""
         self._controls = Controls()
         self._adapters = Adapters(vllm_config.lora_config)
         publishes = publishes_events(vllm_config)
@@ -120,11 +120,12 @@ class SchedulerSide:
             self._assemble(self._namespace)
 
     def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]], others: Sequence[str] = ()) -> None:
-        """Take the KV-cache groups of all stages, as workers sent them: they have every layer's
-        size, where ours may have one layer's. ``others``: connectors that take a handshake, too.
+        """Take the KV-cache groups of all stages, as workers sent them: these have every layer's
+        size, where the scheduler's may have one layer's. ``others``: connectors that take a
+        handshake too.
 
-        Comes after the pool and before the first request, and again, the same, after a sleep.
-        Raises ConfigError where sizes are not agreed upon.
+        It is called after the pool is bound and before the first request, and again, with the same,
+        after a sleep. Raises ConfigError where sizes do not agree.
         """
         if self._namespace is None and others:
             raise ConfigError(
@@ -159,7 +160,8 @@ class SchedulerSide:
     # -- requests ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Follow a request; one with a LoRA adapter once the adapter's files are hashed."""
+        """Follow a request. One with a LoRA adapter is followed once the adapter's files are
+        hashed."""
         if request.lora_request is not None:
             self._adapters.arrived(request, time.monotonic())
         else:
@@ -184,8 +186,8 @@ class SchedulerSide:
             self._follow(request)
 
     def _check_adapters(self, now: float) -> None:
-        """Leave requests alone whose adapters have changed under them, and settle what was held
-        back meanwhile."""
+        """Stop following requests whose adapters have changed, and settle the results that were
+        held back meanwhile."""
         if not self._adapters.any:
             return
         stale, reports = self._adapters.check(now)
@@ -200,7 +202,7 @@ class SchedulerSide:
         self._follow_known(now)
 
     def _follow_session(self, request: Request) -> None:
-        """Notice what no hook reports: that the prompt of a streaming session, a request with a
+        """Check what no hook reports: whether the prompt of a streaming session, a request with a
         queue, has grown."""
         if request.streaming_queue is not None:
             self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
@@ -233,7 +235,7 @@ class SchedulerSide:
         return sources if sum(sources.values()) == external_tokens else {}
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]], aborted: bool) -> None:
-        """Offer the tail of a finished request."""
+        """Offer the last blocks of a finished request."""
         self._local_tokens.pop(request.request_id, None)
         self._adapters.ended(request.request_id, time.monotonic())
         if self._requests.pop(request.request_id, None) is None:
@@ -256,7 +258,7 @@ class SchedulerSide:
     # -- steps ---------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput) -> Plan:
-        """Offer what this step computes, and return its plan."""
+        """Offer what this step computes, and return the step's plan."""
         now = time.monotonic()
         manager = self._manager
         self._mailbox.work()
@@ -270,8 +272,8 @@ class SchedulerSide:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            # Of the tokens computed when this step is over, only those whose ids are known are
-            # final.
+            # Among the tokens that are computed when this step is over, only those whose ids are
+            # known are final.
             computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
             self._follow_session(request)
             if manager.note_scheduled(request_id, computed_tokens):
@@ -279,7 +281,7 @@ class SchedulerSide:
                 block_ids = block_tables(state, request_id)
                 if block_ids is not None:
                     manager.plan_store(request_id, computed_tokens, self._groups.tables(block_ids), now)
-        # vLLM: behind drafts a state comes to its block only after the hook that begins copies.
+        # vLLM: with drafts, a state comes to its block only after the hook that begins copies.
         drafted = output.scheduled_spec_decode_tokens
         for request_id, states in self._groups.handed_states(output).items():
             if request_id in self._requests and not drafted.get(request_id):
@@ -295,8 +297,8 @@ class SchedulerSide:
         return plan
 
     def settle(self, report: Report | None, invalid_blocks: set[int]) -> None:
-        """Take in what the workers finished, and which blocks of the step no load has filled,
-        kvdisk's or another connector's."""
+        """Take note of what the workers finished, and of the blocks of the step that no load has
+        filled, kvdisk's or another connector's."""
         if invalid_blocks:
             self._manager.note_invalid_blocks(invalid_blocks, report or Report())
         if report is not None:
@@ -304,10 +306,10 @@ class SchedulerSide:
             self._manager.settle(report, time.monotonic(), int(time.time()))
 
     def reset(self) -> bool:
-        """Answer ``reset_cache``: nothing stored so far is served again, unless the user said that
-        weights stay.
+        """Answer ``reset_cache``: nothing stored so far is served again, unless the user has set
+        ``on_reset`` to keep it.
 
-        vLLM: a sleep begins with it, and unmaps the KV cache.
+        vLLM: a sleep begins with a reset, and unmaps the KV cache.
         """
         if self._config.on_reset == "epoch":
             assert self._parts is not None
@@ -331,13 +333,13 @@ class SchedulerSide:
         return self._mailbox.rest()
 
     def wake(self) -> None:
-        """The engine goes on after a rest. Before anything else is called."""
+        """Take note that the engine goes on after a rest. Called before anything else is."""
         self._mailbox.wake()
 
     # -- events --------------------------------------------------------------------------------
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Answer ``take_events``: nothing unless the engine publishes them."""
+        """Answer ``take_events``: nothing unless the engine publishes events."""
         if self._writer is None or self._journal is None or not self._journal.waits:
             return []
         return self._writer.write(self._journal.take())
@@ -350,8 +352,7 @@ class SchedulerSide:
     # -- metrics and end -----------------------------------------------------------------------
 
     def take_stats(self) -> Stats | None:
-        """Return what was counted and measured since the last call, None where it is too early to
-        say."""
+        """Return what was counted and measured since the last call; None where it is too early."""
         return None if self._parts is None else self._parts.telemetry.take(time.monotonic())
 
     def counters(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user sets of kvdisk as a tier of vLLM's own connector, judged before weights are loaded.
+"""The settings of kvdisk as a tier of vLLM's own connector, checked before weights are loaded.
 
-Imports nothing of vLLM's offloading: the plugin asks for it in every process.
+This imports nothing of vLLM's offloading: the plugin imports it in every process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TYPE = "kvdisk"
 """The tier's name in ``secondary_tiers``."""
 MODULE = "kvdisk.offloading"
-"""What names its class where vLLM's plugins are off."""
+"""The module that names the tier's class, where vLLM's plugins are off."""
 KEYS = (
     "store_dirs",
     "nvme_bytes",
@@ -39,15 +39,16 @@ KEYS = (
     "log_requests",
     "segment_bytes",
 )
-"""Settings of ``Config`` that a tier has, too."""
+"""The settings of ``Config`` that a tier has too."""
 _VLLM_KEYS = frozenset({"type", "module_path", "backpressure"})
-"""Those of a tier that vLLM reads itself."""
+"""The settings of a tier that vLLM reads itself."""
 _LOCALITIES = ("LOCAL", "REMOTE")
 _PLAIN_SPEC = "CPUOffloadingSpec"
 
 
 class TierSettings(NamedTuple):
-    """``namespace``: what the user names the KV by, where that is not known otherwise."""
+    """The settings of one tier. ``namespace``: the user's name for the KV, needed where nothing
+    else identifies it."""
 
     config: Config
     namespace: str | None = None
@@ -101,8 +102,8 @@ def own_tiers(vllm_config: VllmConfig) -> list[dict[str, Any]]:
 
 
 def refuse_tiers_early(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError for all that can be known to keep a tier of kvdisk's from starting, where
-    the engine's configuration names one."""
+    """Raise ConfigError for all that is known to keep a tier of kvdisk's from starting, where the
+    engine's configuration names one."""
     tiers = own_tiers(vllm_config)
     if not tiers:
         return

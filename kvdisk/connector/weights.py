@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weight files are known by: a digest of names, sizes, headers, and 4 KiB of every tensor.
+"""The digest by which weight files are known: of names, sizes, headers, and 4 KiB of every tensor.
 
-Network storage takes milliseconds for each read, and a model has tens of thousands of tensors: many
-are read at once, and the digest is remembered until a file changes.
+Network storage takes milliseconds for each read, and a model has tens of thousands of tensors. So
+many samples are read at once, and the digest is remembered until a file changes.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ from kvdisk.errors import ConfigError
 logger = logging.getLogger("kvdisk.connector")
 
 Read = Callable[[int, int, int], bytes]
-"""As ``os.pread``: descriptor, length, offset."""
+"""A function like ``os.pread``: descriptor, length, offset."""
 
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 _THREADS = 64
-"""They wait for storage: 90,000 reads of 5 ms take 7 s."""
+"""Threads that wait for storage: 90,000 reads of 5 ms take 7 s."""
 _AT_ONCE = 16
-"""Samples that a thread reads of a file before it takes others."""
+"""Samples of a file that a thread reads before it takes others."""
 _SAID_AFTER_S = 3.0
 _WORTH_S = 1.0
-"""What took less is quicker read again than trusted."""
+"""Seconds that a digest must take to be remembered: a quicker one is read again rather than
+trusted."""
 _SETTLED_NS = 2 * 10**9
-"""A file that changed a shorter while ago may change once more at the same time of its clock."""
+"""A file that changed a shorter time ago may change once more at the same time of its clock."""
 _MOST_MEMORY_BYTES = 4096
-"""Of a file that remembers a digest."""
+"""Bytes of a file that remembers a digest that are read at most."""
 
 
 def known_digest(files: Sequence[Path], memory: Path, read: Read = os.pread, worth_s: float = _WORTH_S) -> str:
     """Return the digest of files, read or remembered. ``memory``: a directory of this user's, made
-    where it can be; where it cannot be written, or is another's, nothing is remembered.
+    where that is possible. Where it cannot be written, or belongs to another user, nothing is
+    remembered.
 
     Raises ConfigError where a file is damaged, OSError.
     """
@@ -69,17 +71,18 @@ def known_digest(files: Sequence[Path], memory: Path, read: Read = os.pread, wor
 
 
 def digest_file(file: Path, digest: Any) -> None:
-    """Add one file. Raises ConfigError where it is damaged, OSError."""
+    """Add one file to a digest. Raises ConfigError where it is damaged, OSError."""
     digest_files([file], digest)
 
 
 def digest_files(
     files: Sequence[Path], digest: Any, read: Read = os.pread, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Add each file's name, size, header, and samples, in order, however many are read at once.
+    """Add each file's name, size, header and samples to a digest, in order, however many are read
+    at once.
 
-    A line in the log says so where it takes longer than a start should be silent. Raises
-    ConfigError where a file is damaged, OSError.
+    Logs a line where it takes longer than a start should be silent. Raises ConfigError where a file
+    is damaged, OSError.
     """
     began_s, said = clock(), False
     with ThreadPoolExecutor(_THREADS, "kvdisk-weights") as pool:
@@ -109,7 +112,7 @@ _Job = Callable[[], Any]
 
 
 def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[_Job], most: int = 2 * _THREADS) -> Iterator[Any]:
-    """Run jobs, many at once; yield what they return in their order."""
+    """Run jobs, many at once; yield their results in order."""
     running: deque[Future[Any]] = deque()
     for job in jobs:
         running.append(pool.submit(job))
@@ -153,13 +156,14 @@ def _plan(file: Path, read: Read) -> _Plan:
         if file.suffix == ".safetensors":
             header, samples = _read_header(file, stream.fileno(), file_bytes, read)
             return _Plan(file, head + header, samples)
-    # Of a file whose tensors cannot be told apart without unpickling it, some of every MiB.
+    # The tensors of such a file cannot be told apart without unpickling it: some of every MiB is
+    # read.
     return _Plan(file, head, [(offset, _SAMPLE_BYTES) for offset in range(0, file_bytes, _SAMPLE_EVERY_BYTES)])
 
 
 def _read_header(file: Path, fd: int, file_bytes: int, read: Read) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header, and the start of each tensor: layout per the safetensors format (u64
-    length, JSON, data).
+    """Return the header, and offset and length of each tensor's sample. The safetensors format is:
+    u64 length, JSON, data.
 
     Raises ConfigError where the file is not of that format.
     """
@@ -182,7 +186,7 @@ def _read_header(file: Path, fd: int, file_bytes: int, read: Read) -> tuple[byte
 
 
 class _Facts(NamedTuple):
-    """What changes with a file. ``inode_changed_ns``: no program can set it back."""
+    """What changes when a file does. ``inode_changed_ns``: no program can set it back."""
 
     path: str
     device: int
@@ -203,7 +207,7 @@ def _facts(files: Sequence[Path]) -> list[_Facts]:
 
 def _recall(place: Path, key: str) -> str | None:
     """Return the digest that this user remembered under a key; None where there is none, or where
-    another could have written it."""
+    another user could have written it."""
     try:
         fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as stream:
@@ -217,7 +221,7 @@ def _recall(place: Path, key: str) -> str | None:
 
 
 def _remember(place: Path, key: str, found: str) -> None:
-    """Write a digest. The file gets its name when it is whole."""
+    """Write a digest. The file gets its name when it is complete."""
     with suppress(OSError):
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
@@ -231,5 +235,5 @@ def _remember(place: Path, key: str, found: str) -> None:
 
 
 def _check_of(key: str, found: str) -> str:
-    """Return what shows that a file is whole."""
+    """Return a checksum that shows that a file is complete."""
     return hashlib.sha256(f"{key} {found}".encode()).hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's half of the connector: plans in, reports out. The model runner's thread only."""
+"""The worker's half of the connector: plans in, reports out. Model runner's thread only."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from kvdisk.worker.mover import Mover
 
 _IDLE_WAIT_S = 0.002
-"""How long a step without a forward pass waits for a transfer: instead of spinning, and no longer
-than a step."""
+"""Seconds that a step without a forward pass waits for a transfer: instead of spinning, and no
+longer than a step."""
 
 
 class WorkerSide:
-    """Hands each step's plan to the ``Mover`` and turns its results into vLLM's terms."""
+    """Hands each step's plan to the ``Mover``, and turns its results into vLLM's terms."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        # Where failed blocks are reported, vLLM computes from the first of them on: what a window
-        # needs before it is not there. It takes no blocks where there are several groups, nor where
-        # only one of them is stored.
+        # Where failed blocks are reported, vLLM computes from the first of them on, and what a
+        # window needs before it is not there. vLLM takes no blocks where there are several groups,
+        # nor where only one of several is stored.
         alone = len(kv_cache_config.kv_cache_groups) == 1
         self._by_block = alone and geometry_of(vllm_config, kv_cache_config).groups[0].reads_all
         self._stages: list[list[KVCacheGroupSpec]] = []
@@ -62,15 +62,16 @@ class WorkerSide:
         units = units_of(self._config, self._vllm_config)
         geometry = geometry_of(self._vllm_config, self._kv_cache_config, self._stages, units)
         layers = layer_blocks(self._kv_cache_config, kv_caches)
-        # Sleep may unmap what the GPU's own way between drive and GPU uses.
+        # A sleep may unmap the memory that the direct way between drive and GPU uses.
         config = replace(self._config, gpu_staging_bytes=0) if sleeps(self._vllm_config) else self._config
         deployment = deployment_of(self._vllm_config)
         platform = "; ".join(platform_facts(self._vllm_config))
         self._parts = assemble_worker(config, geometry, rank_of(self._vllm_config), layers, deployment, platform)
 
     def handshake(self) -> list[list[KVCacheGroupSpec]] | None:
-        """Return what the scheduler cannot know of the KV cache, None where it knows all, or hears
-        it from the first stage: vLLM's connectors refuse to hear of others, unless they say so."""
+        """Return what the scheduler cannot know of the KV cache. None where it knows all, or is
+        told by the first stage: vLLM's connectors refuse handshakes of other stages, unless they
+        say otherwise."""
         first = rank_of(self._vllm_config) < ranks_of_stage(self._vllm_config)
         return handshake_of(self._stages) if first else None
 
@@ -81,15 +82,16 @@ class WorkerSide:
         return self._parts.mover
 
     def leave_gpu(self) -> None:
-        """The KV cache is about to be unmapped, for a sleep."""
+        """Stop using the KV cache: it is about to be unmapped, for a sleep."""
         self.mover.leave_gpu()
 
     def return_to_gpu(self) -> None:
-        """It is mapped again, at the same addresses, and has nothing of before."""
+        """Use the KV cache again: it is mapped at the same addresses, and has none of its former
+        content."""
         self.mover.return_to_gpu()
 
     def before_step(self, plan: Plan) -> None:
-        """Let the step wait for the copies of what it overwrites: nothing of it was launched
+        """Let the step wait for the copies of what it overwrites. Nothing of the step was launched
         yet."""
         if plan.fence or plan.urgent:
             self.mover.protect(plan._replace(jobs=plan.jobs_before, void=()))
@@ -110,18 +112,18 @@ class WorkerSide:
             self.mover.submit(Plan(jobs))
 
     def collect(self, plan: Plan | None) -> tuple[set[str], set[str]]:
-        """Take the mover's results; return the requests whose load ended, and those among them that
-        failed.
+        """Take the mover's results. Return the requests whose load ended, and those among them
+        whose load failed.
 
         With one KV-cache group, of full attention, ``failed_blocks`` names the blocks instead, and
-        no request is among the failed: vLLM recomputes from the first of them.
+        no request is among the failed: vLLM recomputes from the first failed block.
         """
         if plan is not None and plan.idle:
             self.mover.wait_any(_IDLE_WAIT_S)
         report = self.mover.poll()
         self.failed_blocks = set()
         self._report.merge(report)
-        # When nothing can fail any more: until then no end was reported.
+        # Only when nothing can fail any more: until then no end is reported.
         ended = self._loads.end({job_id: result.failed for job_id, result in report.results.items()})
         if self._by_block:
             self.failed_blocks = {block for failed in ended.values() for block in failed}
@@ -129,7 +131,7 @@ class WorkerSide:
         return set(ended), {name for name, failed in ended.items() if failed}
 
     def take_report(self) -> Report | None:
-        """Return what goes to the scheduler with this step, None where there is nothing."""
+        """Return what goes to the scheduler with this step; None where there is nothing."""
         if self._report.empty:
             return None
         report, self._report = self._report, Report()
@@ -140,7 +142,7 @@ class WorkerSide:
         return WorkerOff(self._parts, self._loads, self.failed_blocks, by_block=self._by_block)
 
     def shutdown(self) -> None:
-        """Finish what the device has started and stop the mover. Idempotent."""
+        """Finish what the device has started, and stop the mover. Idempotent."""
         if self._parts is not None:
             self._parts.close()
             self._parts = None

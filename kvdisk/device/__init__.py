@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes: segment files, slot headers, homes, and the devices that move batches."""
+"""The bytes on the drives: segment files, slot headers, engine stores, and the devices that move
+batches."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drive's queue in the kernel: Linux AIO, kept full by ``drive_queue.c`` without Python.
+"""A drive's queue in the kernel: Linux AIO, which ``drive_queue.c`` keeps full without Python.
 
-A thread of Python that calls ``preadv`` waits for the interpreter lock after each call: 5 ms, while
-Python code runs elsewhere in the process. Here a batch is handed over at once, and one wait ends
-with it. The queue is asynchronous for O_DIRECT only, and on some file systems; threads serve
-others, and where ``drive_queue.c`` was not compiled.
+A Python thread that calls ``preadv`` waits for the interpreter lock after each call, 5 ms while
+Python code runs elsewhere in the process. Here a whole batch is handed over at once, and one wait
+ends with it. The queue is asynchronous only for O_DIRECT, and only on some file systems. Threads
+serve the others, and all where ``drive_queue.c`` was not compiled.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from kvdisk.device.batches import Call, cut
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES, LONGEST_BYTES = 512 << 10, 2 << 20
-"""Of a call: long enough for the drive, short enough that a batch keeps it busy."""
+"""Bytes of one call: long enough for the drive, short enough that one batch keeps it busy."""
 AHEAD_BYTES = 16 << 20
-"""What the kernel is given of reads before any has ended: enough for the drive, and so little that
-batches end one by one, in their order, and one is checked while the next is read."""
+"""Bytes of reads that the kernel is given ahead: enough for the drive, and so few that batches end
+one by one, in order, and one is verified while the next is read."""
 WRITES_AHEAD_BYTES = 32 << 20
-"""The same of writes, after which nothing is to be done: with less, the drive idles where this
-process has to wait for a processor."""
+"""Bytes of writes that the kernel is given ahead. Nothing is done after a write; with fewer, the
+drive idles while this process waits for a processor."""
 BESIDE_READS_BYTES = 1 << 20
-"""The same of writes while reads are under way, so that a load waits for no more."""
+"""Bytes of writes given ahead while reads are under way, so that a load waits for no more."""
 _LEAST_CALLS = 4
-"""That a batch is cut into, unless they would be too short."""
+"""The fewest calls that a batch is cut into, unless they would be shorter than SHORTEST_BYTES."""
 _ASYNC_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010})
-"""ext2 to ext4, XFS, btrfs, F2FS: a direct call on allocated blocks ends later."""
+"""The file systems on which a direct call on allocated blocks is asynchronous: ext2 to ext4, XFS,
+btrfs, F2FS."""
 _OPCODES = {Op.READ: 7, Op.WRITE: 8}
-"""IOCB_CMD_PREADV and IOCB_CMD_PWRITEV."""
+"""The kernel's numbers IOCB_CMD_PREADV and IOCB_CMD_PWRITEV."""
 _HEAD = struct.Struct("=qqqq")
-"""``CallHead`` of the C file: fd, offset, position of its transfer, count of vectors."""
+"""``CallHead`` of the C file: fd, offset, position of its transfer, number of vectors."""
 _REPORT = struct.Struct("=qqq")
-"""``Report``: ticket, position (-1: the batch has ended), errno."""
+"""``Report`` of the C file: ticket, position (-1: the batch has ended), errno."""
 _MOST_REPORTS = 512
 _LAYOUT = 1
-"""Of all three: a library that was compiled of another state of the sources has another number."""
+"""The version of these structures: a library compiled from other sources has another number."""
 NOT_COMPILED = (
     "drive_queue.c was not compiled when kvdisk was installed, for want of a C compiler or its headers: install gcc "
     "and libc6-dev, then kvdisk anew with pip's --force-reinstall --no-deps --no-cache-dir"
@@ -61,8 +62,9 @@ _VECTOR = struct.Struct("=QQ")
 
 @cache
 def library() -> tuple[Any, Any]:
-    """Return the functions of ``drive_queue.c``, called while holding the interpreter lock (short
-    ones, which would wait to get it back) and without it. Raises OSError where it is missing."""
+    """Return the functions of ``drive_queue.c`` twice: to be called with the interpreter lock held
+    (short functions, which would wait to get it back), and without it. Raises OSError where the
+    library is missing."""
     path = Path(__file__).with_name("drive_queue.abi3.so")
     if not path.exists():
         raise OSError(errno.ENOENT, NOT_COMPILED)
@@ -87,8 +89,7 @@ def library() -> tuple[Any, Any]:
 
 
 def serves(fd: int) -> bool:
-    """Whether calls on an open file end later than they are submitted, so that the queue may be
-    used for it."""
+    """Return whether calls on an open file are asynchronous, so that the queue may serve it."""
     try:
         if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             return False
@@ -100,13 +101,13 @@ def serves(fd: int) -> bool:
 
 
 class KernelQueue:
-    """``DriveQueue`` over a context of the kernel's, with two threads: that of ``drive_queue.c``
-    submits and takes in ends, and a Python one waits for batches to report.
+    """``DriveQueue`` over a context of Linux AIO, with two threads: the one of ``drive_queue.c``
+    submits calls and takes their ends, and a Python thread waits for batches to report.
 
-    ``report`` is called for each batch, on the latter. ``longest_bytes``: of a call, at most.
-    ``reads``: the queue of the drive's reads, if this is that of its writes, which make way for
-    them. Raises OSError where there is no library, and where the kernel has no queue, forbids it or
-    has no room (``fs.aio-max-nr``).
+    ``report``: called for each batch, on the Python thread. ``longest_bytes``: the most bytes of
+    one call. ``reads``: given for a queue of writes, the queue of the same drive's reads, to which
+    the writes give way. Raises OSError where there is no library, and where the kernel has no such
+    queue, forbids it or has no room (``fs.aio-max-nr``).
     """
 
     way = "aio"
@@ -131,7 +132,7 @@ class KernelQueue:
         self._report = report
         self._longest_bytes = min(longest_bytes, LONGEST_BYTES)
         self._flights: dict[int, tuple[Sequence[tuple[int, Transfer]], dict[int, int]]] = {}
-        """By ticket: what the kernel may touch, and the errors so far."""
+        """What the kernel may touch, and the errors so far, by ticket."""
         self._thread = threading.Thread(target=self._report_all, name=f"{name}-report", daemon=True)
         self._thread.start()
 
@@ -180,7 +181,7 @@ def _calls(position: int, transfer: Transfer, call_bytes: int) -> Iterable[Call]
 
 
 def _address(buffer: Buffer) -> int:
-    """Return where a buffer lies; 0, for which the kernel fails the call, where it is none."""
+    """Return a buffer's address; 0, for which the kernel fails the call, where it has none."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     except (ValueError, TypeError, BufferError):  # slower, but it takes what is read-only too

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch is cut into system calls, and the queue of a drive that runs them."""
+"""Cuts a batch into system calls, and the protocol of a drive's queue that runs them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 from kvdisk.device.base import Buffer, Op, Transfer
 
 MOST_BUFFERS = 1024
-"""IOV_MAX of Linux: buffers of one call."""
+"""Buffers of one call at most: IOV_MAX of Linux."""
 
 
 class Call(NamedTuple):
-    """One system call's worth of the transfer at ``position`` in its batch."""
+    """What one system call moves of the transfer at ``position`` in its batch."""
 
     position: int
     fd: int
@@ -22,24 +22,24 @@ class Call(NamedTuple):
 
 
 class DriveQueue(Protocol):
-    """Runs the calls of one drive in one direction, several at a time, on threads of its own: a
-    drive that hangs holds up no other, and writes that hang hold up no reads.
+    """Runs the calls of one drive in one direction, several at a time, on threads of its own. So a
+    drive that hangs does not hold up another, and writes that hang do not hold up reads.
 
-    ``way``: what serves the calls, in a word.
+    ``way``: a word for the log that says what runs the calls.
     """
 
     way: str
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
-        """Start transfers, given with their positions; return how many parts will be
-        reported, each as an ``Outcome`` when it has ended.
+        """Start transfers, given with their positions. Return the number of parts: each is reported
+        as an ``Outcome`` when it has ended.
 
-        ``batch_bytes``: of the whole batch, which is cut into about as many calls as run at once.
-        Does not wait for the drive.
+        ``batch_bytes``: the bytes of the whole batch, which is cut into about as many calls as run
+        at once. Does not wait for the drive.
         """
 
     def close(self) -> None:
-        """End the threads. Nothing is in flight."""
+        """End the threads. Nothing may be in flight."""
 
 
 def cut(known: Sequence[tuple[int, Transfer]], task_bytes: int) -> Iterator[list[Call]]:
@@ -69,7 +69,7 @@ def cut(known: Sequence[tuple[int, Transfer]], task_bytes: int) -> Iterator[list
 
 
 def without(buffers: Sequence[Buffer], moved: int) -> list[Buffer]:
-    """Return what is left of ``buffers`` after their first ``moved`` bytes."""
+    """Return the buffers without their first ``moved`` bytes."""
     for position, buffer in enumerate(buffers):
         if moved < buffer.nbytes:
             return [buffer[moved:], *buffers[position + 1 :]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cap, as values: what all homes hold and may hold, and which must go for more room.
+"""The cap, as values: what all engine stores hold and may hold, and which must go for more room.
 
-The allocated bytes of all homes never exceed the caps of the engines that live, or ended within 15
-minutes. An owner's layout keeps within its own cap, so homes without an owner can always make room.
-The index of a live owner grows without asking, and counts at its full size. ``store`` measures, and
-deletes.
+The allocated bytes of all engine stores never exceed the caps of the engines that live, or ended
+within 15 minutes. An owner's layout keeps within its own cap, so deleting engine stores without an
+owner can always make room. The index of a live owner grows without asking, and counts at its full
+size. ``store`` measures and deletes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvdisk.device.home_lock import HomeLock
 from kvdisk.geometry import uses_bytes_for
 
 HOME_OVERHEAD_BYTES = 128 << 10
-"""Of a home, beside index and segments: directories, HOME, LMDB's lock file, and so much of
-USES:"""
+"""Bytes that an engine store takes beside index and segments: directories, HOME, LMDB's lock file,
+and USES_OVERHEAD_BYTES of USES."""
 USES_OVERHEAD_BYTES = 32 << 10
 
 
 ORPHAN_SPARED_S = 900
-"""How long after its last use an orphan may take room that the caps of the live owners no longer
-cover, or that another owner could use."""
+"""Seconds since its last use for which an orphan keeps room that the caps of the live owners no
+longer cover, or that another owner could use."""
 _INDEX_GROWTH = 3
-"""How many times the part of its full size that the index may have for what is stored so far: while
-records are replaced there are old ones beside them."""
+"""The part of the index's full size that it may reach, as a multiple of the part of the cap that
+segments take: while records are replaced, old ones are beside them."""
 
 
 def reserve_bytes(record: HomeRecord, segments_bytes: int, index_bytes: int) -> int:
-    """Return what a home with so many bytes of segments and of index needs beside segments of the
-    drive that has its index: the rest of the index, and the other files.
+    """Return the bytes that an engine store with so many bytes of segments and of index needs
+    besides segments, on the drive of its index: the rest of the index, and the other files.
 
-    The index of a cap that is larger than the drive never gets its full size.
+    The index of a cap that is larger than the drive never reaches its full size.
     """
     part = min(1.0, _INDEX_GROWTH * segments_bytes / max(1, record.cap_bytes))
     whole = int(part * record.index_bytes)
@@ -43,16 +43,16 @@ def reserve_bytes(record: HomeRecord, segments_bytes: int, index_bytes: int) -> 
 
 
 def uses_charge_bytes(slot_count: int) -> int:
-    """Return what USES of so many slots can take beyond HOME_OVERHEAD_BYTES."""
+    """Return the bytes that a USES file for so many slots can take beyond HOME_OVERHEAD_BYTES."""
     return max(0, uses_bytes_for(slot_count) - USES_OVERHEAD_BYTES)
 
 
 class Holding(NamedTuple):
-    """A home while the store is locked.
+    """An engine store while the store is locked.
 
     ``record``: None where HOME or the lock is missing, or HOME does not decode. ``live``: it has an
-    owner, or may have one; else ``lock`` holds it exclusively. ``charged_bytes``: allocated, with a
-    live owner's index at its full size.
+    owner, or may have one; otherwise ``lock`` holds it exclusively. ``charged_bytes``: the
+    allocated bytes, but with a live owner's index at its full size.
     """
 
     id: str
@@ -65,9 +65,10 @@ class Holding(NamedTuple):
 
 @dataclass(slots=True)
 class Stock:
-    """All homes of a store while it is locked.
+    """All engine stores of a store while it is locked.
 
-    ``loose``: folders on further drives that no home names; ``loose_bytes``: what they hold.
+    ``loose``: folders on further drives that no engine store names. ``loose_bytes``: what they
+    hold.
     """
 
     homes: list[Holding]
@@ -76,17 +77,18 @@ class Stock:
 
     @property
     def unowned(self) -> list[Holding]:
-        """Homes without an owner, oldest use first; what is not complete comes before."""
+        """The engine stores without an owner, the one with the oldest use first; those that are not
+        complete come before all others."""
         return sorted(
             (home for home in self.homes if not home.live),
             key=lambda home: home.record.last_use_s if home.record else -1,
         )
 
     def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
-        """``unowned``, those of this namespace after all others."""
+        """Return ``unowned`` in the order of deletion: those of this namespace after all others."""
         return sorted(self.unowned, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
 
     def exceeds(self, needed_bytes: int) -> bool:
-        """Whether so many bytes more would exceed the caps of the live owners."""
+        """Return whether ``needed_bytes`` more would exceed the caps of the live owners."""
         caps = sum(home.record.cap_bytes for home in self.homes if home.live and home.record)
         return sum(home.charged_bytes for home in self.homes) + self.loose_bytes + needed_bytes > caps

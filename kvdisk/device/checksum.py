@@ -2,9 +2,10 @@
 """The payload checksum that a GPU computes as easily as numpy: two multilinear sums modulo 2**64.
 Pure, no I/O.
 
-docs/STORE.md has the formula, and its chances. A payload is rows of 512 words of 8 bytes. Lane 0
-reads them little-endian and lane 1 big-endian: what changes only the high bits of a word changes
-only the high bits of lane 0's sum, where changes cancel more easily, but the low bits of lane 1's.
+docs/STORE.md has the formula, and the probability that it misses a change. A payload is rows of 512
+words of 8 bytes. Lane 0 reads them little-endian and lane 1 big-endian. What changes only the high
+bits of a word changes only the high bits of lane 0's sum, where changes cancel more easily, but the
+low bits of lane 1's sum.
 
 ``worker/gpu_staging.py`` computes the same with torch, bit for bit.
 """
@@ -28,10 +29,10 @@ _SUMS = struct.Struct("<QQ")
 
 @lru_cache(maxsize=64)
 def multipliers(table: int, count: int) -> NDArray[np.uint64]:
-    """Return the first ``count`` multipliers of a table: odd, the same for ever. Read only; any
+    """Return the first ``count`` multipliers of a table: odd, and the same for ever. Read-only; any
     thread.
 
-    Tables 0 and 1: of words, by lane; 2 and 3: of rows, by lane; 4: what the sums start with.
+    Tables 0 and 1 are for words, by lane; 2 and 3 for rows, by lane; 4 is what the sums start with.
     """
     mixed = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(table << 32)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -46,7 +47,7 @@ def multipliers(table: int, count: int) -> NDArray[np.uint64]:
 
 
 def multilinear_digest(payload: memoryview) -> bytes:
-    """Return the checksum of a payload of any length, 16 bytes. Any thread that owns the bytes."""
+    """Return the 16-byte checksum of a payload of any length. Any thread that owns the bytes."""
     full_rows, tail_bytes = divmod(payload.nbytes, ROW_BYTES)
     lanes = [multipliers(lane, ROW_WORDS) for lane in range(LANES)]
     row_sums = np.empty((LANES, full_rows + bool(tail_bytes)), np.uint64)

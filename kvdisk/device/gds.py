@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUDirect Storage through kvikio: whether it is here, and the device that moves GPU memory too.
-``kvikio`` is imported in this module only, and late.
+"""GPUDirect Storage through kvikio: whether it can be used here, and the device that also moves GPU
+memory. Only this module imports ``kvikio``, and late.
 
 kvikio imports and opens files without a GPU, falls back to host memory silently, and spins for ever
-where ``/proc/modules`` is missing. So files are looked at first, and kvikio is asked in a child
+where ``/proc/modules`` is missing. So this module looks at files first, and asks kvikio in a child
 process, which may hang or die without harm.
 
 A kvikio future of several tasks ends with the last one, while others may still move bytes if that
-one failed: so one call is one task. Errors come without a number; nothing can be cancelled. A call
-may first wait for the model's work on the GPU's default stream: so threads of ours make the calls.
+one failed: so one call is one task. Errors come without a number, and nothing can be cancelled. A
+call may first wait for the model's work on the GPU's default stream: so threads of ours make the
+calls.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from kvdisk.geometry import ALIGNMENT
 logger = logging.getLogger("kvdisk")
 
 PIECE_BYTES = 16 << 20
-"""What cuFile moves in one go at most."""
+"""The most bytes that cuFile moves at once."""
 _THREADS = 16
-"""Of ours for each drive and direction, with one call under way each."""
+"""Threads of ours for each drive and direction, with one call under way each."""
 _KVIKIO_THREADS = 128
-"""In one pool for all drives: one that hangs leaves enough to three others."""
+"""Threads of kvikio, in one pool for all drives: one drive that hangs leaves enough for three
+others."""
 
 _ASK_TIMEOUT_S = 60.0
 _ASK = """
@@ -55,8 +57,8 @@ def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
     """Return why GPUDirect Storage cannot be used on this machine, as one clause, or None where it
     can.
 
-    None says that driver and library are there; whether a file system takes part only a trial can
-    say. Waits a second or two for kvikio, a minute at most. Any thread; raises nothing. ``proc``:
+    None says that driver and library are there; only a trial can say whether a file system takes
+    part. Waits a second or two for kvikio, a minute at most. Any thread; raises nothing. ``proc``:
     for tests.
     """
     if importlib.util.find_spec("kvikio") is None:
@@ -97,12 +99,12 @@ class GdsDevice(PosixDevice):
     """``PosixDevice`` that also moves GPU memory (``GpuRange``), without a copy in host memory.
 
     GPU memory has queues of its own: ``gpu_threads`` threads for each drive and direction, which
-    call kvikio. To be made only where ``gds_unavailable`` answered None: kvikio may not fall back,
-    so what cannot be moved directly fails. A file that cuFile cannot take fails its transfers of
-    GPU memory with EIO. ``compat``: for tests with a stub of the driver; ranges are of host memory
-    then. Raises ConfigError where kvikio cannot be used.
+    call kvikio. Make one only where ``gds_unavailable`` returned None: kvikio may not fall back
+    here, so what cannot be moved directly fails. A transfer of GPU memory fails with EIO where
+    cuFile cannot take its file. ``compat``: for tests with a stub of the driver; ranges are of host
+    memory then. Raises ConfigError where kvikio cannot be used.
 
-    kvikio's settings are those of the process, and are all set here.
+    kvikio's settings hold for the process, and all of them are set here.
     """
 
     def __init__(self, gpu_threads: int = _THREADS, *, kernel_queue: bool = True, compat: bool = False) -> None:
@@ -129,9 +131,9 @@ class GdsDevice(PosixDevice):
         logger.info("kvdisk uses kvikio %s: %s", kvikio.__version__, listed)
         self._registered: list[GpuRange] = []
         self._gpu_queues: dict[int, dict[Op, DriveQueue]] = {}
-        """By drive."""
+        """The queues for GPU memory, by drive (``st_dev``)."""
         self._gpu_files: dict[int, tuple[dict[Op, DriveQueue], Any]] = {}
-        """Queues, and ``CuFile`` or None, by descriptor."""
+        """The queues, and the ``CuFile`` or None, by descriptor."""
 
     @property
     def name(self) -> str:
@@ -139,8 +141,8 @@ class GdsDevice(PosixDevice):
         return f"{super().name}+gds"
 
     def attach_memory(self, memory: Buffer) -> None:
-        """See ``Device``. GPU memory is registered whole, as it was allocated; what is not is
-        copied within the GPU."""
+        """See ``Device``. GPU memory is registered whole, as it was allocated; memory that is not
+        registered is copied within the GPU."""
         if not isinstance(memory, GpuRange) or self._compat:
             return
         try:
@@ -172,7 +174,8 @@ class GdsDevice(PosixDevice):
             file.close()
 
     def close(self) -> None:
-        """See ``Device``. Registered memory is still there: it is closed after the device."""
+        """See ``Device``. Registered memory must still be there: the caller frees it after the
+        device is closed."""
         super().close()
         for places in self._gpu_queues.values():
             for place in places.values():
@@ -194,7 +197,7 @@ class GdsDevice(PosixDevice):
 
     def _run_on_gpu(self, op: Op, call: Call) -> int:
         """Move the bytes of a call, each buffer as one task of kvikio's, and wait until nothing
-        moves any more."""
+        moves any more. Return 0 or an errno."""
         (_, file), offset = self._gpu_files[call.fd], call.offset
         if file is None:
             return errno.EIO
@@ -215,8 +218,8 @@ _TELLING = {
 
 
 def _errno_of(error: Exception) -> int:
-    """Return what an error of kvikio's says in words; EIO for a short read ("EOF") and whatever
-    else it may be."""
+    """Return the errno that an error of kvikio's names in words; EIO for a short read ("EOF") and
+    all others."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return next((number for words, number in _TELLING.items() if words in str(error)), errno.EIO)

@@ -3,8 +3,7 @@
 
 docs/STORE.md has the layout. Magic, version and the header's own checksum keep their place in every
 format version. What a reader knows beforehand lies together at the front, so that ``check_slot``
-compares it in one go. A slot is verified by the kind of checksum that it names, by whichever
-engine.
+compares it in one go. Every engine verifies a slot by the kind of checksum that the slot names.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from kvdisk.geometry import FINGERPRINT_BYTES, FORMAT_VERSION, HEADER_BYTES, Nam
 from kvdisk.messages import Reason
 
 XXH3_128 = 1
-"""The checksum kind of processors: the fastest there."""
+"""The checksum kind that is fastest on processors."""
 MULTILINEAR = 2
-"""The checksum kind that a GPU computes too; see ``device/checksum.py``."""
+"""The checksum kind that a GPU can compute too; see ``device/checksum.py``."""
 CHECKSUM_KINDS = (XXH3_128, MULTILINEAR)
-"""Every other number is reserved."""
+"""The kinds that there are; every other number is reserved."""
 CHECKSUM_BYTES = 16
 MAGIC = b"KVDSLOT\0"
 
@@ -43,7 +42,7 @@ IDENTITY_FIELDS = (
     ("fingerprint", f"{FINGERPRINT_BYTES}s", 48),
     ("key", f"{MAX_KEY_BYTES}s", 80),
 )
-"""Name, ``struct`` code and offset of what a reader knows beforehand (not the kind).
+"""Name, ``struct`` code and offset of each field that a reader knows beforehand (but for the kind).
 
 All fields are little-endian.
 """
@@ -52,7 +51,8 @@ REST_FIELDS = (
     ("parent_bytes", "H", 224),
     ("parent", f"{MAX_KEY_BYTES}s", 232),
 )
-"""The same of what it learns. Behind these fields are zeros, up to the header's own checksum."""
+"""Name, ``struct`` code and offset of each field that a reader does not know beforehand. Zeros
+follow, up to the header's own checksum."""
 
 
 def _struct_of(fields: Iterable[tuple[str, str, int]], start: int) -> struct.Struct:
@@ -88,7 +88,8 @@ class SlotIdentity(NamedTuple):
 
 
 class SlotHeader(NamedTuple):
-    """What a slot says about itself. ``checksum``: 16 bytes, of ``payload_bytes`` bytes."""
+    """What a slot's header says. ``checksum``: 16 bytes, over the ``payload_bytes`` bytes behind
+    it."""
 
     identity: SlotIdentity
     parent: BlockKey | None
@@ -114,8 +115,8 @@ def seal_slot(slot_view: memoryview, identity: SlotIdentity, parent: BlockKey | 
 def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
     """Verify a slot in memory, before any byte of it is served. Any thread that owns the bytes.
 
-    Returns ``Reason.HEADER`` unless the header is sound and is that of this block, else
-    ``Reason.CHECKSUM`` unless the payload behind it has its checksum, else None.
+    Returns ``Reason.HEADER`` where the header is not sound or not that of this block,
+    ``Reason.CHECKSUM`` where the payload does not have its checksum, otherwise None.
     """
     end = HEADER_BYTES + identity.payload_bytes
     assert len(slot_view) >= end
@@ -127,8 +128,8 @@ def check_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
 
 
 def adopt_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
-    """Verify a slot as ``check_slot`` does, of whatever generation, and give it that of
-    ``identity``: another writer's."""
+    """Verify a slot as ``check_slot`` does, whatever its generation, and give it the generation of
+    ``identity``: the slot came from another writer."""
     (generation,) = _GENERATION.unpack_from(slot_view, _GENERATION_OFFSET)
     reason = check_slot(slot_view, identity._replace(generation=generation))
     if reason is None:
@@ -138,7 +139,8 @@ def adopt_slot(slot_view: memoryview, identity: SlotIdentity) -> Reason | None:
 
 
 def named_checksum(header_view: memoryview, identity: SlotIdentity) -> tuple[int, bytes] | None:
-    """Return kind and value of the payload's checksum, if the header is sound and this block's.
+    """Return kind and value of the payload's checksum, if the header is sound and that of this
+    block.
 
     None for any other header: the slot must not be used. Any thread that owns the ``HEADER_BYTES``
     bytes.
@@ -182,7 +184,8 @@ def read_header(view: memoryview) -> SlotHeader:
 def fill_header(
     view: memoryview, identity: SlotIdentity, parent: BlockKey | None, checksum: bytes, kind: int = XXH3_128
 ) -> None:
-    """Fill the first ``HEADER_BYTES`` of ``view``, all of them. Any thread that owns the bytes."""
+    """Write a header into all of the first ``HEADER_BYTES`` of ``view``. Any thread that owns the
+    bytes."""
     assert kind in CHECKSUM_KINDS, "other checksum kinds are reserved"
     assert len(checksum) == CHECKSUM_BYTES
     parent = parent or BlockKey(b"")

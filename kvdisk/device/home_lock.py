@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a home: a flock on its file ``lock``, and the same on its directory.
+"""The lock of an engine store: a flock on its file ``lock``, and one on its directory.
 
-Who removes old files takes the file, but no directory that is not empty. So it is the directory
-that still says whether the home is in use. See docs/decisions/0046-stores-that-go-away.md.
+A program that removes old files takes the file, but no directory that is not empty. So the
+directory still says whether the engine store is in use. See
+docs/decisions/0046-stores-that-go-away.md.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def lock_directory(path: Path, kind: int, timeout_s: float, what: str) -> int:
-    """Take the flock of a directory, waiting up to ``timeout_s``; return its descriptor, for
-    ``unlock_directory``. Where the file system has no such locks it is as if it were taken. Raises
+    """Take the flock of a directory, waiting up to ``timeout_s``, and return its descriptor, for
+    ``unlock_directory``. A file system without such locks counts as one that gave it. Raises
     StoreLocked, OSError."""
     fd = os.open(path, _DIRECTORY)
     try:
@@ -53,9 +54,9 @@ def _try_directory(fd: int, kind: int) -> bool:
 
 
 class HomeLock:
-    """Descriptors of the file and the directory of a home; -1: there is none. Locks by ``join``,
-    ``make`` or ``try_exclusive``; holds them until ``release``, or until ``close`` where they were
-    only tried."""
+    """Descriptors of an engine store's lock file and of its directory; -1 where there is none.
+    ``join``, ``make`` and ``try_exclusive`` take the locks. They are held until ``release``, or
+    until ``close`` where they were only tried."""
 
     __slots__ = ("directory_fd", "file_fd")
 
@@ -67,7 +68,7 @@ class HomeLock:
 
     @classmethod
     def look(cls, home_path: Path, *, readonly: bool = False) -> HomeLock:
-        """Open what there is of a home's lock; take nothing. Raises OSError."""
+        """Open what there is of an engine store's lock, and take nothing. Raises OSError."""
         lock = cls(-1, -1)
         with suppress(FileNotFoundError, NotADirectoryError):
             lock.directory_fd = os.open(home_path, _DIRECTORY)
@@ -75,20 +76,21 @@ class HomeLock:
         return lock
 
     def try_exclusive(self) -> bool:
-        """Whether no other process holds the home; then this one does, exclusively. Under the store
-        lock only. Raises OSError."""
+        """Hold the engine store exclusively, if no other process holds it; return whether it is
+        held. Call under the store lock only. Raises OSError."""
         return (self.file_fd < 0 or paths.try_lock(self.file_fd, fcntl.LOCK_EX)) and (
             self.directory_fd < 0 or _try_directory(self.directory_fd, fcntl.LOCK_EX)
         )
 
     def make_file(self, home_path: Path) -> None:
-        """Make the file of a home that is held exclusively and lacks it. Raises OSError."""
+        """Make the lock file of an engine store that is held exclusively and lacks one. Raises
+        OSError."""
         assert self.file_fd < 0
         self.file_fd = paths.create_file(home_path / LOCK_FILE)
         fcntl.flock(self.file_fd, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Close what was opened to look at."""
+        """Close the descriptors that ``look`` opened."""
         for fd in (self.file_fd, self.directory_fd):
             if fd >= 0:
                 os.close(fd)
@@ -98,7 +100,7 @@ class HomeLock:
 
     @classmethod
     def join(cls, home_path: Path, timeout_s: float, what: str) -> HomeLock:
-        """Hold a home beside its owner. Raises StoreLocked, OSError."""
+        """Hold an engine store beside its owner. Raises StoreLocked, OSError."""
         lock = cls(paths.take_lock(home_path / LOCK_FILE, fcntl.LOCK_SH, timeout_s, what), -1)
         try:
             lock.directory_fd = lock_directory(home_path, fcntl.LOCK_SH, timeout_s, what)
@@ -109,7 +111,7 @@ class HomeLock:
 
     @classmethod
     def make(cls, home_path: Path) -> HomeLock:
-        """Make the file of a new home, and hold the home. Raises OSError."""
+        """Make the lock file of a new engine store, and hold the engine store. Raises OSError."""
         lock = cls(-1, os.open(home_path, _DIRECTORY))
         try:
             _try_directory(lock.directory_fd, fcntl.LOCK_SH)
@@ -121,22 +123,23 @@ class HomeLock:
         return lock
 
     def keep(self) -> HomeLock:
-        """Own the home that is held exclusively until the store lock is released; return
-        descriptors of its own."""
+        """Own the engine store that is held exclusively until the store lock is released; return a
+        lock with descriptors of its own."""
         kept = HomeLock(os.dup(self.file_fd), os.dup(self.directory_fd))  # the same locks
-        # A conversion lets go for an instant, in which only holders of the store lock would try.
+        # Converting a lock gives it up for an instant. Only holders of the store lock would try
+        # then.
         fcntl.flock(kept.file_fd, fcntl.LOCK_SH)
         _try_directory(kept.directory_fd, fcntl.LOCK_SH)
         return kept
 
     @property
     def is_held(self) -> bool:
-        """Whether it was not released."""
+        """Whether the lock file is open, so that the engine store was not released."""
         return self.file_fd >= 0
 
     def hold_again(self, home_path: Path) -> bool:
-        """Hold the file that is at its path, which is made where there is none; return whether it
-        was another one. Under the store lock only. Raises OSError."""
+        """Hold the file that is at the lock's path by now, and make one where there is none. Return
+        whether it was another file. Call under the store lock only. Raises OSError."""
         if paths.same_file(self.file_fd, home_path / LOCK_FILE):
             return False
         with suppress(FileExistsError):
@@ -151,7 +154,7 @@ class HomeLock:
         return True
 
     def release(self) -> None:
-        """Release the home. Idempotent."""
+        """Release the engine store. Idempotent."""
         self.file_fd = paths.unlock(self.file_fd)
         unlock_directory(self.directory_fd)
         self.directory_fd = -1

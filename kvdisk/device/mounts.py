@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of file system a store's directory lies on, and what that means for a store.
+"""Which kind of file system a store's directory is on, and what that means for the store.
 
 A store needs three things of it: a flock that every process on any machine sees, renames and
 ``fsync`` that hold after a crash, and O_DIRECT, or at least writes that cost no second copy.
@@ -40,7 +40,7 @@ REFUSED = {
     "fuse.blobfuse": _OBJECTS,
     "fuse.blobfuse2": _OBJECTS,
 }
-"""Kinds on which blocks would be lost or stores taken from each other, and why."""
+"""The kinds on which blocks would be lost, or stores taken from each other, and why."""
 
 WARNED = {
     "nfs": _NETWORK,
@@ -61,15 +61,16 @@ WARNED = {
     "ramfs": "it is memory without a bound: what is stored there takes memory, and is gone after a reboot",
     "overlay": "it is a container's own file system: what is stored there is gone with the container",
 }
-"""Kinds on which a store works, and what a user must know of it."""
+"""The kinds on which a store works, and what a user must know about each."""
 
 
 LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=flock", "localflock", "noflock"})
-"""Options of a mount, of NFS and Lustre, with which no machine sees another's flock."""
+"""Options of NFS and Lustre mounts with which no machine sees another's flock."""
 
 
 class Mount(NamedTuple):
-    """Where a file system is mounted, its kind (``nfs4``, ``fuse.sshfs``), and its options."""
+    """The place where a file system is mounted, its kind (``nfs4``, ``fuse.sshfs``), and its
+    options."""
 
     point: str
     kind: str
@@ -77,8 +78,8 @@ class Mount(NamedTuple):
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """Return the mounts that a ``mountinfo`` lists, the last one on top; lines that say nothing are
-    left out."""
+    """Return the mounts that a ``mountinfo`` file lists, in its order, so the topmost last; lines
+    that do not parse are left out."""
     found = []
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")
@@ -90,7 +91,7 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
-    """Return what a path without symlinks lies on; None where no mount holds it."""
+    """Return the mount that a path without symlinks is on; None where no mount holds it."""
     found = None
     for mount in mounts:
         holds = path == mount.point or path.startswith(f"{mount.point.rstrip('/')}/")
@@ -100,8 +101,8 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
 
 
 def kind_of(path: Path) -> Mount | None:
-    """Return what a directory lies on, or will when it is made; None where the system does not
-    say."""
+    """Return the mount that a directory is on, or will be on when it is made; None where the system
+    does not say."""
     try:
         text = MOUNTINFO_PATH.read_text("utf-8", "surrogateescape")
     except OSError:
@@ -110,8 +111,8 @@ def kind_of(path: Path) -> Mount | None:
 
 
 def check_mount(path: Path) -> str | None:
-    """Return a sentence that a user must know of the file system of a directory; None: there is
-    none. Raises ConfigError where it cannot hold a store."""
+    """Return a sentence that a user must know about a directory's file system, or None. Raises
+    ConfigError where it cannot hold a store."""
     mount = kind_of(path)
     if mount is None:
         return None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""REQUEST and ANSWER: what a command asks of a running engine, and what that has done.
+"""REQUEST and ANSWER: the files by which a command asks something of a running engine, and the
+engine answers.
 
-Both are JSON in the home, replaced in one step and never synced. The engine removes REQUEST once it
-has answered it.
+Both are JSON in the engine store, replaced in one step and never synced. The engine removes REQUEST
+once it has answered it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ REQUEST_FILE, ANSWER_FILE = "REQUEST", "ANSWER"
 JSON_VERSION = 1
 _NUMBER_LIMIT = 1 << 63
 MOST_RANGES = 4096
-"""In one request, so that reading it takes an engine no time."""
+"""Ranges in one request at most, so that an engine reads it in no time."""
 
 Ranges = Sequence[tuple[int, int]]
-"""Slots: first and how many."""
+"""Ranges of slots: the first slot, and how many."""
 
 
 class Request(NamedTuple):
-    """Blocks that an engine shall let go, and their segments with them where they are empty then.
+    """Asks an engine to drop blocks, and with them the segments that are empty then.
 
-    ``everything``: all there is, in memory too. Else of ``segments`` all blocks, and of those in
-    ``slots`` these; none of a generation above ``generation``, which has come since.
+    ``everything``: drop all blocks, those in memory too. Otherwise drop all blocks of ``segments``,
+    and those of ``slots`` by segment, but none with a generation above ``generation``: it was
+    stored since.
     """
 
     id: str
@@ -42,7 +44,8 @@ class Request(NamedTuple):
 
 class Answer(NamedTuple):
     """What an engine has done. ``bytes``: of the segments that go, over all ranks. ``waits``: their
-    files go with the engine's next step, and it takes none. ``why``: it has not done all."""
+    files go with the engine's next step, and it has taken none yet. ``why``: why it has not done
+    all; None where it has."""
 
     id: str
     blocks: int
@@ -75,7 +78,7 @@ def read_request(home_path: Path) -> Request | None:
 
 
 def remove_request(home_path: Path) -> None:
-    """Remove REQUEST; gone already is no error. Raises OSError."""
+    """Remove REQUEST; it is no error if it is gone already. Raises OSError."""
     with suppress(FileNotFoundError):
         (home_path / REQUEST_FILE).unlink()
 

@@ -25,7 +25,7 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What the system says where a drive is full."""
+"""The errnos by which the system says that a drive is full."""
 LOCK_POLL_S = 0.02
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10
@@ -34,7 +34,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def device_errors(what: str) -> Iterator[None]:
-    """Turn an OSError inside into a DeviceError with its errno."""
+    """Turn an OSError in the body into a DeviceError with its errno, and with ``what`` in its
+    text."""
     try:
         yield
     except OSError as error:
@@ -42,8 +43,9 @@ def device_errors(what: str) -> Iterator[None]:
 
 
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
-    """Make one directory of mode 0700, whatever the umask. Raises OSError: NotADirectoryError for a
-    symlink, FileNotFoundError also where it is removed meanwhile."""
+    """Make one directory of mode 0700, whatever the umask. Raises OSError: NotADirectoryError where
+    something else is there, a symlink included; FileNotFoundError also where it is removed
+    meanwhile."""
     try:
         path.mkdir(DIRECTORY_MODE)
     except FileExistsError:
@@ -56,25 +58,25 @@ def make_directory(path: Path, *, exist_ok: bool = False) -> None:
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether there is a directory, itself no symlink."""
+    """Return whether there is a directory that is no symlink."""
     return stat.S_ISDIR(_mode(path))
 
 
 def is_other_than_directory(path: Path) -> bool:
-    """Return whether there is something that is no directory, in one look."""
+    """Return whether there is something other than a directory, in one system call."""
     mode = _mode(path)
     return mode != 0 and not stat.S_ISDIR(mode)
 
 
 def check_way(*directories: Path) -> None:
-    """Raise NotADirectoryError where one of these is there and is no directory, or a symlink."""
+    """Raise NotADirectoryError where one of these exists and is no directory, or is a symlink."""
     for directory in directories:
         if is_other_than_directory(directory):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 
 def _mode(path: Path) -> int:
-    """Type and permissions of what is there, itself if a symlink; 0: nothing is."""
+    """Return type and permissions of what is there, of a symlink itself; 0 where nothing is."""
     try:
         return path.lstat().st_mode
     except FileNotFoundError:
@@ -82,7 +84,7 @@ def _mode(path: Path) -> int:
 
 
 def create_file(path: Path) -> int:
-    """Create a file of mode 0600, whatever the umask, that must not exist; return a descriptor to
+    """Create a file of mode 0600, whatever the umask. It must not exist. Return a descriptor to
     read and write it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
     os.fchmod(fd, FILE_MODE)
@@ -90,7 +92,7 @@ def create_file(path: Path) -> int:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file that exists; return its descriptor, or -1 where something else is in its place.
+    """Open a file that exists. Return its descriptor, or -1 where something else is in its place.
     Raises OSError."""
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
@@ -105,8 +107,8 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace a file in one step, whatever is in its place; unsynced. Raises OSError, and leaves
-    what was there."""
+    """Replace a file in one step, whatever is in its place, without a sync. Raises OSError, and
+    then leaves what was there."""
     temporary = path.with_name(path.name + ".tmp")
     remove_anything(temporary.parent, temporary.name)
     try:
@@ -122,14 +124,15 @@ def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
-    """Return the bytes of a JSON file."""
+    """Return a value as the bytes of a JSON file."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def write_control(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file in one step; it survives a loss of power from here on. Raises OSError.
+    """Replace a JSON file in one step. It survives a loss of power from here on. Raises OSError.
 
-    What it replaces stays beside it and is written over the next time, which then needs no room.
+    The file that it replaces stays beside it as ``.tmp``. The next call writes over it, and so
+    needs no room.
     """
     temporary = path.with_name(path.name + ".tmp")
     encoded = encode_json(value)
@@ -150,7 +153,8 @@ def write_control(path: Path, value: dict[str, Any]) -> None:
 
 
 def _open_kept(path: Path) -> int:
-    """Open what a control file was before, to write; -1 where there is none fit for that."""
+    """Open for writing the file that ``write_control`` left beside a control file; -1 where there
+    is none that can be used."""
     try:
         fd = open_regular(path, os.O_WRONLY)
     except OSError:
@@ -162,14 +166,14 @@ def _open_kept(path: Path) -> int:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two files change names in one step; False where that cannot be."""
+    """Exchange the names of two files in one step. Return False where that is not possible."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
 def read_control(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises CorruptRecord, also for what is no regular file, or
+    """Return the object in a JSON file. Raises CorruptRecord, also where it is no regular file, and
     OSError (FileNotFoundError where there is none)."""
     is_current = False
     while not is_current:  # what has been replaced meanwhile may have been written over
@@ -188,7 +192,7 @@ def read_control(path: Path) -> dict[str, Any]:
 
 
 def try_lock(fd: int, kind: int) -> bool:
-    """Take a flock (LOCK_SH or LOCK_EX) if that needs no wait; return whether it was taken."""
+    """Take a flock (LOCK_SH or LOCK_EX) without waiting; return whether it was taken."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -199,8 +203,9 @@ def try_lock(fd: int, kind: int) -> bool:
 def take_lock(path: Path, kind: int, timeout_s: float, what: str, *, readonly: bool = False) -> int:
     """Take the flock of a file, waiting up to ``timeout_s``; return its descriptor, for ``unlock``.
 
-    ``readonly``: of a file system that cannot be written. Raises StoreLocked, which names ``what``,
-    also where the file was removed meanwhile: its lock protects nothing; OSError.
+    ``readonly``: for a file on a file system that cannot be written. Raises StoreLocked, which
+    names ``what``, also where the file was removed meanwhile and its lock protects nothing. Raises
+    OSError.
     """
     fd = os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -244,7 +249,8 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """``sync`` every file and directory below ``directory``, and itself. Follows no symlink."""
+    """``sync`` every file and directory below ``directory``, and the directory itself. Follows no
+    symlink. Raises OSError."""
     with os.scandir(directory) as found:
         for item in found:
             if item.is_dir(follow_symlinks=False):
@@ -255,7 +261,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sum_of_file(path: Path) -> str:
-    """Return the xxh3_128 of a file as hex digits. Raises OSError; FileNotFoundError also for what
+    """Return the xxh3_128 of a file as hex digits. Raises OSError; FileNotFoundError also where it
     is no regular file."""
     if (fd := open_regular(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -264,7 +270,8 @@ def sum_of_file(path: Path) -> str:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Return the bytes allocated for ``path`` and all below it; what vanishes counts 0."""
+    """Return the bytes allocated for ``path`` and all below it; what vanishes meanwhile counts
+    0."""
     try:
         status = path.lstat()
         total = status.st_blocks * STAT_BLOCK_BYTES
@@ -277,8 +284,8 @@ def allocated_bytes(path: Path) -> int:
 
 
 def remove_anything(directory: Path, *names: str) -> None:
-    """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. Gone
-    already is no error. No symlink below ``directory`` is followed. Raises OSError."""
+    """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. It is
+    no error if it is gone already. No symlink below ``directory`` is followed. Raises OSError."""
     assert names and all(name not in {"", ".", ".."} and "/" not in name for name in names)
     path = directory.joinpath(*names)
     check_way(*(directory.joinpath(*names[:count]) for count in range(1, len(names))))

@@ -3,8 +3,8 @@
 few threads.
 
 While Python code runs elsewhere in the process, each system call waits for the interpreter lock
-when it returns. So few calls are made: the kernel's queue (``aio``) takes a whole batch in one, and
-for threads a batch is cut into about as many tasks as there are threads.
+when it returns. So few calls are made: the kernel's queue (``aio``) takes a whole batch in one
+call, and for threads a batch is cut into about as many tasks as there are threads.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvdisk.device.batches import Call, DriveQueue, cut, without
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
-"""A task of a thread is not cut smaller than this: a drive reaches its speed at 1-2 MiB in a few
-calls at once."""
+"""The least bytes of one thread's task: a drive reaches its speed at 1-2 MiB in a few calls at
+once."""
 LONGEST_BYTES = 16 << 20
 
 logger = logging.getLogger("kvdisk.device")
 
 
 Run: TypeAlias = Callable[[Op, Call], int]
-"""Moves every byte of a call; returns 0 or the errno of the failure."""
+"""Moves every byte of a call. Returns 0, or the errno of the failure."""
 
 
 class _ThreadQueue:
-    """``DriveQueue`` of threads that wait in their calls."""
+    """``DriveQueue`` of threads, each of which waits in its system call."""
 
     way = "threads"
 
@@ -46,7 +46,8 @@ class _ThreadQueue:
         self._run = run
         self._longest_bytes = longest_bytes
         self._tasks: queue.SimpleQueue[tuple[int, Op, list[Call]] | None] = queue.SimpleQueue()
-        """Ticket, and what a thread does before it reports."""
+        """The tasks to do: a ticket, and the calls that a thread makes before it reports. None ends
+        a thread."""
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
         ]
@@ -77,7 +78,7 @@ class _ThreadQueue:
                 number = self._run(op, call)
                 if number:
                     errors.setdefault(call.position, number)
-            # Whoever hears of the end may release the memory: no view of it may be left in this
+            # Whoever gets the report may release the memory: no view of it may be left in this
             # frame.
             del task, calls, call
             self._report(Outcome(ticket, errors))
@@ -86,10 +87,10 @@ class _ThreadQueue:
 class PosixDevice:
     """``Device`` over system calls, with a queue for each drive and direction.
 
-    ``threads``: of a queue that is not the kernel's. ``longest_bytes``: of a call.
-    ``kernel_queue``: False: threads for all. A transfer of a file that is not attached fails with
-    EBADF: a descriptor number that somebody else uses by now is never written to. The error of a
-    transfer is that of its first call to fail.
+    ``threads``: of each queue that is not the kernel's. ``longest_bytes``: the most bytes of a
+    call. ``kernel_queue``: False uses threads for all. A transfer of a file that is not attached
+    fails with EBADF: so a descriptor number that somebody else uses by now is never written to. The
+    error of a transfer is that of its first call to fail.
     """
 
     def __init__(self, threads: int = 4, *, longest_bytes: int = LONGEST_BYTES, kernel_queue: bool = True) -> None:
@@ -98,31 +99,31 @@ class PosixDevice:
         assert longest_bytes % ALIGNMENT == 0
         self.kernel_queue = kernel_queue
         self.without_queue = ""
-        """Why the kernel's queue does not serve, of the last drive where it was to; empty: it
+        """Why the kernel's queue does not serve the last drive for which it was wanted; "" where it
         does."""
         self._threads = threads
         self._longest_bytes = longest_bytes
         self._files: dict[int, dict[Op, DriveQueue]] = {}
-        """By descriptor, the queues of the drive that a file lies on."""
+        """The queues of the drive that a file is on, by descriptor."""
         self._queues: dict[tuple[int, bool], dict[Op, DriveQueue]] = {}
-        """By drive (``st_dev``) and whether they should be the kernel's; one that hangs is of no
-        use to the others."""
+        """The queues, by drive (``st_dev``) and whether the kernel's are wanted. Each drive has its
+        own: one that hangs does not hold up the others."""
         self._last_ticket = 0
         self._in_flight: dict[int, tuple[int, dict[int, int]]] = {}
-        """Reports that are still to come, and errors so far, by ticket."""
+        """The number of reports that are still to come, and the errors so far, by ticket."""
         self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        """What the queues report, on their threads."""
+        """What the queues' threads have reported."""
         self._closed = False
 
     @property
     def name(self) -> str:
-        """See ``Device``. Once it has a file it says what serves: ``posix-aio``, ``posix-threads``,
-        or both."""
+        """See ``Device``. With a file attached it says what serves: ``posix-aio``,
+        ``posix-threads``, or both."""
         ways = {place.way for places in self._queues.values() for place in places.values()}
         return f"posix-{'/'.join(sorted(ways))}" if ways else "posix"
 
     def attach_memory(self, memory: Buffer) -> None:
-        """See ``Device``; system calls need no registration."""
+        """See ``Device``. Does nothing: system calls need no registration."""
 
     def attach_file(self, fd: int) -> None:
         """See ``Device``."""
@@ -193,7 +194,7 @@ class PosixDevice:
         return self._files.get(transfer.fd)
 
     def _count_report(self, done: Outcome, ended: list[Outcome]) -> None:
-        """Count a report; of two errors of one transfer the first in time stays."""
+        """Count a report. Of two errors of one transfer the first to come is kept."""
         left, errors = self._in_flight.pop(done.ticket)
         for position, number in done.errors.items():
             errors.setdefault(position, number)
@@ -226,7 +227,7 @@ class PosixDevice:
 
 @functools.cache
 def _say_lost(why: str) -> None:
-    """Warn, once in a process: each drive and each device would say it again."""
+    """Warn once in a process: otherwise each drive and each device would repeat it."""
     logger.warning(
         "kvdisk: threads move blocks instead of the kernel's queue (Linux AIO), and slow down while Python is busy: %s",
         why,
@@ -247,7 +248,7 @@ def _checked_bytes(op: Op, transfer: Transfer) -> int:
 
 
 def _run(op: Op, call: Call) -> int:
-    """Move every byte of a call; return 0 or the errno of the failure."""
+    """Move every byte of a call. Return 0, or the errno of the failure."""
     move = os.preadv if op is Op.READ else os.pwritev
     offset, buffers = call.offset, call.buffers
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial of a drive at start: through the kernel's queue or threads, what is written and read is
-right there.
+"""Tries a drive at start, through the kernel's queue or threads, and compares what is written and
+read there.
 
-The file has no name; where a file system gives each one, what a killed probe left goes with the
-next. It is there for a moment: the cap does not count it.
+The file has no name. Where a file system gives each file one, the next probe removes what a killed
+one left. The file exists for a moment only, and the cap does not count it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from kvdisk.geometry import ALIGNMENT
 logger = logging.getLogger("kvdisk")
 
 FILE_BYTES = 32 << 20
-"""Of a file on which speeds are compared."""
+"""Length of the file on which speeds are compared."""
 _TRIAL_BYTES = 64 * ALIGNMENT
 _PREFIX = ".probe-"
 GIVE_UP_S = 5.0
 
 _given_up: list[object] = []
-"""Silent devices, and their memory: the drive may still come to what they hold."""
+"""Devices that gave no answer, and their memory, kept for ever: the drive may still write to it."""
 
 
 class DeviceTimeout(Exception):
-    """A device has not ended a batch in time: what it holds is given up, and it is not closed."""
+    """A device has not ended a batch in time. What it holds is given up, and it is not closed."""
 
 
 class ProbeReport(NamedTuple):
-    """What a probe found. ``name``: of the device that serves. ``kernel_queue``: whether the
-    kernel's queue may be used. ``direct``: whether files there are opened with O_DIRECT, None where
-    that is not known. ``why``: what was seen."""
+    """What a probe found. ``name``: the name of the device that serves. ``kernel_queue``: whether
+    the kernel's queue may be used. ``direct``: whether files there are opened with O_DIRECT; None
+    where that is not known. ``why``: what the probe saw."""
 
     directory: Path
     name: str
@@ -56,17 +56,17 @@ class ProbeReport(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What serves the drive and why, in one line."""
+        """Which device serves the drive, and why, in one line."""
         how = {True: "with O_DIRECT", False: "through the kernel's cache, without O_DIRECT", None: "not tried"}
         return f"kvdisk reads and writes {self.directory} with the device {self.name} ({how[self.direct]}): {self.why}"
 
 
 def choose_device(wanted: str, directories: Sequence[Path]) -> PosixDevice:
-    """Return a new device for host memory, which is the caller's to close.
+    """Return a new device for host memory. The caller closes it.
 
-    ``wanted``: one of ``config.DEVICES``. ``auto`` and ``gds`` try the first directory, and log one
+    ``wanted``: one of ``config.DEVICES``. ``auto`` and ``gds`` try the first directory and log one
     line, as a warning where the kernel's queue or O_DIRECT cannot be used. Without directories
-    nothing is tried, and nothing will move.
+    nothing is tried: the device will move nothing.
     """
     if not directories or wanted == "posix":
         return PosixDevice()
@@ -82,12 +82,12 @@ def probe(
     *,
     of_store: bool = True,
 ) -> ProbeReport:
-    """Write and read a small file as a worker does, and compare; where the kernel's queue moves
-    wrong bytes, threads shall serve.
+    """Write and read a small file as a worker does, and compare the bytes. Where the kernel's queue
+    moves wrong bytes, the report says that threads are to serve.
 
-    ``directory``: of a store, made where it is missing; any that is there, where it is not
-    ``of_store``. ``make``: makes the device, with the kernel's queue or without. Waits a few
-    seconds at most; raises nothing that a drive can cause.
+    ``directory``: a store's, made where it is missing; or any that exists, with ``of_store`` False.
+    ``make``: makes the device, with the kernel's queue or without. Waits a few seconds at most.
+    Raises nothing that a drive can cause.
     """
     name, direct = "posix", None
     if of_store:
@@ -113,9 +113,10 @@ def probe(
 
 @contextmanager
 def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]]:
-    """Open a file of so many allocated bytes that nobody else sees, and say whether it is direct.
+    """Open a file of ``file_bytes`` allocated bytes that nobody else sees; yield its descriptor,
+    and whether it is direct.
 
-    It stays open where ``DeviceTimeout`` ends the block. Raises OSError.
+    It stays open where ``DeviceTimeout`` ends the body. Raises OSError.
     """
     for left in directory.glob(_PREFIX + "*"):
         with suppress(OSError):
@@ -138,8 +139,9 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
 
 @contextmanager
 def on_trial(device: Device, fd: int, *memories: Buffer, owners: object = None) -> Iterator[None]:
-    """Make memory and a file known to a device, and close it at the end; where ``DeviceTimeout``
-    ends the block it is kept for ever, with its memory and the ``owners`` of that."""
+    """Attach memory and a file to a device, and close the device at the end. Where
+    ``DeviceTimeout`` ends the body, device, memory and ``owners`` (of the memory) are kept for
+    ever."""
     try:
         for memory in memories:
             device.attach_memory(memory)
@@ -155,15 +157,15 @@ def on_trial(device: Device, fd: int, *memories: Buffer, owners: object = None) 
 
 
 def _try(device: Device, fd: int) -> tuple[str, str]:
-    """Return what a device is called with the file, and what is wrong with what it moves. Raises
-    DeviceTimeout."""
+    """Return the device's name once it has the file, and what is wrong with what it moves ("" for
+    nothing). Raises DeviceTimeout."""
     memory = memoryview(mmap.mmap(-1, _TRIAL_BYTES))
     with on_trial(device, fd, memory):
         return device.name, _check(device, fd, memory)
 
 
 def _check(device: Device, fd: int, memory: memoryview) -> str:
-    """Return what is wrong with what a device writes and reads, "" for nothing."""
+    """Return what is wrong with what a device writes and reads; "" where nothing is."""
     size = len(memory) // 2
     written, read = memory[:size], memory[size:]
     written[:] = data = random.randbytes(size)  # noqa: S311 - no secret
@@ -182,7 +184,7 @@ def _check(device: Device, fd: int, memory: memoryview) -> str:
 
 
 def await_batches(device: Device, tickets: Collection[int]) -> dict[int, int]:
-    """Wait until these batches have ended, the only ones under way; return the errors of all.
+    """Wait until these batches, the only ones under way, have ended; return the errors of all.
 
     Raises DeviceTimeout where one has not ended in ``GIVE_UP_S``.
     """

@@ -34,18 +34,18 @@ _FOLDER_TRIES = 10
 
 
 class DriveFolder(NamedTuple):
-    """The part of a home that lies on one drive: ``<store_dir>/homes/<id or folder>``."""
+    """The part of an engine store that is on one drive: ``<store_dir>/homes/<id or folder>``."""
 
     path: Path
 
     @property
     def segments_path(self) -> Path:
-        """Directory of the segments on this drive."""
+        """The directory of the segments on this drive."""
         return self.path / SEGMENTS
 
 
 class SegmentHeader(NamedTuple):
-    """What a segment file says about itself, in its order."""
+    """What a segment file's header says, in the file's order."""
 
     rank: int
     rank_count: int
@@ -56,7 +56,8 @@ class SegmentHeader(NamedTuple):
 
 
 class SegmentFileSummary(NamedTuple):
-    """A segment file as found. ``drive``: position in the home's list of drives."""
+    """A segment file as a listing found it. ``drive``: its position in the engine store's list of
+    drives."""
 
     segment: int
     rank: int
@@ -66,7 +67,7 @@ class SegmentFileSummary(NamedTuple):
 
 
 class SegmentFile:
-    """An open segment file; ``fd`` is its own until ``close``. See ``make_direct``."""
+    """An open segment file, which owns ``fd`` until ``close``. See ``make_direct``."""
 
     __slots__ = ("fd", "header", "rank", "segment", "slot_bytes", "slot_count")
 
@@ -79,7 +80,7 @@ class SegmentFile:
         self.slot_count = header.slot_count
 
     def close(self) -> None:
-        """Close the file; ``fd`` becomes -1. The caller detached it from its device before.
+        """Close the file; ``fd`` becomes -1. The caller has detached it from its device before.
         Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
@@ -89,10 +90,11 @@ class SegmentFile:
 def create_segment(
     folder: DriveFolder, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes
 ) -> SegmentFile:
-    """Make this rank's file of a segment, all its bytes allocated, and open it. Waits for the disk.
+    """Make this rank's file of a segment with all its bytes allocated, and open it. Waits for the
+    drive.
 
-    The file has its name only when it is complete. Raises DeviceError, with nothing left behind:
-    ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where it has a file already, ...
+    The file gets its name only when it is complete. Raises DeviceError, with nothing left behind:
+    ENOSPC, EDQUOT or EFBIG where there is no room, EEXIST where the file exists already, ...
     """
     header = SegmentHeader(rank, rank_count, spec.segment, spec.slot_bytes, spec.slot_count, fingerprint)
     final, fd = segment_path(folder, spec.segment, rank), -1
@@ -118,8 +120,8 @@ def create_segment(
 
 
 def _create_with_folder(path: Path) -> int:
-    """Make a file and, where it lacks, its folder, which another rank that cleans up may remove
-    while it is empty."""
+    """Make a file, and its folder where that is missing: another rank that cleans up may remove the
+    folder while it is empty."""
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:
             paths.make_directory(path.parent, exist_ok=True)
@@ -133,8 +135,8 @@ def _create_with_folder(path: Path) -> int:
 def open_segment(
     folder: DriveFolder, spec: SegmentSpec, rank: int, rank_count: int, fingerprint: bytes, *, writable: bool = True
 ) -> SegmentFile:
-    """Open this rank's file of a segment. Waits for the disk. Raises DeviceError (ENOENT where
-    there is none), CorruptRecord where its header does not decode or it is too short,
+    """Open this rank's file of a segment. Waits for the drive. Raises DeviceError (ENOENT where
+    there is none), CorruptRecord where its header does not decode or the file is too short,
     GeometryMismatch where it was made for something else."""
     file = scan_file(folder, spec.segment, rank, os.O_RDWR if writable else os.O_RDONLY)
     expected = SegmentHeader(rank, rank_count, spec.segment, spec.slot_bytes, spec.slot_count, fingerprint)
@@ -146,7 +148,7 @@ def open_segment(
 
 
 def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RDONLY) -> SegmentFile:
-    """Open a segment file, to read by default, whatever it was made for. Raises as
+    """Open a segment file, by default for reading, whatever it was made for. Raises as
     ``open_segment``."""
     path = segment_path(folder, segment, rank)
     with paths.device_errors(f"opening segment {segment} of rank {rank}"):
@@ -173,7 +175,7 @@ def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RD
 
 
 def read_segment_header(folder: DriveFolder, segment: int, rank: int) -> SegmentHeader:
-    """Return what a segment file says about itself, for tools that know nothing yet. Raises as
+    """Return a segment file's header, for tools that know nothing about it yet. Raises as
     ``open_segment``."""
     file = scan_file(folder, segment, rank)
     file.close()
@@ -195,8 +197,8 @@ def drop_segment(folder: DriveFolder, segment: int, rank: int | None) -> None:
 
 
 def free_bytes(fd: int, length: int) -> None:
-    """Free the bytes of an open file that has no name, and keep its length: zeros are read. Raises
-    OSError."""
+    """Free the bytes of an open file that has no name, and keep its length: reads return zeros.
+    Raises OSError."""
     os.ftruncate(fd, 0)
     os.ftruncate(fd, length)
 
@@ -218,7 +220,8 @@ def remove_unknown_segments(folder: DriveFolder, rank: int, known: Collection[in
 
 
 def scan_folders(folders: Sequence[DriveFolder | None]) -> tuple[SegmentFileSummary, ...]:
-    """List the segment files of a home on all its drives, by segment and rank. Raises OSError."""
+    """List the segment files of an engine store on all its drives, by segment and rank. Raises
+    OSError."""
     found = []
     places = [
         (segment, drive, folder.segments_path / str(segment))
@@ -240,15 +243,15 @@ def scan_folders(folders: Sequence[DriveFolder | None]) -> tuple[SegmentFileSumm
 
 
 def segment_numbers(segments_path: Path) -> list[int]:
-    """List the segments that have a directory, or anything else of their name, ascending. Raises
-    OSError."""
+    """List the segments that have a directory, or anything else of that name, in ascending order.
+    Raises OSError."""
     with suppress(FileNotFoundError):
         return sorted(int(name) for name in os.listdir(segments_path) if _SEGMENT_NAME.fullmatch(name))
     return []
 
 
 def segment_path(folder: DriveFolder, segment: int, rank: int) -> Path:
-    """Where this rank's file of a segment is, or would be."""
+    """Return the path of this rank's file of a segment, whether it exists or not."""
     assert segment >= 0
     assert rank >= 0
     return folder.segments_path / str(segment) / f"rank{rank}.kv"
@@ -259,8 +262,8 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_files(folder: DriveFolder, segment: int, names: Collection[str]) -> None:
-    """Remove files of a segment, whatever is in their place, and its directory where that is empty
-    or is none."""
+    """Remove files of a segment, whatever is in their place, and their directory where it is empty
+    or no directory."""
     homes, way = folder.path.parent, (folder.path.name, SEGMENTS, str(segment))
     for name in names:
         with suppress(NotADirectoryError):
@@ -277,8 +280,8 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _discard(fd: int, path: Path) -> None:
-    # A failed posix_fallocate leaves the space taken, and a descriptor elsewhere would keep it from
-    # the unlinked file.
+    # Freeing the bytes first: a failed posix_fallocate leaves the space taken, and a descriptor
+    # elsewhere would keep it taken after the unlink.
     with suppress(OSError):
         os.truncate(fd, 0)
     with suppress(OSError):
@@ -290,8 +293,8 @@ def make_direct(fd: int, first: Callable[[], object]) -> bool:
     """Let transfers of an open file bypass the kernel's cache (O_DIRECT), unless the file system
     refuses that; return whether they do.
 
-    ``first`` makes the first transfer, which may be what is refused, and is then made again. Raises
-    what it raises.
+    ``first`` makes the first transfer. It may be what the file system refuses; then it is made
+    again, without O_DIRECT. Raises what ``first`` raises.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FIGURES: what a running engine reports, in its home, for ``kvdisk top`` and other tools.
+"""FIGURES: what a running engine reports, in its engine store, for ``kvdisk top`` and other tools.
 
-One JSON object, replaced in one step, not synced: nothing depends on it. What does not decode is
-damaged, or of another kvdisk, and is shown as unknown.
+One JSON object, replaced in one step, not synced: nothing depends on it. A file that does not
+decode is damaged, or of another kvdisk, and is shown as unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER_LIMIT = 1 << 63
 
 
 class DriveTelemetry(NamedTuple):
-    """A drive of the home, and what it moved since the engine started."""
+    """A drive of the engine store, and the bytes moved since the engine started."""
 
     path: str
     read_bytes: int
@@ -30,13 +30,13 @@ class DriveTelemetry(NamedTuple):
 
 
 class TelemetryRecord(NamedTuple):
-    """What a FIGURES file says. Times: seconds since the Unix epoch. ``pid``: of the engine, on
-    ``host``.
+    """What a FIGURES file says. Times: seconds since the Unix epoch. ``pid``: the engine's process
+    on ``host``.
 
-    ``totals``: counters since the start, by series as ``kvdisk.stats`` names them; ``sums``: number
-    and sum of the samples of histograms, likewise; ``gauges``: as they were at ``time_s``.
-    ``drives``: in the home's order. ``epoch``: of what is served, since ``reset_s``; None: there
-    was no reset. ``data_parallel_rank``: None: the engine is alone.
+    ``totals``: counters since the start, by series as ``kvdisk.stats`` names them. ``sums``: number
+    and sum of the samples of each histogram, by series too. ``gauges``: values at ``time_s``.
+    ``drives``: in the engine store's order. ``epoch``: the epoch that is served, since ``reset_s``;
+    None where there was no reset. ``data_parallel_rank``: None where the engine is alone.
     """
 
     time_s: float
@@ -102,8 +102,8 @@ def read_telemetry(home_path: Path) -> TelemetryRecord | None:
 
 
 def _by_series(by_metric: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield series and values of an object by metric, as ``stats.by_metric`` makes it; the samples
-    of a histogram are one value."""
+    """Yield each series with its value, from an object by metric as ``stats.by_metric`` makes it.
+    The samples of a histogram are one value."""
     for name, value in by_metric.items():
         if isinstance(value, dict) and "count" not in value:
             yield from ((f"{name}.{label}", inner) for label, inner in value.items())
@@ -112,8 +112,8 @@ def _by_series(by_metric: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that an engine can have written. Raises TypeError, ValueError: others make no
-    rates and no bars."""
+    """Return the value if an engine can have written it. Otherwise raise TypeError or ValueError:
+    such a number gives no rate and no bar."""
     if not 0 <= value < _NUMBER_LIMIT:  # nor is NaN
         raise ValueError
     return value

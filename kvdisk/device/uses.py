@@ -31,21 +31,22 @@ from kvdisk.device.control import USES_FILE
 
 USES_RECORD = np.dtype([("generation", "<u8"), ("uses", "<u4"), ("last_use_s", "<u4")])
 MOST_FILE_BYTES = 1 << 30
-"""More is not read: of sixty million blocks."""
+"""Bytes of the file that are read at most: enough for sixty million blocks."""
 _PIECE_RECORDS = 1 << 16
-"""Written at a time."""
+"""Records that are written at a time."""
 _HEAD = struct.Struct("<8sHHxxxxQ")
 _SUM = struct.Struct("<Q")
 _MAGIC, _VERSION = b"KVDUSES\0", 2
 
 UsesRecords = NDArray[np.void]
-"""Of ``USES_RECORD``."""
+"""An array of ``USES_RECORD``."""
 
 
 def read_uses(home_path: Path) -> UsesRecords | None:
-    """Return what a home's USES file says; None where there is none, or it is not to be relied on.
+    """Return what an engine store's USES file says; None where there is none, or it is not to be
+    relied on.
 
-    Waits for the disk. Writes nothing, follows no symlink, and never raises.
+    Waits for the drive. Writes nothing, follows no symlink, and never raises.
     """
     try:
         fd = paths.open_regular(home_path / USES_FILE, os.O_RDONLY)
@@ -64,13 +65,13 @@ def read_uses(home_path: Path) -> UsesRecords | None:
 
 
 def write_uses(home_path: Path, records: UsesRecords) -> None:
-    """Replace a home's USES file in one step, whatever is in its place. Waits for the disk. Raises
-    OSError."""
+    """Replace an engine store's USES file in one step, whatever is in its place. Waits for the
+    drive. Raises OSError."""
     paths.replace_file(home_path / USES_FILE, _encode(records))
 
 
 def _encode(records: UsesRecords) -> Iterator[bytes]:
-    """Yield the file's bytes in pieces, so that no call holds the interpreter for long."""
+    """Yield the file's bytes in pieces, so that no call holds the interpreter lock for long."""
     hasher = xxh3_64(head := _head(len(records)))
     yield head
     for first in range(0, len(records), _PIECE_RECORDS):
@@ -81,7 +82,7 @@ def _encode(records: UsesRecords) -> Iterator[bytes]:
 
 
 def find_uses(records: UsesRecords, generations: NDArray[np.uint64]) -> tuple[UsesRecords, NDArray[np.bool_]]:
-    """Return the records of blocks by their generations, zeros where there is none, and which have
+    """Return the record of each generation (zeros where there is none), and whether there is
     one."""
     found, known = np.zeros(len(generations), USES_RECORD), np.zeros(len(generations), np.bool_)
     if not len(records):
@@ -96,10 +97,10 @@ def _head(count: int) -> bytes:
 
 
 class Uses:
-    """The uses of each NVMe copy since it was stored, by row of the catalog. The scheduler thread
-    changes it; another may call ``records``.
+    """The uses of each NVMe copy since it was stored, by row of the catalog. Only the scheduler's
+    thread changes it; one other thread may call ``records``.
 
-    ``now_s``: seconds since the Unix epoch, as far as a step knows. ``changes`` rises with each
+    ``now_s``: seconds since the Unix epoch, as of the current step. ``changes``: rises with each
     change of ``records``.
     """
 
@@ -109,31 +110,33 @@ class Uses:
         self.changes = 0
 
     def fill(self, generations: NDArray[np.uint64], known: UsesRecords) -> None:
-        """Begin with rows 0, 1, ... of these generations, and what was known of them before."""
+        """Begin with rows 0, 1, ... of these generations, and with what was ``known`` of them
+        before."""
         self.table, _ = find_uses(known, generations)
         self.table["generation"] = generations
 
     def begin(self, rows: Sequence[int], generations: Sequence[int]) -> None:
-        """Copies became READY."""
+        """Count the uses of these copies from 0: they became READY."""
         places = self._places_of(rows)
         self.table[places] = 0  # a reader shall not see another block's uses meanwhile
         self.table["generation"][places] = generations
         self.changes += 1
 
     def end(self, rows: Sequence[int]) -> None:
-        """Copies have left."""
+        """Forget the uses of these copies: they have left."""
         places = self._places_of(rows)
         self.table["generation"][places] = 0
 
     def reached(self, rows: Sequence[int]) -> None:
-        """A request came to these blocks; those without an NVMe copy count for nothing."""
+        """Count a use of these blocks by one request. A block without an NVMe copy is not
+        counted."""
         places = self._places_of(rows)
         np.add.at(self.table["uses"], places, 1)
         self.table["last_use_s"][places] = self.now_s
         self.changes += 1
 
     def records(self) -> UsesRecords:
-        """Return what is known of all NVMe copies."""
+        """Return the records of all NVMe copies."""
         table = self.table
         found: UsesRecords = table[table["generation"] != 0]
         return found

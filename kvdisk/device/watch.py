@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what an engine has open is still there by its path.
+"""Watches whether the files that an engine has open are still at their paths.
 
-A process reads and writes on in a file that was removed. Its bytes stay taken, and nobody else, the
-next start neither, finds it again.
+A process reads and writes on in a file that was removed. The file's bytes stay taken, and nobody
+finds it again, the next start included.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _Identity = tuple[int, int]
 
 
 class HomeWatch:
-    """Compares the files of one's own home with what they were. One thread; waits for the disk.
+    """Compares the files of this engine's own store with what they were. One thread makes all
+    calls; they wait for the drive.
 
-    ``parts``: files of each segment.
+    ``parts``: the files of each segment, one for each rank.
     """
 
     def __init__(self, home: Home, parts: int) -> None:
@@ -28,15 +29,15 @@ class HomeWatch:
         self._parts = parts
         self._index = _identity(home.index_path / INDEX_FILE)
         self._seen: dict[tuple[int, int], _Identity | None] = {}
-        """Of segments by number and rank: what was found first."""
+        """What was found first at each segment and rank."""
 
     def index_is_there(self) -> bool:
-        """Whether the index's file is the one that was opened."""
+        """Return whether the index's file is the one that was opened."""
         return self._home.place() is Place.THERE and _identity(self._home.index_path / INDEX_FILE) == self._index
 
     def lost_segments(self, segments: Mapping[int, SegmentSpec]) -> frozenset[int]:
-        """Return which segments lack the file of some rank, or have another in its place. A drive
-        that does not say counts as if all were there."""
+        """Return the segments that lack the file of some rank, or have another in its place. A
+        drive that does not answer counts as if all files were there."""
         self._seen = {key: found for key, found in self._seen.items() if key[0] in segments}
         return frozenset(number for number, spec in segments.items() if self._is_lost(spec))
 
@@ -59,7 +60,7 @@ class HomeWatch:
 
 
 def _identity(path: Path) -> _Identity | None:
-    """Return what tells a file from any other; None: there is none. Raises OSError."""
+    """Return what distinguishes a file from any other; None where there is none. Raises OSError."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where blocks are on NVMe, durably."""
+"""The durable index: which block is in which NVMe slot."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an index says of blocks and segments, and how other engines' are asked."""
+"""The values that an index works with, and the protocol that asks the indexes of neighbours."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvdisk.blocks import BlockKey, Slot
 
 
 class BlockRecord(NamedTuple):
-    """A committed block: where it is, and what its slot headers say on every rank.
+    """A committed block: its slot, and what the headers of that slot say on every rank.
 
     ``parent``: the block before it in its chain. ``stored_s``: when it was first stored, in any
-    tier of any engine: whole seconds since the Unix epoch. ``tenant``: the digest of the salt that
-    its key has (``kvdisk.salts``), below 2^64; 0: it has none, or nobody knew it.
+    tier of any engine, in whole seconds since the Unix epoch. ``tenant``: the digest of the salt in
+    its key (``kvdisk.salts``), below 2^64; 0 where there is no salt, or where nobody knew it.
     """
 
     epoch: int
@@ -32,10 +32,12 @@ class BlockRecord(NamedTuple):
 
 
 class BlockColumns(NamedTuple):
-    """Many committed blocks, a column for each field of ``BlockRecord``: no object per block.
+    """Many committed blocks, with a column for each field of ``BlockRecord`` and no object per
+    block.
 
-    Ascending by epoch, then by the bytes of the key; no pair of them twice. ``parents``: the
-    parents' keys, joined; ``parent_bytes``: the length of each, 0 where there is none.
+    Rows ascend by epoch, then by the bytes of the key, and no (epoch, key) occurs twice.
+    ``parents``: the parents' keys, joined. ``parent_bytes``: the length of each parent's key, 0
+    where there is no parent.
     """
 
     epochs: NDArray[np.uint64]
@@ -49,12 +51,13 @@ class BlockColumns(NamedTuple):
     tenants: NDArray[np.uint64]
 
     def each_parent(self) -> Iterator[BlockKey]:
-        """Yield the parents, empty where there is none: of millions, all at once would be many."""
+        """Yield each row's parent, empty where there is none. It is an iterator, as the parents of
+        millions of blocks would take much memory."""
         ends = accumulate(self.parent_bytes.tolist(), initial=0)
         return (BlockKey(self.parents[start:end]) for start, end in pairwise(ends))
 
     def records(self) -> Iterator[BlockRecord]:
-        """Yield the blocks one by one."""
+        """Yield the rows as records."""
         rows = zip(
             self.epochs.tolist(),
             self.keys,
@@ -69,7 +72,8 @@ class BlockColumns(NamedTuple):
 
 
 class SegmentRecord(NamedTuple):
-    """A segment whose files exist on every rank. ``drive``: position in the home's list."""
+    """A segment whose files exist on every rank. ``drive``: its position in the engine store's list
+    of drives."""
 
     segment: int
     slot_bytes: int
@@ -78,8 +82,8 @@ class SegmentRecord(NamedTuple):
 
 
 class ForeignCopy(NamedTuple):
-    """A committed block of another home. ``generation``: what its slot headers say. ``stored_s``:
-    as in ``BlockRecord``."""
+    """A committed block of another engine store. ``generation``: what its slot headers say.
+    ``stored_s``: as in ``BlockRecord``."""
 
     home_id: str
     segment: SegmentRecord
@@ -89,9 +93,11 @@ class ForeignCopy(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the other homes said to a question: copies by key, of those that any has.
+    """What the neighbours' indexes answered to a question: the copies of each key that any of them
+    has.
 
-    Their owners may evict them at any time: only the slot's header shows at the load.
+    The copies are hints: their owners may evict them at any time. A load finds out by the slot's
+    header.
     """
 
     ticket: int
@@ -99,14 +105,16 @@ class Answer(NamedTuple):
 
 
 class Neighbours(Protocol):
-    """The other homes that this engine can read. One thread calls everything; no call waits."""
+    """The other engine stores that this engine can read. One thread makes all calls; no call
+    waits."""
 
     @property
     def any(self) -> bool:
-        """Whether there was another home a moment ago."""
+        """Whether there was another engine store when they were last looked for."""
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
-        """Queue a question, which ``poll`` answers some time later; False where too many wait."""
+        """Queue a question, which ``poll`` answers later. Return False where too many are
+        queued."""
 
     def poll(self) -> list[Answer]:
         """Return the answers since the last call, in the order of their questions."""
@@ -116,9 +124,13 @@ class Neighbours(Protocol):
 
 
 class IndexState(IntEnum):
-    """WRITABLE: puts are committed. REFUSING: the last batch failed (map or disk full, write
-    error), and its puts were dropped; or one takes long. Deletions are retried with back-off, and
-    the state returns by itself. GONE: nothing more is committed until the next start."""
+    """Whether an index takes new blocks.
+
+    WRITABLE: puts are committed. REFUSING: the last batch failed (map or disk full, or a write
+    error) and its puts were dropped, or a commit takes long; deletions are retried with back-off,
+    and the state becomes WRITABLE again by itself. GONE: nothing more is committed until the next
+    start.
+    """
 
     WRITABLE = 1
     REFUSING = 2
@@ -126,9 +138,12 @@ class IndexState(IntEnum):
 
 
 class Progress(NamedTuple):
-    """``committed``: every operation with a ticket up to this one has been dealt with: deletions
-    and segment operations are durable against a crash of the process, puts are too or have been
-    dropped. ``dropped_puts``: puts lost since the index was opened."""
+    """How far an index has come with what was queued.
+
+    ``committed``: the index is done with every operation whose ticket is at most this. Deletions
+    and segment operations are then durable against a crash of the process; puts are too, or were
+    dropped. ``dropped_puts``: puts lost since the index was opened.
+    """
 
     committed: int
     state: IndexState

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that maps LMDB files, as its parent sees it: start, questions, answers, its death.
+"""The parent's end of a process that maps LMDB files: start, questions, answers, and its death.
 
 LMDB maps its files and has no checksums. A file that was cut short, an unreadable place on a drive
 or a damaged record can end the process that maps it (SIGBUS, SIGSEGV, SIGABRT). So neither an
-engine nor a tool maps one: a child does, and answers questions, pickled on a pipe. It is a new
-program and no fork: it has none of the parent's memory and descriptors. It has a session of its
-own, so that Ctrl-C in a terminal does not reach it. It ends with its parent, however that ended.
+engine nor a tool maps one. A child process does, and answers questions, pickled on a pipe. It is a
+new program and no fork, so it has none of the parent's memory or descriptors. It has a session of
+its own, so that Ctrl-C in a terminal does not reach it. It ends with its parent, however the parent
+ends.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from kvdisk.errors import DeviceError, KvdiskError
 MAIN = "kvdisk.index.child_main"
 """The module whose ``main`` the process runs. It alone imports LMDB."""
 START_S = 120.0
-"""What the process may take to start, on a machine that may be busy."""
+"""Seconds that the process may take to start, on a machine that may be busy."""
 REAP_S = 5.0
-"""How long the end of a killed process is awaited: one that waits for a drive may not end."""
+"""Seconds to wait for the end of a killed process: one that waits for a drive may not end."""
 _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 
 class ChildEnded(KvdiskError):
-    """The process has ended. ``damaged``: over the file. ``late``: it did not answer in time."""
+    """The process has ended. ``damaged``: reading the file ended it. ``late``: it did not answer in
+    time."""
 
     def __init__(self, what: str, *, damaged: bool = False, late: bool = False) -> None:
         super().__init__(what)
@@ -43,12 +45,12 @@ class ChildEnded(KvdiskError):
 
 
 class Child:
-    """The parent's end. The first question starts the process, and so does the first one after its
-    end.
+    """The parent's end. The first question starts the process, and so does the first question after
+    the process has ended.
 
-    One thread at a time calls everything but ``kill``. A question raises the KvdiskError that the
-    process answers with; ChildEnded where it ended over it, or did not answer in time; DeviceError
-    where there can be no process.
+    One thread at a time makes all calls but ``kill``. A question raises the KvdiskError that the
+    process answers with; ChildEnded where the process ended meanwhile or did not answer in time;
+    DeviceError where no process can be started.
     """
 
     def __init__(self, main: str = MAIN) -> None:
@@ -59,7 +61,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process, if there is one."""
+        """The process's number, None while there is none."""
         return None if self._process is None else self._process.pid
 
     def ask(self, timeout_s: float, *question: Any) -> Any:
@@ -68,8 +70,8 @@ class Child:
         return answer
 
     def parts(self, timeout_s: float, *question: Any) -> Generator[Any]:
-        """Yield the parts of an answer as they come, each within ``timeout_s``. Who does not take
-        all of them ends the process."""
+        """Yield the parts of an answer as they come, each within ``timeout_s``. A caller that does
+        not take all parts ends the process."""
         pipe = self._start() if self._pipe is None else self._pipe
         more = True
         try:
@@ -95,14 +97,14 @@ class Child:
             raise part
 
     def kill(self) -> None:
-        """Have the process end now: who waits for its answer hears that it has ended. Any
-        thread."""
+        """Kill the process now: whoever waits for its answer gets ChildEnded. Any thread may call
+        this."""
         process = self._process
         if process is not None:
             process.kill()
 
     def stop(self) -> str:
-        """End the process, if there is one; return how it has ended."""
+        """End the process, and return how it ended; "" where there is none."""
         return str(self._ended()) if self._process is not None else ""
 
     def _ended(self) -> ChildEnded:
@@ -152,8 +154,8 @@ class Child:
 
     @contextmanager
     def _killed_after(self, limit_s: float) -> Iterator[None]:
-        """Kill the process if it takes longer: writing to it, and reading what has begun to come,
-        have no limit of their own."""
+        """Kill the process after ``limit_s`` in the body: a write to the pipe, and the rest of a
+        message that has begun to come, have no limit of their own."""
         if limit_s == math.inf:
             yield
             return

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that maps LMDB files: the only one that does. See ``child``.
+"""The only process that maps LMDB files: it answers the questions of ``child``.
 
-It owns one index, to write, or reads those of others; it answers one question after the other.
+It owns one index, which it writes, or it reads the indexes of others. It answers one question after
+the other.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MOST_OPEN = 64
 
 
 class Server:
-    """Answers questions: each method that does not begin with _ is one, and yields the parts of its
-    answer. Raises KvdiskError.
+    """Answers questions: each public method is one, and yields the parts of its answer. All raise
+    KvdiskError.
 
     ``pipe``: to the parent.
     """
@@ -36,17 +37,18 @@ class Server:
         self._pipe = pipe
         self._own: LmdbTables | None = None
         self._others: dict[str, tuple[int, LmdbTables]] = {}
-        """Those of others in which keys were looked up."""
+        """The inode and the open tables of each index of others in which keys were looked up, by
+        path."""
 
     # -- the own index -------------------------------------------------------------------------
 
     def open(self, path: str, map_bytes: int) -> Iterator[int]:
-        """Own an index, to write. The number of its last transaction."""
+        """Own an index, to write. Yield the number of its last transaction."""
         self._own = LmdbTables(Path(path), map_bytes, is_wanted=self._is_wanted)
         yield self._own.transaction
 
     def check(self) -> Iterator[None]:
-        """Go through all of it."""
+        """Read every record once, so that damage shows now."""
         for table in Table:
             for _ in self._tables.scan(table):
                 pass
@@ -57,7 +59,7 @@ class Server:
         return self._tables.scan(table)
 
     def commit(self, operations: Sequence[tuple[int, bytes, bytes | None]]) -> Iterator[int]:
-        """Commit; the number of the transaction."""
+        """Commit the operations in one transaction. Yield its number."""
         self._tables.commit([Operation(Table(table), key, value) for table, key, value in operations])
         yield self._tables.transaction
 
@@ -72,7 +74,7 @@ class Server:
         yield None
 
     def close(self) -> Iterator[None]:
-        """Sync and close."""
+        """Sync and close the own index."""
         self._tables.close()
         yield None
 
@@ -82,7 +84,7 @@ class Server:
         return self._own
 
     def _is_wanted(self) -> bool:
-        # Nothing is sent while an answer is awaited: what can be read is the pipe's end.
+        # The parent sends nothing while it awaits an answer: what can be read is the pipe's end.
         return not self._pipe.poll()
 
     # -- those of others -----------------------------------------------------------------------
@@ -90,7 +92,7 @@ class Server:
     def find(
         self, path: str, home_id: str, epoch: int, keys: Sequence[BlockKey]
     ) -> Iterator[dict[BlockKey, ForeignCopy]]:
-        """Look keys up; nothing where there is no index."""
+        """Yield the committed copies of ``keys``; none where there is no index."""
         try:
             yield _find(self._get(path), home_id, epoch, keys)
         except KvdiskError as error:
@@ -100,7 +102,8 @@ class Server:
             yield {}
 
     def read(self, path: str) -> Iterator[tuple[Table, list[bytes], list[bytes]]]:
-        """Read all of one, blocks before segments; nothing where there is none."""
+        """Yield all records of an index, blocks before segments; nothing where there is no
+        index."""
         try:
             with closing(LmdbTables(Path(path), readonly=True)) as tables:
                 # A segment's record is committed before those of its blocks.
@@ -114,7 +117,7 @@ class Server:
 
     def _get(self, path: str) -> LmdbTables:
         inode, known = _inode(path), self._others.get(path)
-        # One that was rebuilt is a new file in the old place.
+        # A rebuilt index is a new file under the same path.
         if known is not None and known[0] == inode and known[1].complete:
             return known[1]
         self._close(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many block records at once: their order, their times, and many parts as one."""
+"""Work on columns of block records: order them, give them times, join parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvdisk.index.records import decode_blocks
 
 _RUN_GENERATIONS = 4096
 _SPREAD_S = 3600
-"""Before an engine's start: in so many seconds lie the times of all that it stored."""
+"""Seconds before an engine's start in which the times of all that it stored lie."""
 
 
 def ascending(epochs: NDArray[np.uint64], keys: Sequence[bytes]) -> NDArray[np.int64]:
@@ -32,13 +32,14 @@ def stored_times(
     generations: NDArray[np.uint64],
     now_s: int,
 ) -> NDArray[np.uint32]:
-    """Return times for blocks of which only the headers are known. They keep the blocks' order.
+    """Return a time of storing, in seconds since the Unix epoch, for each block of which only the
+    slot header is known. The times keep the blocks' order.
 
-    A header has no time, but a generation: it begins with an engine's start, in nanoseconds, and
+    A header has no time, but a generation: it begins with its engine's start, in nanoseconds, and
     counts up. No block is older than that start, and none gets a later time: with ``max_age_s`` a
     block may end too early, and never too late. Blocks of one chain that were stored one after
-    another get one time, so that the chain's tail leaves first; the run before it gets an earlier
-    one, by less than a second where there are many.
+    another (a run) get one time, so that the chain's tail leaves first. The run before gets an
+    earlier time, by less than a second where there are many runs.
     """
     named_epochs = epochs.tolist()
     rows = dict(zip(zip(named_epochs, keys, strict=True), range(len(keys)), strict=True))
@@ -46,7 +47,7 @@ def stored_times(
     counted: list[int] = generations.tolist()
     run_of = [-1] * len(counted)
     starts: list[int] = []
-    """Of each run, the second in which its engine started."""
+    """The second in which the engine of each run started."""
     for row in np.argsort(generations, kind="stable").tolist():
         parent, generation = parent_rows[row], counted[row]
         run = run_of[parent] if parent >= 0 else -1
@@ -62,7 +63,7 @@ def stored_times(
 
 
 def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:
-    """Return many parts as one, in their order."""
+    """Return the rows of all parts as one, in order."""
     if not parts:
         return decode_blocks([], [])
     epochs, keys, segments, indices, generations, parents, parent_bytes, stored_s, tenants = zip(*parts, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue between an index and its transactions: the writer thread, and failed commits."""
+"""The queue before an index's transactions, the thread that commits them, and its retries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from kvdisk.index.records import Operation
 logger = logging.getLogger(__name__)
 
 SMALL_TRANSACTION = 16
-"""Operations of one transaction after a failure, so that a small reserve of space is enough."""
+"""Operations in one transaction after a failure: few, so that a small reserve of space is
+enough."""
 FIRST_BACK_OFF_S = 0.1
 LAST_BACK_OFF_S = 5.0
 LATE_S = 30.0
-"""A transaction that takes longer stops new puts until it ends."""
+"""Seconds after which a commit is late: new puts are refused until it ends."""
 
 
 class IndexGone(CorruptRecord):
@@ -31,26 +32,26 @@ class IndexGone(CorruptRecord):
 
 
 class Tables(Protocol):
-    """Where transactions go. The writer's thread calls both methods."""
+    """What transactions are applied to. The writer's thread calls both methods."""
 
     def commit(self, operations: Sequence[Operation]) -> None:
-        """Apply all in order in one transaction, or nothing and raise a KvdiskError. Raises
-        IndexGone: it may have been applied, and nothing else will be."""
+        """Apply all operations in order in one transaction, or none and raise a KvdiskError.
+        IndexGone says that they may have been applied, and that nothing else will be."""
 
     def recover(self) -> None:
-        """After a failed commit, do what makes a retry promising. Raises KvdiskError."""
+        """Make a retry promising after a failed commit. Raises KvdiskError."""
 
 
 class CommitWriter:
     """Commits operations in order, on a thread of its own.
 
     A batch is committed ``commit_s`` seconds after its first operation, or when MAX_TRANSACTION
-    have gathered. When a commit fails, the droppable operations of the batch are turned into
-    deletions of their keys (a put may have been meant to replace a record whose slot is then
-    reused), and all is tried again in small transactions. What fails again is held and retried with
-    back-off, before anything else. The state is REFUSING until the back-off is over and nothing is
-    held; the next back-off is longer unless puts have been committed meanwhile. After IndexGone
-    nothing is tried any more, and what is queued stays so.
+    operations have gathered. When a commit fails, the droppable operations of the batch become
+    deletions of their keys: such a put may have been meant to replace a record whose slot is then
+    reused. Then all is tried again in small transactions. What fails again is held, and retried
+    with back-off before anything else. The state is REFUSING until the back-off is over and nothing
+    is held. The next back-off is longer unless puts have been committed meanwhile. After IndexGone
+    nothing is tried any more, and what is queued stays queued.
 
     One lock guards the queue and the conditions of waiting; it is never held during a transaction.
     ``progress`` is replaced as a whole and read without the lock.
@@ -80,16 +81,16 @@ class CommitWriter:
 
     @property
     def waiting(self) -> int:
-        """Operations not yet dealt with."""
+        """The operations that are neither committed nor dropped."""
         return self._submitted_count - self.progress.committed
 
     @property
     def takes_puts(self) -> bool:
-        """Whether a put has a chance, as far as transactions have ended."""
+        """Whether the last transaction that ended leaves puts possible."""
         return self.progress.state is IndexState.WRITABLE
 
     def look(self) -> Progress:
-        """Return the progress; REFUSING also while a transaction takes long."""
+        """Return the progress. The state is REFUSING also while a commit is late."""
         progress = self.progress
         if self.takes_puts and self._clock() > self._began_s + LATE_S:
             self._log_late.warn("late", f"index takes no new blocks: a commit has not ended after {LATE_S:.0f} s")
@@ -97,7 +98,7 @@ class CommitWriter:
         return progress
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Queue operations."""
+        """Queue operations, in order. The caller's thread."""
         self._submitted_count += len(operations)
         with self._changed:
             queued = len(self._queue)
@@ -108,8 +109,9 @@ class CommitWriter:
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float, tries: int = 2) -> bool:
-        """Wait until all that was submitted has been dealt with; False after the time, or after so
-        many failed ``tries``. Wakes the writer at once, once out of a back-off too."""
+        """Wait until all that was submitted is committed or dropped. Return False after
+        ``timeout_s``, or after ``tries`` that failed. Wakes the writer at once, once out of a
+        back-off too."""
         with self._changed:
             self._flush_count = self._submitted_count
             self._retry_now = True
@@ -121,7 +123,7 @@ class CommitWriter:
             return not self.waiting
 
     def stop(self, timeout_s: float) -> bool:
-        """Flush, and end the thread. False: it hangs in a commit."""
+        """Flush, and end the thread. Return False where the thread hangs in a commit."""
         if not self.flush(timeout_s, tries=1):
             logger.warning("index: stopped with %d operations not committed", self.waiting)
         with self._changed:
@@ -130,7 +132,7 @@ class CommitWriter:
         return self.join(timeout_s)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread; False: it hangs in a commit."""
+        """Wait for the end of the thread. Return False where it hangs in a commit."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -161,7 +163,8 @@ class CommitWriter:
             self._publish(self.progress._replace(state=IndexState.GONE))
 
     def _take(self) -> list[Operation]:
-        """Wait for a batch; an empty one at the end of a back-off, or of the thread."""
+        """Wait for a batch and return it: an empty one at the end of a back-off, or of the
+        thread."""
         with self._changed:
             rest_s = None if self.takes_puts else max(0.0, self._retry_at_s - self._clock())
             self._changed.wait_for(lambda: self._queue or self._stopping, rest_s)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Index`` in LMDB: batched commits on a writer thread, through a process that maps the
-files."""
+"""The ``Index`` in LMDB: a writer thread commits batches through a process that maps the files."""
 
 from __future__ import annotations
 
@@ -31,11 +30,12 @@ logger = logging.getLogger("kvdisk")
 CLOSE_TIMEOUT_S = 10.0
 SYNC_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 300.0
-"""For an index to be opened and read while an engine serves."""
+"""Seconds that opening and reading an index may take while an engine serves."""
 LEAST_LIFE_S = 3600.0
-"""A process that ends sooner after it took another's place has no successor."""
+"""Seconds that a process must live after it took another's place to get a successor itself."""
 DAMAGED_MARK = "damaged"
-"""A file beside LMDB's: no owner trusts it any more (see ``device.home``)."""
+"""The name of a file beside LMDB's that says: no owner trusts this index any more (see
+``device.home``)."""
 _PART_RECORDS = 16384
 _KILL_INTERVAL_S = 0.1
 
@@ -55,15 +55,16 @@ def write_index(path: Path | str, segments: Sequence[SegmentRecord], columns: Bl
 
 
 class TablesProcess:
-    """``LmdbTables`` of an owner, in a process of its own: see there for what the methods do.
+    """The tables of an owner's index, in a process of its own: ``LmdbTables`` says what the methods
+    do.
 
-    The process may end at any time. What was asked for then is asked of a new one, once, where the
-    index is found to be what was committed: a transaction that was there already changes nothing
-    when it comes again. Otherwise the index is gone: IndexGone. Where damage was the reason, a mark
-    has the next owner make it anew.
+    The process may end at any time. The question under way is then asked of a new process, once,
+    where the index is found to be what was committed: a transaction that is already there changes
+    nothing when it comes again. Otherwise the index is gone: IndexGone. Where damage was the
+    reason, a file (DAMAGED_MARK) has the next owner make the index anew.
 
-    ``main``: see ``Child``. One thread at a time waits for an answer. Raises StoreLocked,
-    CorruptRecord, DeviceError.
+    ``main``: see ``Child``. One thread at a time waits for an answer. The constructor raises
+    StoreLocked, CorruptRecord or DeviceError.
     """
 
     def __init__(self, path: Path, map_bytes: int, *, main: str = MAIN) -> None:
@@ -85,11 +86,11 @@ class TablesProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process, if there is one."""
+        """The number of the process, None while there is none."""
         return self._child.pid
 
     def read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
-        """See ``Index._read``. Raises IndexGone, also for what does not decode."""
+        """See ``Index._read``. Raises IndexGone, also for a record that does not decode."""
         with self._asking, closing(self._child.parts(math.inf, "scan", table)) as parts:
             if self._gone is not None:
                 raise self._gone
@@ -114,16 +115,16 @@ class TablesProcess:
             self._ask(math.inf, "append", table, part, again=False)
 
     def close(self) -> None:
-        """Sync, close, and end the process. Raises IndexGone, DeviceError; ETIMEDOUT: the drive
-        hangs."""
+        """Sync, close, and end the process. Raises IndexGone or DeviceError; ETIMEDOUT says that
+        the drive hangs."""
         try:
             self._ask(SYNC_TIMEOUT_S, "close")
         finally:
             self.stop()
 
     def kill(self) -> None:
-        """End the process for good, whatever it is at: who waits for its answer hears that the
-        index is gone. Any thread."""
+        """End the process for good, even at work: whoever waits for its answer gets IndexGone. Any
+        thread may call this."""
         self._killed = True
         self._child.kill()
 
@@ -136,7 +137,7 @@ class TablesProcess:
         return int(self._child.ask(timeout_s, "open", str(self._path), self._map_bytes))
 
     def _ask(self, timeout_s: float, *question: Any, again: bool = True) -> Any:
-        """Return the answer; ``again``: of a new process where the first one ended over it."""
+        """Return the answer. ``again``: ask a new process where the first one ended."""
         with self._asking:
             if self._gone is not None:
                 raise self._gone
@@ -157,14 +158,14 @@ class TablesProcess:
                 raise self._given_up(error) from error
 
     def _start_anew(self, ended: ChildEnded) -> None:
-        """Have another process take the place of one that ended. Raises IndexGone."""
+        """Start another process in the place of one that ended. Raises IndexGone."""
         try:
             if time.monotonic() < self._successor_s + LEAST_LIFE_S:
                 raise ended
             self._successor_s = time.monotonic()
             transaction = self._open(OPEN_TIMEOUT_S)
             self._child.ask(OPEN_TIMEOUT_S, "check")
-            # The last one may have come to the end of what it was at.
+            # The last process may have completed the transaction that was under way.
             if not self._transaction <= transaction <= self._transaction + 1:
                 raise CorruptRecord("the file is not what was committed last")
         except KvdiskError as error:
@@ -172,7 +173,7 @@ class TablesProcess:
         logger.warning("kvdisk: index %s: %s; another process goes on with it.", self._path, ended)
 
     def _given_up(self, why: KvdiskError) -> IndexGone:
-        """Note that the index is gone; return what is raised for it."""
+        """Note that the index is gone, and return the error to raise."""
         self.stop()
         if isinstance(why, CorruptRecord) or (isinstance(why, ChildEnded) and why.damaged):
             with suppress(OSError):  # as it is, the next owner finds out by reading it
@@ -183,16 +184,17 @@ class TablesProcess:
 
 
 class LmdbIndex(Index):
-    """See ``Index``. One environment in directory ``path``, which is made where it is missing.
+    """See ``Index``. One LMDB environment in the directory ``path``, which is made where it is
+    missing.
 
-    ``map_bytes``: what the data file may grow to, at least MIN_MAP_BYTES; see ``map_bytes_for``. A
-    part of it is kept, so that a full index can always delete. ``commit_s``: longest time from a
-    call to the start of its commit. ``max_queued``: ``put`` is refused while so many operations
-    wait.
+    ``map_bytes``: the size that the data file may grow to, at least MIN_MAP_BYTES; see
+    ``map_bytes_for``. A part of it is kept free, so that a full index can always delete.
+    ``commit_s``: the longest time from a call to the start of its commit. ``max_queued``: ``put``
+    is refused while this many operations wait.
 
-    A put that is dropped takes the record that it was to replace with it: that one may name a slot
-    of another block. Operations on segments are tried until they are committed. Not to be carried
-    over a fork.
+    A put that is dropped takes the record that it was to replace with it: that record may name a
+    slot of another block. Operations on segments are tried until they are committed. An index must
+    not be carried over a fork.
 
     Raises StoreLocked where another process has it open, CorruptRecord where the files are no
     index, DeviceError where the system refuses.
@@ -223,8 +225,8 @@ class LmdbIndex(Index):
     def close(self) -> None:
         """See ``Index.close``; at the end the files are synced.
 
-        The end is not clean where this raises: CorruptRecord where the index is gone, DeviceError
-        when the sync failed; ETIMEDOUT: the drive hangs in it, or in a commit.
+        Where this raises, the end is not clean: CorruptRecord where the index is gone, DeviceError
+        where the sync failed. ETIMEDOUT says that the drive hangs in the sync, or in a commit.
         """
         if self._closed:
             return

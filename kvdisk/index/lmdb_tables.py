@@ -2,11 +2,11 @@
 """The LMDB environment under an index: transactions, errors, one writer.
 
 The environment runs with ``sync=False``: a commit is in the operating system's cache when it
-returns. A crash of the process does not lose it; a crash of the machine may, and then the home
-rebuilds the index from the slot headers.
+returns. A crash of the process does not lose it. A crash of the machine may, and the engine store
+then rebuilds the index from the slot headers.
 
-LMDB has no checksums, and in a damaged file it can end the process (an assertion of its own,
-SIGBUS). So all this runs in a process of its own: see ``child``.
+LMDB has no checksums, and a damaged file can end the process (an assertion of LMDB's, SIGBUS). So
+all this runs in a process of its own: see ``child``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvdisk.index.map_size import MAX_TRANSACTION, RESERVE_UNITS, STEP_BYTES, pl
 from kvdisk.index.records import Operation, Table
 
 LOCK_WAIT_S = 15.0
-"""How long an owner waits for the one before: the process of a killed engine ends its commit
-first."""
+"""Seconds that an owner waits for the owner before it: the process of a killed engine ends its
+commit first."""
 _LOCK_POLL_S = 0.02
 _PART_RECORDS = 16384
 _TRIED_PUTS = 100
 _LOCK_FILE_BYTES = 8192
-"""Of LMDB's lock file: as it would make it, for 126 readers."""
+"""The length of LMDB's lock file as LMDB makes it, for 126 readers."""
 _DAMAGED = (
     lmdb.InvalidError,
     lmdb.CorruptedError,
@@ -47,14 +47,15 @@ _TABLE_NAMES = {Table.BLOCKS: b"blocks", Table.SEGMENTS: b"segments"}
 
 
 class LmdbTables:
-    """The environment and its two named databases. LMDB's errors end here.
+    """The environment and its two named databases. No error of LMDB's leaves this class.
 
-    ``readonly``: for others than the owner. It makes no file; where there is no lock file, or it
-    cannot be opened (a copy in a read-only directory), it reads without a lock, which is safe only
-    while nobody writes. ``map_bytes``: of the owner.
+    ``readonly``: for readers other than the owner. A reader makes no file. Where there is no lock
+    file, or it cannot be opened (a copy in a read-only directory), it reads without a lock, which
+    is safe only while nobody writes. ``map_bytes``: the map's size for an owner; a reader takes the
+    owner's.
 
-    An owner holds an exclusive flock on the directory until it closes. ``is_wanted`` is asked once
-    it has that, before it touches a file: whoever the owner works for still lives.
+    An owner holds an exclusive flock on the directory until it closes. Once it has the lock, and
+    before it touches a file, it asks ``is_wanted``: does the engine that it works for still live?
 
     Raises StoreLocked where another owner does not let go, CorruptRecord where the files are no
     index, DeviceError where the system refuses.
@@ -89,7 +90,8 @@ class LmdbTables:
 
     @property
     def transaction(self) -> int:
-        """The number of the last transaction. It rises with each that changes something."""
+        """The number of the last transaction. It rises with each transaction that changes
+        something."""
         return int(self._environment.info()["last_txnid"])
 
     @property
@@ -99,7 +101,7 @@ class LmdbTables:
 
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
-        """A read transaction; LMDB's errors in it are ours outside."""
+        """Open a read transaction. LMDB's errors in it become ours."""
         with _translating(self._path):
             try:
                 txn = self._environment.begin()
@@ -147,9 +149,9 @@ class LmdbTables:
         self._allocate(record_count)
 
     def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
-        """Commit many records, ascending, that come after all that the table has: fast.
+        """Commit many records fast. They must ascend, and come after all records in the table.
 
-        Nothing of value may be in these files until all is in them. Raises DeviceError.
+        Nothing of value may be in these files until all records are in them. Raises DeviceError.
         """
         left, count = iter(items), 0
         with _translating(self._path):
@@ -209,7 +211,7 @@ class LmdbTables:
             raise
 
     def _try_to_write(self) -> None:
-        """Go through the motions of a write, which needs the list of free units."""
+        """Put records and abort, which reads the list of free units: damage in it shows now."""
         txn = self._environment.begin(write=True)
         try:
             with suppress(lmdb.MapFullError):  # an index may be full
@@ -219,10 +221,11 @@ class LmdbTables:
             txn.abort()
 
     def _allocate(self, record_count: int) -> None:
-        """Make the file as long as so many records can need, so that it never grows by
-        replacements: on a full drive blocks can still leave for others.
+        """Write the file to the length that ``record_count`` records can come to need, so that
+        replacing records never makes it grow: on a full drive blocks can still leave for others.
 
-        Where the drive refuses that, it grows as LMDB writes it; the next step is tried again.
+        Where the drive refuses that, the file grows as LMDB writes it, and the next step is tried
+        again.
         """
         wanted_bytes = min(planned_bytes(record_count), self._map_units * self._unit_bytes)
         if wanted_bytes <= self._planned_bytes:
@@ -238,13 +241,14 @@ class LmdbTables:
                 os.close(fd)
 
     def _has_room(self, txn: lmdb.Transaction) -> bool:
-        """Whether deletions find free units after this transaction, and one more of puts.
+        """Return whether deletions will find free units after this transaction and one more of
+        puts.
 
         LMDB copies what it changes, and units that a transaction frees can be taken by the next but
-        one. So besides the live units there must be place for those that one transaction of full
-        size frees, for the list of free units, and a reserve for two small transactions of
-        deletions; the third lives on what the first has freed. An open read transaction of another
-        process holds freed units back: then deletions can fail and are retried.
+        one. So besides the live units there must be room for those that one transaction of full
+        size frees, for the list of free units, and for two small transactions of deletions; the
+        third lives on what the first has freed. An open read transaction of another process holds
+        freed units back: then deletions can fail and are retried.
         """
         stats = [txn.stat(database) for database in self._databases.values()]
         leaves = sum(each["leaf_pages"] for each in stats)
@@ -273,8 +277,8 @@ def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Enviro
 
 
 def _make_lock_file(path: Path) -> None:
-    """Make LMDB's lock file whole: LMDB would map a hole, and be killed (SIGBUS) on a full
-    drive."""
+    """Make LMDB's lock file with all its bytes written: LMDB would map a hole, and SIGBUS would
+    kill it on a full drive."""
     made = not path.exists()
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
@@ -290,8 +294,8 @@ def _make_lock_file(path: Path) -> None:
 
 
 def _take_lock(path: Path) -> int:
-    """Hold an exclusive flock on a directory; return its descriptor. Where the file system has no
-    such locks it is as if it were held. Raises StoreLocked, OSError."""
+    """Take an exclusive flock on a directory, and return its descriptor. A file system without such
+    locks counts as one that gave it. Raises StoreLocked, OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     end_s = time.monotonic() + LOCK_WAIT_S
     try:
@@ -338,7 +342,7 @@ def _translating(path: Path) -> Iterator[None]:
 
 
 def _translated(error: lmdb.Error | OSError, path: Path) -> KvdiskError:
-    """Return what leaves the room in place of LMDB's or the system's error."""
+    """Return our error for one of LMDB's or the system's."""
     what = f"index {path}: {error}"
     if isinstance(error, OSError):
         return DeviceError(error.errno or errno.EIO, what)

@@ -12,11 +12,11 @@ from kvdisk.index.records import Operation, Table
 
 
 class MemoryIndex(Index):
-    """See ``Index``. Nothing is committed but by ``commit``, ``flush`` and ``close``: a test can
-    stop between any two.
+    """See ``Index``. Only ``commit``, ``flush`` and ``close`` commit: a test can stop between any
+    two.
 
     ``max_queued``: ``put`` is refused while that many operations or more wait. ``refuse_puts``:
-    while True, the state is REFUSING and ``put`` answers None; a test may set it at any time.
+    while True, the state is REFUSING and ``put`` returns None; a test may set it at any time.
     ``is_gone``: once True, the state is GONE and nothing is committed; a test may set it.
     """
 
@@ -34,7 +34,7 @@ class MemoryIndex(Index):
 
     @property
     def pending_calls(self) -> int:
-        """Calls that are queued and not yet dealt with."""
+        """The calls that are queued and not yet committed."""
         return len(self._calls)
 
     def poll(self) -> Progress:
@@ -56,10 +56,10 @@ class MemoryIndex(Index):
         self._closed = True
 
     def commit(self, call_count: int | None = None, *, fail: bool = False) -> None:
-        """Deal with the oldest ``call_count`` queued calls, by default all.
+        """Commit the oldest ``call_count`` queued calls, by default all.
 
-        ``fail``: as if the drive were full: puts are dropped (with the records that they were to
-        replace), the other operations are committed, and ``refuse_puts`` is set.
+        ``fail``: act as if the drive were full. Puts are dropped (with the records that they were
+        to replace), the other operations are committed, and ``refuse_puts`` is set.
         """
         if self.is_gone:
             return
@@ -77,7 +77,7 @@ class MemoryIndex(Index):
         self.refuse_puts = self.refuse_puts or fail
 
     def reopened(self) -> MemoryIndex:
-        """Return an index of what was committed, as the next process finds it."""
+        """Return an index of what was committed, as the next process would find it."""
         survivor = MemoryIndex(max_queued=self._max_queued)
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor

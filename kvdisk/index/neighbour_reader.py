@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Neighbours`` over the reader process: a thread that asks it about each other home.
+"""``Neighbours`` over the reader process: a thread asks it about each of the other engine stores.
 
-A home whose index ends the process, or holds it up, is left alone for a while. So nothing that
-another engine does, or that a drive does to its files, reaches this process.
+An engine store whose index ends the reader process, or holds it up, is left alone for a while. So
+nothing that another engine does, or that a drive does to its files, reaches this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdisk.index.reader_process import ReaderProcess
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.25
-"""How often the thread looks for homes that came or went, and how soon it stops."""
+"""Seconds between looks for engine stores that came or went, and at most until the thread stops."""
 ANSWER_TIMEOUT_S = 2.0
 LEFT_ALONE_S = 60.0
 MOST_QUESTIONS = 256
@@ -33,9 +33,9 @@ _CLOSE_TIMEOUT_S = 5.0
 class NeighbourReader:
     """See ``Neighbours`` and the module.
 
-    ``find_homes``: the homes to ask now, of other engines or of stopped ones: the directory of the
-    index, by id. It is called on the reader's thread, every LOOK_INTERVAL_S, and may raise a
-    KvdiskError or an OSError.
+    ``find_homes``: returns the index directory of each engine store to ask now, by its id: those of
+    other engines and of stopped ones. The reader's thread calls it every LOOK_INTERVAL_S. It may
+    raise a KvdiskError or an OSError.
     """
 
     def __init__(self, find_homes: Callable[[], Mapping[str, Path]]) -> None:
@@ -46,7 +46,7 @@ class NeighbourReader:
         self._look_at_s = 0.0
         self._homes: Mapping[str, Path] = {}
         self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
-        """Ticket, epoch and keys."""
+        """The ticket, epoch and keys of each question that waits."""
         self._answers: deque[Answer] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -74,7 +74,7 @@ class NeighbourReader:
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
-        """See ``Neighbours.close``. Waits for the question under way, at most a few seconds."""
+        """See ``Neighbours.close``. Waits a few seconds at most for the question under way."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -107,7 +107,7 @@ class NeighbourReader:
         self._left_alone = {home_id: until_s for home_id, until_s in self._left_alone.items() if until_s > now}
         self._homes = {home_id: path for home_id, path in homes.items() if home_id not in self._left_alone}
         if not before.keys() <= self._homes.keys():
-            # An index that it has open keeps its space on the drive when its home goes.
+            # An open index keeps its space on the drive after its engine store is deleted.
             self._reader.stop()
 
     def _answer(self, ticket: int, epoch: int, keys: tuple[BlockKey, ...]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the indexes of others through a process: for an engine, and for the tools."""
+"""Reads the indexes of others through a process, for an engine and for the tools."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvdisk.index.records import Table, decode_blocks, decode_segments
 
 
 class IndexContent(NamedTuple):
-    """All that one index holds: nothing, and ``blocks`` None, where none ``exists`` yet, or where
-    ``problem`` says in one sentence why it cannot be read."""
+    """All that one index holds. ``blocks`` is None where the index does not exist (``exists``), or
+    cannot be read: ``problem`` says why in one sentence."""
 
     segments: tuple[SegmentRecord, ...] = ()
     blocks: BlockColumns | None = None
@@ -27,9 +27,10 @@ class IndexContent(NamedTuple):
 
 
 def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
-    """Read the indexes in these directories, in order. Never raises for what is wrong with one.
+    """Read the indexes in these directories, in order. An index that cannot be read is no exception
+    but a ``problem``.
 
-    Writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is
+    It writes nothing but the mark that a reader of LMDB leaves in ``lock.mdb``, where that is
     possible.
     """
     reader, found = ReaderProcess(), []
@@ -45,13 +46,15 @@ def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
 
 
 class ReaderProcess(Child):
-    """A process that reads. ``find`` and ``read`` raise CorruptRecord where the index cannot be
-    read, and what ``Child`` raises; the next question starts another process. One thread."""
+    """A process that reads indexes. ``find`` and ``read`` raise CorruptRecord where the index
+    cannot be read, and what ``Child`` raises; the next question then starts another process. One
+    thread makes all calls."""
 
     def find(
         self, home_id: str, index_path: Path, epoch: int, keys: Sequence[BlockKey], timeout_s: float
     ) -> dict[BlockKey, ForeignCopy]:
-        """Return the copies of ``keys`` in a home's index, none where there is no index."""
+        """Return the copies of ``keys`` in the index of an engine store; none where there is no
+        index."""
         try:
             found: dict[BlockKey, ForeignCopy] = self.ask(
                 timeout_s, "find", str(index_path), home_id, epoch, tuple(keys)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Index``: where blocks are on NVMe, durably. An index is one home's and one process's.
+"""``Index``: which block is in which NVMe slot, durably. An index belongs to one engine store and
+one process.
 
-It has encoded records, wherever it keeps them. Writes are queued and committed in batches; no call
-but ``flush`` and ``close`` waits for a disk, a commit, or a lock that either can hold.
+Records are kept encoded, wherever they are kept. Writes are queued and committed in batches. Only
+``flush`` and ``close`` wait for a disk, for a commit, or for a lock that either can hold.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Part = TypeVar("Part")
 
 
 class Index(ABC):
-    """See the module. One scheduler thread calls everything.
+    """See the module. One scheduler thread makes all calls.
 
-    Operations are committed in the order in which they were queued; a ticket is the number of those
-    queued so far. What reads raises CorruptRecord where a record does not decode. A subclass keeps
-    what is queued, and says what is committed.
+    Operations are committed in the order in which they were queued. A ticket is the number of
+    operations queued so far. Every read raises CorruptRecord where a record does not decode. A
+    subclass keeps the queue, and says what is committed.
     """
 
     def __init__(self) -> None:
@@ -42,16 +43,16 @@ class Index(ABC):
 
     @abstractmethod
     def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
-        """Return what is committed, ascending: what ``decode`` makes of the keys and values of each
-        part."""
+        """Return what ``decode`` makes of the keys and values of each part of what is committed, in
+        ascending order."""
 
     @abstractmethod
     def _takes_puts(self) -> bool:
-        """Whether records of blocks are taken now."""
+        """Return whether records of blocks are taken now."""
 
     @abstractmethod
     def _queue(self, operations: Sequence[Operation]) -> None:
-        """Queue one call."""
+        """Queue the operations of one call, in order."""
 
     @abstractmethod
     def poll(self) -> Progress:
@@ -59,11 +60,12 @@ class Index(ABC):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that is queued has been dealt with; False when the time ran out."""
+        """Wait until all that is queued is committed or dropped; return False when the time ran
+        out."""
 
     @abstractmethod
     def close(self) -> None:
-        """Commit what is queued (bounded wait), stop the writer and close. Idempotent."""
+        """Commit what is queued (the wait is bounded), stop the writer and close. Idempotent."""
 
     def segments(self) -> Iterator[SegmentRecord]:
         """Yield every committed segment, ascending."""
@@ -74,17 +76,17 @@ class Index(ABC):
         return self.block_columns().records()
 
     def block_columns(self) -> BlockColumns:
-        """Return what ``blocks`` yields, all at once and much faster."""
+        """Return what ``blocks`` yields, as columns: much faster."""
         return join_columns(self._read(Table.BLOCKS, decode_blocks))
 
     def put(self, records: Sequence[BlockRecord]) -> int | None:
-        """Queue records (replacing those of the same epoch and key); return a ticket, or None when
-        the queue is full and nothing was queued."""
+        """Queue records, which replace those of the same epoch and key. Return a ticket, or None
+        when puts are refused or the queue is full; nothing is queued then."""
         return self._submit(Table.BLOCKS, map(encode_block, records)) if self._takes_puts() or not records else None
 
     def delete(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
-        """Queue the deletion of records by (epoch, key), absent ones included; return a ticket.
-        Never refused: the caller bounds deletions by the slots it has."""
+        """Queue the deletion of records by (epoch, key), absent ones included; return a ticket. It
+        is never refused: the caller bounds deletions by the slots it has."""
         return self._submit(Table.BLOCKS, ((encode_block_key(epoch, key), None) for epoch, key in keys))
 
     def put_segment(self, record: SegmentRecord) -> int:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of index records: the only code that knows them. Blocks are decoded many at once.
+"""The bytes of index records: no other code knows them. Many blocks are decoded at once.
 
-Blocks table, key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment
+Blocks table. Key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment
 u32, slot index u32, generation u64, stored_s u32, length of the parent key u8 (0: none), parent
-key. That is version 1; version 2 is of a block with a tenant, and has its digest u64 (not 0) behind
-that.
+key. That is version 1. Version 2 is for a block with a tenant, whose digest u64 (not 0) follows.
 
-Segments table, key: segment u32, so that tables iterate in ascending order. Value: version u8,
-slot_bytes u64, slot_count u32, drive u16.
+Segments table. Key: segment u32, big-endian as the epoch is, so that tables iterate in ascending
+order. Value: version u8, slot_bytes u64, slot_count u32, drive u16.
 
-A record has exactly one encoding. A change of layout takes a new version byte. To encode a field
-out of its range is a programmer's error.
+A record has exactly one encoding. A change of layout takes a new version byte. Encoding a field out
+of its range is a programmer's error.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from kvdisk.messages import FOREIGN_SEGMENTS
 
 RECORD_VERSION = 1
 TENANT_VERSION = 2
-"""Of the record of a block with a tenant."""
+"""The version byte in the record of a block that has a tenant."""
 
 _TENANT = struct.Struct(">Q")
 _EPOCH_BYTES = 8
 _BLOCK = struct.Struct(">BIIQIB")
 _FIELDS = ("version", "segment", "index", "generation", "stored_s", "parent_bytes")
 _BLOCKS = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), strict=True)))
-"""``_BLOCK`` of many."""
+"""The dtype of an array of ``_BLOCK`` values."""
 _SEGMENT_KEY = struct.Struct(">I")
 _SEGMENT = struct.Struct(">BQIH")
 
 
 class Table(IntEnum):
-    """What a record is of."""
+    """Whether a record is of a block or of a segment."""
 
     BLOCKS = 0
     SEGMENTS = 1
@@ -59,7 +58,7 @@ class Operation(NamedTuple):
 
     @property
     def droppable(self) -> bool:
-        """Whether a failed commit may drop it: puts of blocks only."""
+        """Whether a failed commit may drop it: only puts of blocks may be dropped."""
         return self.value is not None and self.table is Table.BLOCKS
 
 
@@ -83,11 +82,11 @@ def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
 def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
     """Return the records of these key and value bytes, in their order.
 
-    That of ``BlockColumns`` is the caller's to see to. Raises CorruptRecord for the first bytes
-    that no record encodes to.
+    The caller sees to the order that ``BlockColumns`` requires. Raises CorruptRecord for the first
+    bytes that no record encodes to.
     """
     key_bytes, value_bytes = _lengths(keys), _lengths(values)
-    # What is cut short reads as version 0.
+    # A value that is too short reads as version 0.
     joined, ends = np.frombuffer(b"".join((*values, bytes(_BLOCK.size))), np.uint8), np.cumsum(value_bytes)
     places = (ends - value_bytes)[:, np.newaxis] + np.arange(_BLOCK.size)
     fixed = np.where(value_bytes[:, np.newaxis] < _BLOCK.size, np.uint8(0), joined[places]).view(_BLOCKS)[:, 0]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks beyond this machine: named objects of a store that other hosts share."""
+"""The remote store: named objects in a bucket that hosts share."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Objects`` protocol: named objects of a store that other hosts share, asked for in batches.
+"""The ``Objects`` protocol: named objects of a store that hosts share, asked for in batches.
 
-One rank's shard of a block is one object: its slot as it is, header and all, under a name that says
-whose it is. The store evicts as it likes, and there is no index of it.
+One rank's shard of a block is one object: its slot as it is, header and payload, under a name that
+says which block and which rank it is of. The store evicts as it likes, and there is no index of it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LONGEST_PAUSE_S = 60.0
 
 
 class ObjectOp(Enum):
-    """What is asked of each object of a batch.
+    """What a batch asks of each of its objects.
 
-    PUT: have it there, with the buffer's bytes if nothing of that length is there yet: the first
-    write wins. REPLACE: have just these bytes there, whatever there is. GET: fill the buffer.
-    EXISTS: is it there?
+    PUT: have the object there; write the buffer's bytes if nothing of that length is there yet, so
+    the first write wins. REPLACE: have just these bytes there, whatever there is. GET: fill the
+    buffer. EXISTS: say whether the object is there.
     """
 
     PUT = "put"
@@ -33,34 +33,34 @@ class ObjectOp(Enum):
 
 
 class Result(IntEnum):
-    """What came of one object; a closed list."""
+    """What came of one object of a batch; a closed list."""
 
     OK = 1
-    """It is there; of a GET, the buffer has all its bytes."""
+    """The object is there. After a GET the buffer has all its bytes."""
     ABSENT = 2
     BAD = 3
-    """It is there, and is not what we write: of another length, or without our seal."""
+    """The object is there, but is none of ours: it has another length, or lacks our seal."""
     LATE = 4
     """No answer came in time."""
     REFUSED = 5
-    """It was not tried: too much is under way, or the store is left alone for now."""
+    """Not tried: too much is under way, or the store is left alone for now."""
     FAILED = 6
 
 
 ANSWERS = frozenset({Result.OK, Result.ABSENT, Result.BAD})
-"""Results that only a store gives that works."""
+"""The results that only a store that works can give."""
 
 
 class RemoteObject(NamedTuple):
-    """An object of a batch. ``buffer``: as long as the object, one-byte items, writable for a GET;
-    empty for EXISTS."""
+    """An object of a batch. ``buffer``: as long as the object, of one-byte items, writable for a
+    GET; empty for EXISTS."""
 
     name: str
     buffer: memoryview = memoryview(b"")
 
 
 class ObjectsOutcome(NamedTuple):
-    """A batch that has ended. ``results``: of each of its objects, in order."""
+    """A batch that has ended. ``results``: one for each of its objects, in order."""
 
     ticket: int
     results: tuple[Result, ...]
@@ -70,32 +70,32 @@ class Objects(Protocol):
     """A store of objects. One thread calls all methods. No operating failure is raised.
 
     From ``submit`` until ``poll`` has returned the outcome the caller keeps the buffers and does
-    not touch them. After that nothing touches them, whatever the results are: not of what is LATE
-    either. What an object that is not OK left in the buffer of a GET is undefined.
+    not touch them. After that nothing touches them, whatever the results are, LATE included. After
+    a GET that is not OK the contents of the buffer are undefined.
     """
 
     @property
     def answers(self) -> bool:
-        """Whether reads are tried now: False while the store is left alone."""
+        """Whether reads are tried now; False during a pause, in which the store is left alone."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether reads are tried and the last ones were answered: False from a pause's beginning
-        until a read is answered."""
+        """Whether reads are tried and the last ones were answered: False from the beginning of a
+        pause until a read is answered."""
 
     @property
     def pause_s(self) -> float:
-        """For how long from now on reads are left alone; 0: they are tried."""
+        """Seconds until reads are tried again; 0 where they are tried now."""
 
     @property
     def hint_life_s(self) -> float:
-        """How long what it has said to be there is believed to be."""
+        """Seconds for which an object is believed to be there after the store has said so."""
 
     def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
-        """Ask for a batch (one object or more), and return its ticket. Does not wait."""
+        """Ask for a batch of one object or more, and return its ticket. Does not wait."""
 
     def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
-        """Return the batches that ended since the last call; where none has, wait up to
+        """Return the batches that ended since the last call. Where none has, wait up to
         ``timeout_s`` for the first. Returns at once when nothing is under way. Each batch ends
         within the store's deadline."""
 
@@ -104,9 +104,11 @@ class Objects(Protocol):
 
 
 class RemoteAnswer(NamedTuple):
-    """What the store was thought to have of a question's blocks. It may evict them at any time.
+    """Which blocks of a question the store had. They are hints: the store may evict a block at any
+    time.
 
-    ``is_whole``: it was asked to the end; else what is not in ``found`` may be there.
+    ``is_whole``: the question was asked to its end; otherwise blocks that are not in ``found`` may
+    be there too.
     """
 
     ticket: int
@@ -115,7 +117,7 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteIndex(Protocol):
-    """Which blocks a store has. One thread calls everything; no call waits."""
+    """Says which blocks a remote store has. One thread makes all calls; no call waits."""
 
     @property
     def any(self) -> bool:
@@ -127,12 +129,13 @@ class RemoteIndex(Protocol):
 
     @property
     def hint_life_s(self) -> float:
-        """How long an answer is believed."""
+        """Seconds for which an answer is believed."""
 
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
-        """Queue a question, which ``poll`` answers some time later; False where too many wait.
+        """Queue a question, which ``poll`` answers later. Return False where too many are queued.
 
-        ``chains``: blocks of which each is of use only with those before it. ``alone``: others.
+        ``chains``: in each, a block is of use only with all those before it. ``alone``: blocks that
+        are of use alone.
         """
 
     def poll(self) -> list[RemoteAnswer]:
@@ -143,19 +146,21 @@ class RemoteIndex(Protocol):
 
 
 def object_name(namespace: Namespace, key: BlockKey, part: int, shard_count: int) -> str:
-    """Return the name of one rank's part of a block."""
+    """Return the name of the object that has one rank's shard of a block. ``part``: the rank."""
     shown = key.hex()
     return f"kvdisk1/{namespace.fingerprint.hex()}/{namespace.epoch}/{shown[:2]}/{shown}/r{part}of{shard_count}"
 
 
 class Health:
-    """Leaves a store alone that does not answer: FIRST_PAUSE_S, then twice as long each time. After
-    each pause one batch tries it. One thread."""
+    """Decides when a store that does not answer is left alone: for FIRST_PAUSE_S, then twice as
+    long each time, at most LONGEST_PAUSE_S. After each pause one batch tries it. One thread makes
+    all calls."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pause_s = 0.0
-        """0: it has answered."""
+        """Seconds of the pause that is under way; 0 where the store has answered since the last
+        one."""
         self._until_s = 0.0
         self._trial: int | None = None
 
@@ -166,24 +171,24 @@ class Health:
 
     @property
     def is_sound(self) -> bool:
-        """Whether no pause has begun since it has answered."""
+        """Whether the store has answered since the last pause began, or there was none."""
         return not self._pause_s
 
     @property
     def pause_s(self) -> float:
-        """How long the pause goes on that is under way."""
+        """Seconds that are left of the pause; 0 where there is none."""
         return max(0.0, self._until_s - self._clock()) if self._pause_s else 0.0
 
     def begin(self, ticket: int) -> bool:
-        """Whether to send a batch. It then has to end."""
+        """Return whether to send this batch. A batch that is sent has to be ended."""
         allowed = self.answers
         if allowed and self._pause_s:
             self._trial = ticket
         return allowed
 
     def end(self, ticket: int, *, answered: bool) -> bool:
-        """A batch has ended. Returns whether a pause begins by that: what was sent before a pause,
-        and fails in it, says nothing new."""
+        """Note that a batch has ended, and return whether a pause begins now. A batch that was sent
+        before a pause and fails in it says nothing new."""
         fails = not answered and (ticket == self._trial or not self._pause_s)
         if answered:
             self._pause_s = 0.0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Objects`` over a store's own client: one thread, on which every request of every batch waits.
+"""``Objects`` over a store's own client: one thread runs all requests of all batches in an event
+loop.
 
-All that the network touches is memory of the client's own. A buffer is copied to or from between
-two awaits of that thread. So a request that is given up holds no buffer of the caller's, and there
-is no late I/O as there is with a drive.
+The network touches only memory of the client's own. That thread copies to and from a buffer between
+two awaits. So a request that is given up holds no buffer of the caller's, and there is no late I/O
+as there is with a drive.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from kvdisk.remote.base import ANSWERS, Health, ObjectOp, ObjectsOutcome, Remote
 logger = logging.getLogger("kvdisk.remote")
 
 MOST_OBJECTS = 1 << 14
-"""Objects of batches under way: a batch that would make it more is refused."""
+"""Objects under way at most, over all batches: a batch that would exceed it is refused."""
 SEAL_BYTES = 32
 LEAST_SECRET_BYTES = 32
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class StoreBusy(Exception):
-    """Raised by a ``Bucket``: not tried, as requests that were given up have all that it has."""
+    """A ``Bucket`` raises this for a request that it did not try: requests that were given up hold
+    all of its rooms."""
 
 
 class Bucket(Protocol):
-    """What a store's client must do. All is called on one thread, in an event loop, and may be
-    cancelled; whatever it raises is a failure.
+    """What a store's client must do. One thread calls all methods in an event loop, and may cancel
+    the calls. Whatever they raise is a failure.
 
-    ``name``: for the log. ``parallel``: requests that it is given at a time. ``hint_life_s``: how
-    long what it has said to be there is believed to be.
+    ``name``: for the log. ``parallel``: the most requests that it is given at a time.
+    ``hint_life_s``: seconds for which an object is believed to be there after the client has said
+    so.
     """
 
     name: str
@@ -53,20 +56,21 @@ class Bucket(Protocol):
         """Return whether an object is there."""
 
     async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
-        """Call ``take`` with an object as a buffer, which is of use in that call only, and return
-        what it has returned; None: it is not there. Of one that is not ``byte_count`` long it is
-        given anything that is not so long either. Others may still change what is in the buffer."""
+        """Call ``take`` with the object's bytes, which are valid during that call only, and return
+        what it returned; None where there is no such object. For an object that is not
+        ``byte_count`` long, ``take`` is given any bytes of another length. Others may still change
+        the bytes meanwhile."""
 
     async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
-        """Have an object of that length there: where there is none, or with ``over`` whatever there
-        is, write what ``fill`` puts into the buffer that it is called with."""
+        """Have an object of that length there. Where there is none, or with ``over`` in any case,
+        write what ``fill`` puts into the buffer that it is called with."""
 
     def close(self) -> None:
-        """Let go of what it holds, once, when nothing is under way any more."""
+        """Release what the client holds. Called once, with nothing under way."""
 
 
 def seal_key(path: Path) -> bytes:
-    """Return the key that is made of a file's secret. Raises ConfigError."""
+    """Return the 32-byte key that is derived from the secret in a file. Raises ConfigError."""
     try:
         from blake3 import blake3
     except ImportError as error:
@@ -81,7 +85,7 @@ def seal_key(path: Path) -> bytes:
 
 
 def _ending_of(task: asyncio.Task[tuple[Result, str]]) -> tuple[Result, str]:
-    """Return what came of an object, also where the client's code panicked, or gave itself up."""
+    """Return what came of an object, also where the client's code panicked or cancelled itself."""
     if task.cancelled():
         return Result.FAILED, "cancelled"
     error = task.exception()
@@ -89,7 +93,8 @@ def _ending_of(task: asyncio.Task[tuple[Result, str]]) -> tuple[Result, str]:
 
 
 class _Ended(NamedTuple):
-    """``said``: what a failure said; None: the batch was not sent."""
+    """An ended batch. ``said``: what the first failure said, "" where nothing failed; None where
+    the batch was not sent."""
 
     ticket: int
     results: tuple[Result, ...]
@@ -99,9 +104,9 @@ class _Ended(NamedTuple):
 class BucketObjects:
     """See ``Objects`` and the module.
 
-    ``deadline_s``: after which a batch ends, whatever has answered. ``key``: of 32 bytes; each
-    object then ends with a seal that only who has the key can make, over its name and its bytes.
-    Puts are left alone apart from reads: a full store can still be read.
+    ``deadline_s``: seconds after which a batch ends, whatever has answered. ``key``: 32 bytes; with
+    it each object ends with a seal over its name and its bytes, which only those who have the key
+    can make. Puts and reads pause separately: a store that is full can still be read.
     """
 
     def __init__(
@@ -125,12 +130,12 @@ class BucketObjects:
         }
         self._last_ticket = 0
         self._under_way: dict[int, tuple[ObjectOp, int]] = {}
-        """By ticket: what was asked, of how many objects."""
+        """The operation and the number of objects of each batch under way, by ticket."""
         self._ended: SimpleQueue[_Ended] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(bucket.parallel)
         self._batches: set[asyncio.Task[None]] = set()
-        """Under way: the loop itself would let go of them."""
+        """The batches under way: the loop itself keeps no reference to them."""
         self._thread = threading.Thread(target=self._run, name="kvdisk-remote", daemon=True)
         self._thread.start()
 
@@ -227,7 +232,7 @@ class BucketObjects:
         self._ended.put(_Ended(ticket, tuple(result for result, _ in ended), said))
 
     async def _do(self, op: ObjectOp, asked: RemoteObject) -> tuple[Result, str]:
-        """Return what came of one object, and what its failure said."""
+        """Return the result for one object, and the message of its failure ("" without one)."""
         async with self._slots:
             try:
                 return await self._ways[op](asked), ""
@@ -244,8 +249,8 @@ class BucketObjects:
         return Result.ABSENT if found is None else found
 
     def _take(self, asked: RemoteObject, found: Any) -> Result:
-        """Copy an object, and only then look whether it is sealed: of memory that others can write
-        to, what was looked at may not be what is copied."""
+        """Copy an object, and only then check its seal: others may write to this memory, and what
+        was checked first might not be what is copied."""
         if memoryview(found).nbytes != self._stored_bytes(asked):
             return Result.BAD
         body, seal = np.split(np.frombuffer(found, np.uint8), [len(asked.buffer)])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake Store, through its own client, which runs in a process of its own.
+"""The remote store Mooncake, through its own client, which runs in a process of its own.
 
-A call of that client takes as long as a node hangs, a process that ends meanwhile crashes in it,
-and who reaches its ports can write to memory that it has registered. So a child calls it, on a
-thread for each of a few rooms of memory, which is all that the child shares with this process. What
-is asked for in one turn of the event loop goes together, in one call for each room.
+A call of that client hangs as long as a node does, a process that ends during a call crashes, and
+whoever reaches the client's ports can write to memory that it has registered. So a child process
+calls the client, on a thread for each of a few rooms of memory, and shares only these rooms with
+this process. The requests of one turn of the event loop go together, in one call for each room.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from kvdisk.remote.base import ObjectOp, Result
 from kvdisk.remote.client import StoreBusy
 
 ROOMS = 4
-"""Calls at a time."""
+"""Rooms, so calls at a time."""
 ROOM_BYTES = 16 << 20
-"""Objects of one call, unless one alone is longer. A room has no memory before it is needed."""
+"""Bytes of the objects in one call, unless a single object is longer. A room takes memory when it
+is first used."""
 TOGETHER = 64
-"""Objects of one call at most."""
+"""Objects in one call at most."""
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 _LIBRARIES = {"libibverbs.so.1": "libibverbs1"}
-"""Debian's and Ubuntu's packages of what it loads."""
+"""The packages of Debian and Ubuntu for the libraries that the client loads."""
 _OPTIONS = {
     "metadata_server": "P2PHANDSHAKE",
     "protocol": "tcp",
@@ -59,11 +60,12 @@ _MEANINGS = {
 
 
 class MooncakeError(Exception):
-    """What its client answered, or why that has ended."""
+    """What Mooncake's client answered, or why its process has ended."""
 
 
 class _Asked(NamedTuple):
-    """An object that is asked for. ``use``: takes the memory that holds it, or shall."""
+    """A request for one object. ``use``: called with the memory that holds the object, or is to
+    hold it."""
 
     op: ObjectOp
     name: str
@@ -75,9 +77,10 @@ class _Asked(NamedTuple):
 class MooncakeBucket:
     """See ``client.Bucket``.
 
-    ``url``: ``mooncake://host:port`` of the master. ``options``: those of ``_OPTIONS``, as
-    Mooncake's own ``setup`` names them. ``deadline_s``: after which the caller gives a request up.
-    Starts the child, and asks nothing yet. Raises ConfigError.
+    ``url``: ``mooncake://host:port`` of the master. ``options``: keys of ``_OPTIONS``, as
+    Mooncake's own ``setup`` names them. ``deadline_s``: seconds after which the caller gives a
+    request up. The constructor starts the child, and asks the store nothing yet. Raises
+    ConfigError.
     """
 
     parallel = 1024
@@ -90,9 +93,10 @@ class MooncakeBucket:
         self._waiting: dict[ObjectOp, deque[_Asked]] = {
             op: deque() for op in (ObjectOp.EXISTS, ObjectOp.GET, ObjectOp.PUT, ObjectOp.REPLACE)
         }
-        """In the order in which they are served."""
+        """The requests that wait, by operation, in the order in which operations are served."""
         self._running: dict[int, list[_Asked]] = {}
-        """By room. Given up or not, they have it until the client answers."""
+        """The requests in each room. They keep it until the client answers, even where they were
+        given up."""
         self._child: _Child | None = _Child(self._settings, deadline_s)
         if (problem := self._child.first_word()) is not None:
             self.close()
@@ -128,7 +132,7 @@ class MooncakeBucket:
         return await asked.future
 
     def _next_group(self) -> list[_Asked]:
-        """Return what goes together next."""
+        """Take the requests that go together next off their queue; none where nothing waits."""
         for queue in self._waiting.values():
             group: list[_Asked] = []
             left = ROOM_BYTES
@@ -142,7 +146,7 @@ class MooncakeBucket:
         return []
 
     def _send(self) -> None:
-        """Send what waits, as far as there are rooms."""
+        """Send waiting requests while a room is free."""
         while len(self._running) < ROOMS and (group := self._next_group()):
             room = min(set(range(ROOMS)) - self._running.keys())
             try:
@@ -160,7 +164,7 @@ class MooncakeBucket:
                 self._running[room] = group
 
     def _hear(self) -> None:
-        """Take one answer in."""
+        """Take one answer from the child."""
         assert self._child is not None
         try:
             heard = self._child.pipe.recv()
@@ -184,8 +188,8 @@ class MooncakeBucket:
 
 
 def _end(asked: _Asked, code: int, part: memoryview) -> None:
-    """Give a request its answer. ``code``: of EXISTS 0 or 1, of GET the object's length, of writes
-    0; or what went wrong, below 0."""
+    """Answer a request. ``code``: 0 or 1 for EXISTS, the object's length for GET, 0 for writes;
+    below 0 it says what went wrong."""
     if asked.future.done():
         return
     if asked.op is ObjectOp.EXISTS and code >= 0:
@@ -205,11 +209,13 @@ def _fail(group: Sequence[_Asked], said: str) -> None:
 
 
 class _Child:
-    """The process, the pipe to it, and the rooms. Raises OSError where there can be none."""
+    """The child process, the pipe to it, and the rooms. Raises OSError where it cannot be
+    started."""
 
     def __init__(self, settings: Mapping[str, str], deadline_s: float) -> None:
         limit_ms = str(math.ceil(1000 * deadline_s))
-        # How long it waits for a node is its own affair where it has no setting: see ``ROOMS``.
+        # Where the client has no setting for it, it waits for a node as long as it likes: see
+        # ``ROOMS``.
         environment = {
             "GLOG_minloglevel": "3",
             "MC_RPC_TIMEOUT_MS": limit_ms,
@@ -243,7 +249,7 @@ class _Child:
             undo.pop_all()
 
     def first_word(self) -> str | None:
-        """Return what is missing here, as the end of a sentence; None: nothing."""
+        """Return why the child cannot serve, as the end of a sentence; None where it can."""
         try:
             said = self.pipe.recv() if self.pipe.poll(_START_S) else f"did not start within {_START_S:g} s"
         except (EOFError, OSError):
@@ -261,7 +267,7 @@ class _Child:
         return f"cannot be used: Mooncake's client {said}"
 
     def watch(self, hear: Callable[[], None]) -> None:
-        """Have ``hear`` called when there is something to ``recv``, from the first call on."""
+        """From the first call on, call ``hear`` when there is something to ``recv``."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self.pipe.fileno(), hear)
@@ -277,12 +283,12 @@ class _Child:
         return [memory[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
     def send(self, room: int, op: ObjectOp, names: Sequence[str], lengths: Sequence[int]) -> None:
-        """Start a call."""
+        """Have the child make a call in a room."""
         room_bytes = len(self._memory.get(room, b""))
         self.pipe.send((room, room_bytes, op.value, names, lengths))
 
     def stop(self) -> str:
-        """End it; return how it ended. A client that is at work is killed. Idempotent."""
+        """End the process, and return how it ended. A client at work is killed. Idempotent."""
         if self._loop is not None:
             self._loop.remove_reader(self.pipe.fileno())
         self.pipe.close()
@@ -296,7 +302,7 @@ class _Child:
 
 
 def _settings(url: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Return what Mooncake's ``setup`` is given. Raises ConfigError."""
+    """Return the settings for Mooncake's ``setup``. Raises ConfigError."""
     try:
         port = urlsplit(url).port
     except ValueError:

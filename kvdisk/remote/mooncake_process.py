@@ -2,7 +2,7 @@
 """The process that calls Mooncake's client, and ends with its parent: see ``mooncake``.
 
 It reads questions from a pipe, has each answered on the thread of its room, and sends the answers
-back in whatever order they come. Nothing else of kvdisk runs here.
+back in any order. Nothing else of kvdisk runs here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 MISSING = -704
 TOO_LONG = -600
-"""The object is longer than the room for it."""
+"""The client's code for an object that is longer than the room for it."""
 
 
 class Client:
-    """Mooncake's client, opened when it is first needed. Any thread."""
+    """Mooncake's client, opened when it is first needed. Any thread may call it."""
 
     def __init__(self, make: Any, settings: Mapping[str, str], deadline_s: float) -> None:
         self._make = make
@@ -36,11 +36,11 @@ class Client:
         self._store: Any = None
 
     def open(self) -> Any:
-        """Return it. Raises OSError where it cannot be opened now."""
+        """Return the open client. Raises OSError where it cannot be opened now."""
         with self._lock:
             if self._store is None:
                 host, _, port = self._settings["master_server_addr"].rpartition(":")
-                # Without a master, its own way to find out takes many times as long.
+                # Without a master, the client's own attempt to connect takes many times as long.
                 with socket.create_connection((host.strip("[]"), int(port)), self._deadline_s) as way:
                     address = way.getsockname()[0]
                 settings = self._settings | {"local_hostname": self._settings["local_hostname"] or address}
@@ -51,15 +51,15 @@ class Client:
             return self._store
 
     def close(self) -> None:
-        """Close it, if it is open. Nothing may be under way."""
+        """Close the client, if it is open. Nothing may be under way."""
         if self._store is not None:
             self._store.close()
 
 
 class Room:
-    """Memory that is shared with the parent, and the thread that has calls made in it.
+    """Memory that is shared with the parent, and the thread that makes the calls in it.
 
-    ``busy``: whether one is.
+    ``busy``: whether a call is under way.
     """
 
     def __init__(self, number: int, descriptor: int, client: Client, answer: Any) -> None:
@@ -74,7 +74,7 @@ class Room:
         threading.Thread(target=self._run, daemon=True).start()
 
     def ask(self, question: Sequence[Any]) -> None:
-        """Begin a call. The main thread."""
+        """Begin a call. The main thread calls this."""
         self.busy = True
         self._questions.put(question)
 
@@ -102,7 +102,7 @@ class Room:
         return _put(store, names, starts, lengths, over=op == "replace")
 
     def _map(self, store: Any, byte_count: int) -> None:
-        """Have all of the room registered, which may have grown."""
+        """Register all of the room with the client: the room may have grown."""
         if self._memory is not None and len(self._memory) == byte_count:
             return
         if self._memory is not None:
@@ -116,8 +116,8 @@ class Room:
 
 
 def _put(store: Any, names: list[str], starts: list[int], lengths: list[int], *, over: bool) -> Sequence[int]:
-    """Have objects there; those of another length, or with ``over`` all, are replaced, which a put
-    of its own does not."""
+    """Write the objects that are not there, and replace those of another length, or with ``over``
+    all: Mooncake's own put replaces nothing. Return a code for each object, 0 for success."""
     codes = dict.fromkeys(range(len(names)), 0)
     new = []
     for at, there in enumerate(store.batch_is_exist(names)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RemoteIndex`` over ``Objects``: a thread that asks for one rank's objects.
+"""``RemoteIndex`` over ``Objects``: a thread that asks for one rank's object of a block.
 
-A question for each block of a long prompt would be thousands. Where blocks of a chain are there,
-those before them are taken to be: a store that has evicted from the middle costs a load that fails.
+Asking for each block of a long prompt would take thousands of questions. So the blocks before one
+that is there are assumed to be there: where the store has evicted from the middle, a load fails.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from kvdisk.remote.base import ObjectOp, Objects, RemoteAnswer, RemoteObject, Re
 
 MOST_QUESTIONS = 256
 MOST_FAILED_ROUNDS = 8
-"""Rounds of a question in which some objects were not answered: these are asked for again."""
+"""Rounds of one question in which some objects were not answered; these objects are asked for
+again."""
 MOST_ALONE = 256
-"""Of blocks that are of use alone, the last so many are asked for."""
+"""The most blocks in ``alone`` that are asked for: the last ones."""
 WAYS = 16
 _LOOK_INTERVAL_S = 0.25
 _POLL_S = 0.01
 _CLOSE_TIMEOUT_S = 10.0
 _THERE = {Result.OK: True, Result.ABSENT: False}
-"""The answers to EXISTS."""
+"""The results that answer EXISTS."""
 
 
 class ChainSearch:
-    """How far a chain is there: ``there`` blocks are, ``gone`` is the first that is not. First at
-    positions 0, 1, 3, 7 … and the last, then at WAYS places between."""
+    """A search for the length of the part of a chain that is there. ``there``: the blocks known to
+    be there. ``gone``: the position of the first block known to be gone. The first probes are
+    positions 0, 1, 3, 7 … and the last, later ones divide what is left in WAYS."""
 
     def __init__(self, count: int) -> None:
         self.there, self.gone = 0, count
         self._begun = False
 
     def probes(self) -> list[int]:
-        """Return the positions to ask for next; none: it is known."""
+        """Return the positions to ask for next; none where the search is over."""
         start, count = self.there, self.gone - self.there
         if not self._begun:
             self._begun = True
@@ -46,36 +48,36 @@ class ChainSearch:
         return [start + way * count // ways for way in range(ways)]
 
     def take_answers(self, there: dict[int, bool | None]) -> None:
-        """Take in the answers to the ``probes``; None: there was none, so that it may be asked for
-        again."""
+        """Take in the answers to the ``probes``, by position. None: there was no answer, and the
+        position may be asked for again."""
         self.gone = min([at for at, found in there.items() if found is False], default=self.gone)
         self.there = max([at + 1 for at, found in there.items() if found and at < self.gone], default=self.there)
 
 
 class _Question:
-    """A question under way. ``asked``: positions in ``chains`` of the batch at the store; chain
-    ``len(chains)`` is ``alone``."""
+    """A question under way. ``_asked``: chain and position of each block of the batch at the store;
+    chain ``len(chains)`` stands for ``alone``."""
 
     def __init__(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> None:
         self.ticket = ticket
         self._keys = [*chains, alone[-MOST_ALONE:]]
         self._searches = [ChainSearch(len(chain)) for chain in chains]
         self._alone = list(range(len(self._keys[-1])))
-        """Positions of those of which nothing is known yet."""
+        """Positions in ``alone`` that are not answered yet."""
         self._found: list[BlockKey] = []
         self._asked: list[tuple[int, int]] = []
         self._failed_rounds = 0
         self._is_over = False
 
     def next(self) -> list[BlockKey]:
-        """Return the blocks to ask for next; none: it is answered, or given up."""
+        """Return the blocks to ask for next; none where the question is answered, or given up."""
         self._asked = [(chain, at) for chain, search in enumerate(self._searches) for at in search.probes()]
         self._asked += [(len(self._searches), at) for at in self._alone]
         return [] if self._is_over else [self._keys[chain][at] for chain, at in self._asked]
 
     def take_answers(self, results: Sequence[Result]) -> None:
-        """Take in what came of the blocks of ``next``. Those that were not answered are asked for
-        again, unless none was, or it happens too often."""
+        """Take in the results for the blocks of ``next``. Those that were not answered are asked
+        for again, unless none was, or that happens MOST_FAILED_ROUNDS times."""
         answers: dict[int, dict[int, bool | None]] = {}
         for (chain, at), result in zip(self._asked, results, strict=True):
             answers.setdefault(chain, {})[at] = _THERE.get(result)
@@ -90,7 +92,7 @@ class _Question:
 
     @property
     def answer(self) -> RemoteAnswer:
-        """What is known so far."""
+        """The answer as far as it is known."""
         pairs = zip(self._searches, self._keys, strict=False)
         chained = [key for search, keys in pairs for key in keys[: search.there]]
         is_whole = not self._alone and all(search.there >= search.gone for search in self._searches)
@@ -98,8 +100,9 @@ class _Question:
 
 
 class RemoteReader:
-    """See ``RemoteIndex`` and the module. ``objects`` becomes the reader's, whose thread calls it.
-    ``name_of``: the object of a block that is asked for in place of all ranks'."""
+    """See ``RemoteIndex`` and the module. The reader owns ``objects``: its thread makes all calls
+    and closes it. ``name_of``: returns the name of the object that is asked for in place of all
+    ranks' objects."""
 
     def __init__(self, objects: Objects, name_of: Callable[[BlockKey], str]) -> None:
         self._objects = objects
@@ -109,7 +112,7 @@ class RemoteReader:
         self._questions: deque[_Question] = deque()
         self._answers: deque[RemoteAnswer] = deque()
         self._asked: dict[int, _Question] = {}
-        """At the store, by the batch's ticket."""
+        """The questions at the store, by the ticket of their batch."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvdisk-remote-reader", daemon=True)
@@ -156,7 +159,8 @@ class RemoteReader:
                 while self._questions:
                     self._go_on(self._questions.popleft())
                 outcomes = self._objects.poll(_POLL_S)
-                # Before the answers: who has one shall know what it is worth.
+                # Set before the answers: a caller that has an answer then knows whether the store
+                # is sound.
                 self._any, self._is_sound = self._objects.answers, self._objects.is_sound
                 for outcome in outcomes:
                     question = self._asked.pop(outcome.ticket)

@@ -16,7 +16,7 @@ from kvdisk.remote.base import Result
 
 SCHEMES = ("s3", "gs", "az")
 PAGE_OBJECTS = 1000
-"""As many as a store names in one answer."""
+"""The objects that a store lists in one answer."""
 _RETRIES = 2
 _FIRST_RETRY_S = 0.05
 _MEANINGS = (
@@ -31,7 +31,7 @@ _MEANINGS = (
         "the bucket is at another address, or of another region",
     ),
 )
-"""What the stores' codes mean."""
+"""Error codes of the stores, and what they mean."""
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _PREFIXES = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 CLIENT_OPTIONS = frozenset(
@@ -57,15 +57,15 @@ CLIENT_OPTIONS = frozenset(
         "user_agent",
     }
 )
-"""obstore's settings of its HTTP client, whatever the store: given as one of a store they make it
-panic. Each may have the prefix of its kind of store."""
+"""obstore's settings of its HTTP client, which all kinds of store share: obstore panics if they are
+given as settings of a store. Each may have the prefix of its kind of store."""
 _NOT_HERE = {"default_headers": "is no text", "bucket": "is in the address", "container_name": "is in the address"}
 _CREDENTIALS_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 DENIED = "the credentials lack the right"
 
 
 class Listed(NamedTuple):
-    """An object that a listing names. ``stored_s``: seconds since 1970."""
+    """An object that a listing names. ``stored_s``: seconds since the Unix epoch."""
 
     name: str
     size_bytes: int
@@ -75,10 +75,10 @@ class Listed(NamedTuple):
 class S3Bucket:
     """See ``client.Bucket``.
 
-    ``url``: ``s3://bucket/prefix`` or another. ``options``: obstore's settings of
-    that kind of store, such as ``aws_endpoint``, and of its HTTP client; what they lack is taken
-    from the environment as its clients do. ``deadline_s``: after which the caller gives a request
-    up. Nothing is asked yet. Raises ConfigError.
+    ``url``: ``s3://bucket/prefix``, or with another of SCHEMES. ``options``: obstore's settings for
+    that kind of store, such as ``aws_endpoint``, and for its HTTP client. obstore takes what they
+    lack from the environment. ``deadline_s``: seconds after which the caller gives a request up.
+    The constructor asks the store nothing. Raises ConfigError.
     """
 
     parallel = 64
@@ -102,7 +102,7 @@ class S3Bucket:
                 "base": 2.0,
             },
         }
-        # Without TLS where the address that the user gave says so.
+        # Without TLS where the address that the user gave begins with http.
         given = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
         plain = any(value.startswith("http://") for value in given)
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": plain}
@@ -123,7 +123,7 @@ class S3Bucket:
         return await self._size(name) is not None
 
     async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
-        """See ``Bucket.get``. What has another length is not fetched."""
+        """See ``Bucket.get``. An object of another length is not fetched."""
         try:
             found = await self._obstore.get_async(self._store, name)
         except FileNotFoundError:
@@ -139,7 +139,7 @@ class S3Bucket:
         await self._obstore.put_async(self._store, name, body, use_multipart=False)
 
     def close(self) -> None:
-        """See ``Bucket.close``. It holds nothing."""
+        """See ``Bucket.close``. There is nothing to release."""
 
     async def _size(self, name: str) -> int | None:
         try:
@@ -151,14 +151,13 @@ class S3Bucket:
     # -- for tools, which may wait; they raise what the client raises -------------------------
 
     def folders(self, prefix: str) -> list[str]:
-        """Return what lies between ``prefix``, which ends with a slash, and the next slash of each
-        name."""
+        """Return the names between ``prefix``, which ends with a slash, and the next slash."""
         found = self._obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
         return [name.rstrip("/").rpartition("/")[2] for name in found]
 
     def pages(self, prefix: str, after: str | None = None) -> Iterator[list[Listed]]:
-        """Yield the objects below ``prefix`` in the order of their names, from behind ``after`` on;
-        each page is a request."""
+        """Yield the objects below ``prefix`` in the order of their names, starting behind
+        ``after``. Each page is one request."""
         for page in self._obstore.list(self._store, prefix, offset=after, chunk_size=PAGE_OBJECTS):
             yield [_listed(each["path"], each["size"], each["last_modified"]) for each in page]
 
@@ -168,7 +167,7 @@ class S3Bucket:
 
 
 def divide_options(url: str, options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return which of ``remote_options`` are of the store, and which of its HTTP client. Raises
+    """Return the ``remote_options`` of the store, and those of its HTTP client. Raises
     ConfigError."""
     store: dict[str, str] = {}
     client: dict[str, Any] = {}
@@ -184,7 +183,7 @@ def divide_options(url: str, options: Mapping[str, str]) -> tuple[dict[str, str]
 
 
 def _try_to(make: Callable[[Mapping[str, str]], Any], options: Mapping[str, str]) -> tuple[Any, str | None]:
-    """Return what is made, or why it cannot be. Raises ConfigError."""
+    """Return what ``make`` returns, or why it failed. Raises ConfigError."""
     try:
         return make(options), None
     except (ConfigError, KeyboardInterrupt, SystemExit):
@@ -198,7 +197,7 @@ def _listed(name: str, size_bytes: int, stored: datetime) -> Listed:
 
 
 def why_failed(text: str) -> str:
-    """Say in a few words why a request failed. ``text``: of its exception."""
+    """Say in a few words why a request failed. ``text``: its exception's text."""
     found = re.search(r"<Code>(\w+)</Code>", text)
     code = found[1] if found else ""
     for codes, meaning in _MEANINGS:

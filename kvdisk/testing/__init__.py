@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shipped for tests, ours and those of other implementations; nothing in kvdisk imports it."""
+"""Suites and stand-ins for tests, our own and those of other implementations; nothing else in
+kvdisk imports them."""

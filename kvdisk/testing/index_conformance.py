@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``Index`` must do. Subclass ``IndexConformance`` in a test module, and pytest runs it.
+"""The suite of what every ``Index`` must do. Subclass ``IndexConformance`` in a test module, and
+pytest runs it.
 
 The suite needs nothing but the protocol, two ways to open, and pytest's ``tmp_path``.
 """
@@ -32,7 +33,7 @@ def record_of(number: int, *, index: int = 0, epoch: int = 0) -> BlockRecord:
 
 
 def by_name(record: BlockRecord) -> tuple[int, BlockKey]:
-    """Return what no two records share."""
+    """Return a name that no two records share."""
     return record.epoch, record.key
 
 
@@ -62,8 +63,8 @@ def put_all(index: Index, records: list[BlockRecord]) -> int:
 
 
 class IndexConformance(ABC):
-    """The suite. A subclass says how to open an index that commits a handful of operations only
-    when it is asked to."""
+    """The suite. A subclass opens an index that commits a handful of operations only when it is
+    asked to."""
 
     @abstractmethod
     def open_index(self, path: Path, max_queued: int) -> Index:
@@ -108,8 +109,8 @@ class IndexConformance(ABC):
             assert found_blocks(index) == {(record.epoch, record.key): record for record in records}
 
     def test_a_tenant_comes_and_goes_with_its_record(self, tmp_path: Path) -> None:
-        """Of a record that replaces another the tenant counts, also where it has none; it outlives
-        a close."""
+        """A record that replaces another has its own tenant, or none if it has none; the tenant
+        outlives a close."""
         index = self.open_index(tmp_path, 100_000)
         try:
             put_all(index, [record_of(number)._replace(tenant=7) for number in range(3)])
@@ -223,8 +224,8 @@ class IndexConformance(ABC):
             ]
 
     def test_a_full_queue_refuses_puts_only(self, tmp_path: Path) -> None:
-        """With ``max_queued`` operations waiting, puts are refused whole; everything else is taken;
-        a flush helps."""
+        """While ``max_queued`` operations wait, puts are refused whole, and everything else is
+        taken. A flush lets puts in again."""
         with self.opened(tmp_path, max_queued=10) as index:
             ticket = put_all(index, [record_of(number) for number in range(10)])
             assert index.put([record_of(10)]) is None

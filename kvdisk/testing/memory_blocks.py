@@ -24,7 +24,7 @@ class MemoryBlocks(BlockStoreFace):
         self._memory = memory
         self._most_blocks = most_blocks
         self._blocks: dict[BlockKey, bytes] = {}
-        """What is there, the one used longest ago first."""
+        """The blocks that are there, the one used longest ago first."""
         self._coming: set[BlockKey] = set()
         self._asked: list[_Job] = []
         self._begun: list[tuple[_Job, list[Result]]] = []

@@ -11,8 +11,8 @@ from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result
 class MemoryObjects:
     """See ``Objects``. Batches end when ``poll`` is called, in order.
 
-    ``contents``: what is there, by name; others may have it too. ``most_bytes``: what would make it
-    longer than that FAILs.
+    ``contents``: the objects, by name; others may share it. ``most_bytes``: a write that would
+    exceed it FAILs.
     """
 
     answers = is_sound = True

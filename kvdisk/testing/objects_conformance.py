@@ -29,13 +29,13 @@ def make_bytes(byte_count: int, seed: int) -> bytes:
 
 
 class ObjectsCase(ABC):
-    """What tests of a store are written with. ``objects``: open for one test, in which nothing has
-    its names yet."""
+    """A fixture for tests of a store. ``objects``: open for one test, with none of its names in use
+    yet."""
 
     objects: Objects
     namespace: Namespace
     least_bytes = 0
-    """Of the shortest object that the store can hold."""
+    """Bytes of the shortest object that the store can hold."""
 
     @abstractmethod
     def make_objects(self) -> Objects:

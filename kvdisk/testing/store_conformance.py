@@ -184,7 +184,7 @@ class BlockStoreConformance(ABC):
             assert store.poll() == []
 
     def test_a_key_twice_is_kept_once(self, tmp_path: Path) -> None:
-        """In one job, in two jobs at once, and later: the first is kept."""
+        """A key twice in one job, in two jobs at once, and later: the first is kept."""
         rows, key = self.make_rows(), key_of(1)
         with self.opened(tmp_path, rows) as store:
             rows[0], rows[1] = content_of(key), content_of(key_of(2))
@@ -200,7 +200,7 @@ class BlockStoreConformance(ABC):
             assert holds(rows, 1, key, KINDS)
 
     def test_what_is_not_there_is_absent(self, tmp_path: Path) -> None:
-        """Among what is; and the results are in the order of the blocks."""
+        """An absent key among present ones; results are in the order of the blocks."""
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, [key_of(1), key_of(3)])
@@ -211,7 +211,7 @@ class BlockStoreConformance(ABC):
 
     @pytest.mark.parametrize("row", [-1, ROWS])
     def test_a_row_that_there_is_not_is_an_error(self, tmp_path: Path, row: int) -> None:
-        """An assertion, and no tag is taken."""
+        """It is an assertion, and no tag is taken."""
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
             with pytest.raises(AssertionError):
@@ -221,7 +221,7 @@ class BlockStoreConformance(ABC):
             assert put_all(store, rows, [key_of(1)]) == [Result.DONE]
 
     def test_a_kind_that_there_is_not_is_an_error(self, tmp_path: Path) -> None:
-        """Of a block and of a parent."""
+        """The kind of a block, and that of a parent."""
         with self.opened(tmp_path, self.make_rows()) as store:
             with pytest.raises(AssertionError):
                 store.put(1, [Put(key_of(1, 2), None, 0)])
@@ -231,7 +231,7 @@ class BlockStoreConformance(ABC):
                 store.get(1, [Get(key_of(1, 2), 0)])
 
     def test_a_key_that_is_too_long_is_an_error(self, tmp_path: Path) -> None:
-        """As is one that names itself as what comes before it."""
+        """So is a block that names itself as its parent."""
         longest, longer = (make_block_key(bytes(count), 0) for count in (126, 127))
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
@@ -244,7 +244,7 @@ class BlockStoreConformance(ABC):
             assert holds(rows, 0, longest, KINDS)
 
     def test_a_tag_in_use_is_an_error(self, tmp_path: Path) -> None:
-        """Until ``poll`` has returned it."""
+        """A tag is in use until ``poll`` has returned it."""
         with self.opened(tmp_path, self.make_rows()) as store:
             store.put(1, [])
             with pytest.raises(AssertionError):
@@ -350,7 +350,8 @@ class BlockStoreConformance(ABC):
             assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
 
     def test_close_ends_every_job(self, tmp_path: Path) -> None:
-        """What is asked for and what is under way; ``poll`` returns each once, afterwards too."""
+        """Jobs that were asked for end, and jobs under way; ``poll`` returns each once, also after
+        ``close``."""
         rows = self.make_rows()
         store = self.open_store(tmp_path, KINDS, rows, 1000)
         put_all(store, rows, [key_of(0)])
@@ -375,7 +376,7 @@ class BlockStoreConformance(ABC):
     # -- what it tells -------------------------------------------------------------------------
 
     def test_changes_say_what_is_there(self, tmp_path: Path) -> None:
-        """Who follows the changes knows what is READY, from the first call on, through evictions
+        """A reader of the changes knows what is READY, from the first call on, through evictions
         and a new epoch."""
         rows, known = self.make_rows(16), set[BlockKey]()
 
@@ -400,7 +401,7 @@ class BlockStoreConformance(ABC):
             assert known == set()
 
     def test_stats_count_what_was_moved(self, tmp_path: Path) -> None:
-        """Once: the next call begins anew."""
+        """Everything counts once: the next call begins anew."""
         rows, keys = self.make_rows(), [key_of(number) for number in range(5)]
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, keys)
@@ -410,8 +411,8 @@ class BlockStoreConformance(ABC):
             assert store.stats()["stored_blocks"] == 0
 
     def test_questions_are_harmless(self, tmp_path: Path) -> None:
-        """To ask others and to say what was reached, also of what nobody has, changes nothing that
-        is there."""
+        """Asking others and ``reached``, also for blocks that nobody has, change nothing that is
+        there."""
         rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
         with self.opened(tmp_path, rows) as store:
             put_all(store, rows, keys[:4])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store policy that is looked at: it fails where it offers what is not there, or free blocks
-twice."""
+"""A store policy that checks another: it fails where that one offers what is not there, or free
+blocks twice."""
 
 from __future__ import annotations
 

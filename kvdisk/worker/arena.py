@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots in host memory: a rank's CPU tier and its staging are an ``Arena`` each.
 
-A slot lies here as it lies on the drive, 4 KiB header and payload together, so that neighbours
-move in one transfer. ``torch`` is imported only where a tensor or pinning is asked for.
+A slot is laid out here as on the drive, 4 KiB header and payload together, so that neighbouring
+slots move in one transfer. ``torch`` is imported only where a tensor or pinning is asked for.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvdisk.worker")
 
 PIECE_BYTES = 256 << 20
-"""What is pinned at once, about: a driver may refuse much more, and may hold up the model for
+"""Bytes that are pinned at once, about: a driver may refuse much more, or hold up the model for
 it."""
 
 
 class SlotMemory(ABC):
-    """A region of slots for each size class, one behind the other; in host memory or on a GPU.
+    """A region of slots for each size class, one behind the other, in host memory or on a GPU.
 
     ``slot_sizes``: bytes of a slot by size class, multiples of 4096. ``slot_counts``: slots of each
-    class; 0 is allowed. ``total_bytes``: at least 4096. ``on_gpu``: whether copies of a copier stay
-    on the GPU.
+    class; 0 is allowed. ``total_bytes``: at least 4096. ``on_gpu``: whether the memory is a GPU's,
+    so that a copier's copies stay on the GPU.
     """
 
     on_gpu = False
     is_pageable = False
-    """Whether a copy from a GPU begins only when all is over that it has to wait for: CUDA does so
-    with memory that is to be pinned, and is not yet."""
+    """Whether a copy from a GPU begins only when all that it has to wait for is over: CUDA behaves
+    so with memory that is not pinned, or not yet."""
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int]) -> None:
         assert len(slot_sizes) == len(slot_counts) > 0
@@ -59,29 +59,28 @@ class SlotMemory(ABC):
         for size, count in zip(slot_sizes, slot_counts, strict=True):
             self._offsets.append(total_bytes)
             total_bytes += size * count
-        # An empty mapping is an error to the kernel, an empty tier is not one to us.
+        # The kernel refuses an empty mapping, but an empty tier is allowed.
         self.total_bytes = max(total_bytes, ALIGNMENT)
         self._address = 0
-        """Where all of it begins; 0: nowhere yet, or no more."""
+        """The address of the first byte; 0 before there is memory, and after it is closed."""
 
     @property
     @abstractmethod
     def memory(self) -> Buffer:
-        """All of it, for ``Device.attach_memory``."""
+        """All of the memory, for ``Device.attach_memory``."""
 
     @abstractmethod
     def tensor(self, size_class: int) -> torch.Tensor:
         """Return all slots of a class, sharing the memory: uint8 (slot_count, slot_bytes)."""
 
     def address_of(self, size_class: int) -> int:
-        """Return where the first slot of a class begins. The others follow, each behind the one
-        before."""
+        """Return the address of the first slot of a class. The others follow without gaps."""
         assert self._address, "the memory is closed"
         return self._address + self._offsets[size_class]
 
     def piece_slots(self, size_class: int) -> int:
-        """Return how many slots of a class make a piece. A copy between host and GPU has to stay
-        within one: CUDA refuses those across two that were pinned apart."""
+        """Return the number of slots of a class in a piece. A copy between host and GPU has to stay
+        within a piece: CUDA refuses a copy across two that were pinned apart."""
         return max(1, PIECE_BYTES // self.slot_sizes[size_class])
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -92,8 +91,8 @@ class SlotMemory(ABC):
                 yield self._offsets[size_class] + first * size, min(step, count - first) * size
 
     def view(self, size_class: int, index: int, count: int = 1) -> Buffer:
-        """Return ``count`` neighbouring slots from ``index`` on, as one view: writable bytes, 4
-        KiB-aligned."""
+        """Return ``count`` neighbouring slots from ``index`` on, as one view of writable bytes,
+        aligned to 4 KiB."""
         assert 0 <= index <= self.slot_counts[size_class] - count, (size_class, index, count)
         slot_bytes = self.slot_sizes[size_class]
         start = self._offsets[size_class] + index * slot_bytes
@@ -104,11 +103,11 @@ class Arena(SlotMemory):
     """One private anonymous mapping. Any thread may ask for views.
 
     ``pin``: take all of it from the NUMA node of the constructing thread's GPU, register it with
-    CUDA, and keep it from children that fork. A thread does so in the background, piece by piece:
-    copies of what is not pinned yet are only slower. What cannot be pinned stays so, with a
-    warning. Otherwise memory is taken as slots are first written, or ahead of that: see
-    ``populate``. A view or tensor that outlives the arena keeps the mapping alive. Raises
-    ConfigError where the kernel refuses so much.
+    CUDA, and keep it from children that fork. A background thread does so, piece by piece: copies
+    of memory that is not pinned yet are only slower. A warning says what cannot be pinned. Without
+    ``pin``, memory is taken as slots are first written, or ahead of that: see ``populate``. A view
+    or tensor that outlives the arena keeps the mapping alive. Raises ConfigError where the kernel
+    refuses so much.
     """
 
     def __init__(self, slot_sizes: Sequence[int], slot_counts: Sequence[int], pin: bool) -> None:
@@ -124,7 +123,7 @@ class Arena(SlotMemory):
         self._address = np.frombuffer(mapping, np.uint8).ctypes.data
         self._tensors: dict[int, torch.Tensor] = {}
         self._pinned: list[int] = []
-        """Addresses of the pieces that are registered."""
+        """The addresses of the pieces that are registered with CUDA."""
         self._unregister = weakref.finalize(self, _unregister, self._pinned, self._memory)
         self._unregister.atexit = False  # the process ends with its registrations
         self.is_pageable = pin
@@ -154,19 +153,19 @@ class Arena(SlotMemory):
             import torch
 
             size, count = self.slot_sizes[size_class], self.slot_counts[size_class]
-            # Through numpy, whose array holds the mapping open; torch.frombuffer would not.
+            # Through numpy, whose array keeps the mapping open; torch.frombuffer would not.
             array = np.frombuffer(self.memory, np.uint8, size * count, self._offsets[size_class])
             with torch.inference_mode(False):  # or who is not in it could not write
                 found = self._tensors.setdefault(size_class, torch.from_numpy(array.reshape(count, size)))
         return found
 
     def await_pinned(self) -> None:
-        """Wait until all is pinned that can be."""
+        """Wait until all memory is pinned that can be."""
         if self._pinning is not None:
             self._pinning.join()
 
     def close(self) -> None:
-        """Unregister from CUDA, and give the memory back with the last view of it. Idempotent.
+        """Unregister from CUDA, and release the memory with the last view of it. Idempotent.
 
         No copy and no batch may be in flight.
         """
@@ -209,11 +208,12 @@ class Arena(SlotMemory):
 
 
 _REFUSED: list[memoryview] = []
-"""Memory that CUDA did not let go: it stays mapped, or a copy could go where something else is."""
+"""Memory that CUDA did not unregister. It stays mapped: otherwise a copy could write to whatever is
+mapped there next."""
 
 
 def _unregister(pinned: list[int], memory: memoryview) -> None:
-    """Let CUDA forget pieces of memory, by their addresses."""
+    """Unregister pieces of memory from CUDA, by their addresses."""
     if not pinned:
         return
     import torch
@@ -254,7 +254,7 @@ def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
 
 
 def run_near(properties: Any) -> None:
-    """Run this thread on the processors near a GPU that it may use, if there are any."""
+    """Bind this thread to the processors near a GPU that it may use, if there are any."""
     may = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, processors_near(properties) & may or may)

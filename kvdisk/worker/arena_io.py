@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of slots between two tiers of one host's memory. kvdisk ships one such tier: a second one
+"""Copies slots between two tiers in one host's memory. kvdisk ships one such tier: a second one
 needs this (decision 30, ``tests/unit/test_seams.py``)."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from kvdisk.worker.routes import Batch, Leg
 
 def copy_slots(batch: Batch, slow: Arena) -> None:
     """Copy what a batch reads from the slow tier, or writes to it, as its leg says. Any thread; the
-    interpreter's lock is let go.
+    interpreter lock is released meanwhile.
 
-    ``slow``: the arena of that tier. The slots are the batch's until this returns.
+    ``slow``: the arena of that tier. The batch owns the slots until this returns.
     """
     moves, size_class = batch.work.job.moves, batch.size_class
     for position, slot in zip(batch.positions, batch.slots, strict=True):

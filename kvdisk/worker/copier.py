@@ -329,14 +329,15 @@ class Lane(Enum):
 
 _BOTH = {Lane.STORE: (Lane.STORE, Lane.STORE_BESIDE), Lane.LOAD: (Lane.LOAD, Lane.LOAD_BESIDE)}
 STRAIGHT_BYTES = 256 << 10
-"""What a copy has to have on average to go straight between blocks and slots, without kernel and
-scratch: each takes the mover's thread some microseconds. Not measured: ``tools/gpu_report.py``."""
+"""Bytes that a copy must have on average to go straight between blocks and slots, without kernel
+and scratch: each such copy takes the mover's thread some microseconds. Not measured:
+``tools/gpu_report.py``."""
 STRAIGHT_ROW_BYTES = 16 << 10
-"""The same of its smallest row: rows are a block's layers where these lie apart."""
+"""Bytes that its smallest row must have; rows are a block's layers where these are apart."""
 _MOST_PITCH = 2**31 - 1
 COPY_BYTES = 2 << 20
-"""Of a copy over the link, at most: vLLM's own, of a few KiB in each step, wait behind one such,
-about 40 us at 50 GB/s, and not behind a batch. Not measured."""
+"""The most bytes of one copy over the link. vLLM's own copies, of a few KiB in each step, wait
+behind one such copy, about 40 us at 50 GB/s, and not behind a batch. Not measured."""
 
 
 class CudaLanes:
@@ -394,8 +395,8 @@ class CudaLanes:
 
 
 MOST_NUMBERS = 16 << 10
-"""Of blocks, on their way to a lane's kernels: those of several batches, however small a slot
-is."""
+"""Block numbers that may be on their way to a lane's kernels: enough for several batches, however
+small a slot is."""
 
 
 def _in_pieces(rectangles: Iterable[_Rectangle]) -> Iterator[_Rectangle]:
@@ -437,7 +438,7 @@ class _Numbers:
         self._on_device = torch.zeros(2, self._most, dtype=torch.int64, device=lanes.device)
         self._half, self._filled = 0, 0
         self._read: list[Event | None] = [None, None]
-        """For each half, after what took numbers from it."""
+        """For each half, the event after the work that read numbers from it."""
 
     def put(self, values: Sequence[int]) -> torch.Tensor:
         """Return values on the device, for what the lane, which is entered, is given next.

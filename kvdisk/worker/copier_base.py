@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a copier is to the mover: copies between an engine's blocks and slots. Without torch.
+"""The protocol of a copier, which copies between an engine's blocks and slots. Without torch.
 
 ``copier`` has those for vLLM's tensors; ``RowCopier`` is for blocks that are rows of host memory.
 """
@@ -21,14 +21,14 @@ class Event(Protocol):
     """A point in a stream of device work, such as the end of a copy: a ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed the point."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has passed the point."""
 
 
 class Passed:
-    """``Event`` of what has ended already."""
+    """An ``Event`` that has passed already."""
 
     def query(self) -> bool:
         """See ``Event``."""
@@ -39,7 +39,7 @@ class Passed:
 
 
 class Slots(NamedTuple):
-    """Slots of one size class."""
+    """Some slots of one size class, by their indices."""
 
     memory: SlotMemory
     size_class: int
@@ -49,37 +49,39 @@ class Slots(NamedTuple):
 class Copier(Protocol):
     """Moves whole blocks between an engine's memory and slots of an arena.
 
-    A slot has one or several of the engine's blocks, always as many in a group. ``blocks``: the ids
-    of those of the first slot, then of the next; NO_BLOCK for one that a scatter leaves as it is.
+    A slot has one or several of the engine's blocks, the same number for all slots of a group.
+    ``blocks``: the ids of the blocks of the first slot, then of the next, and so on. A scatter
+    leaves a block alone that is given as NO_BLOCK.
 
-    Only the payload of slots takes part, though a gather may overwrite their headers. From a call
-    until the event that it returns has passed, the copier owns the slots and blocks.
-    ``compute_done`` and ``hold_model`` are called on the model's thread, all else on the mover's.
+    Only the payloads of slots are copied, though a gather may overwrite their headers. The copier
+    owns the slots and blocks from a call until the event that it returns has passed. The model's
+    thread calls ``compute_done`` and ``hold_model``, the mover's thread all else.
     """
 
     def thread(self) -> AbstractContextManager[Any]:
-        """Return what the mover's thread runs within."""
+        """Return the context that the mover's thread runs within."""
 
     def compute_done(self) -> Event | None:
-        """Return the end of the model's work launched so far, for ``after``; None: it has ended."""
+        """Return the end of the model's work launched so far, for ``after``; None where it has
+        ended."""
 
     def hold_model(self) -> None:
-        """Let the model's next work begin after every gather so far. No wait on the host."""
+        """Let the model's next work begin after every gather so far. The host does not wait."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
-        """Start copying blocks to slots, once ``after`` has passed. None: there is no memory for it
-        now, and nothing of it is under way."""
+        """Start copying blocks to slots, once ``after`` has passed. Return None where there is no
+        memory for it now; then none of it is under way."""
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event | None:
-        """Start copying slots to blocks, once ``after`` has passed. None: as of ``gather``."""
+        """Start copying slots to blocks, once ``after`` has passed. None as with ``gather``."""
 
 
 class RowCopier:
     """``Copier`` of blocks that are rows of host memory, one to a slot. It copies at once, on the
     mover's thread.
 
-    ``rows``: uint8 (row count, row bytes). ``payload_bytes``: by KV-cache group, how much of a row
-    a block of it has, from the row's start; what lies behind it is left alone.
+    ``rows``: uint8 (row count, row bytes). ``payload_bytes``: by KV-cache group, the bytes of a
+    block, from the row's start; what is behind them is left alone.
     """
 
     def __init__(self, rows: NDArray[np.uint8], payload_bytes: Sequence[int]) -> None:
@@ -92,11 +94,11 @@ class RowCopier:
         return nullcontext()
 
     def compute_done(self) -> Event | None:
-        """See ``Copier``: who asks for a copy has written the rows."""
+        """See ``Copier``: the caller has written the rows before it asks for a copy."""
         return None
 
     def hold_model(self) -> None:
-        """See ``Copier``: a copy has ended when it was begun."""
+        """See ``Copier``: a copy ends before the call returns."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
         """See ``Copier``."""

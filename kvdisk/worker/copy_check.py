@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether copies bring the bytes that they should, on this machine: tried at start, while no block
-is used yet. So a driver or a GPU that does something else ends the start, and not a request."""
+"""Tests at start, while no block is used yet, whether copies move the right bytes on this machine.
+So a driver or a GPU that moves others ends the start, and not a request."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvdisk.worker")
 
 _MOST_SLOTS = 3
-"""That take part, of each group."""
+"""Slots of each group that take part at most."""
 
 
 def check_copies(copier: HostCopier, staging: Arena, size_classes: Sequence[int]) -> None:
     """Copy blocks of each group to slots and back, by each way, and compare the bytes.
 
     The first blocks and the last one take part, and have their own bytes again at the end.
-    ``staging``: not used yet; ``size_classes``: of the groups' slots in it. On the model's thread,
-    before a mover has the copier. A straight way that fails is given up, with a warning. Raises
-    ConfigError where blocks cannot be copied otherwise.
+    ``staging``: not used yet. ``size_classes``: of each group's slots in it. The model's thread
+    calls this before a mover has the copier. A straight way that fails is given up, with a warning.
+    Raises ConfigError where blocks cannot be copied otherwise.
     """
     staging.await_pinned()
     _wait(copier.compute_done())  # for what the model's thread did with the blocks
@@ -63,7 +63,8 @@ def _check(copier: HostCopier, staging: Arena, size_classes: Sequence[int]) -> N
 
 
 def _brings_all(copier: HostCopier, way: Way, group: int, staging: Arena, size_class: int) -> bool:
-    """Whether a few blocks come to slots, and from there to other blocks, as they were."""
+    """Return whether a few blocks have their bytes after a copy to slots, and from there to other
+    blocks."""
     layers = copier.groups[group]
     each, last = layers.per_slot, layers.block_count - 1
     most = min(_MOST_SLOTS, staging.slot_counts[size_class], layers.block_count // each)
@@ -100,7 +101,7 @@ def _wait(event: Event | None) -> None:
 
 
 def _read(layers: LayerBlocks, blocks: Sequence[int]) -> torch.Tensor:
-    """Return the payloads of blocks, in host memory of their own: without any index kernel."""
+    """Return the payloads of blocks, in host memory of their own. It uses no index kernel."""
     found = torch.stack([torch.cat([layer[block].cpu() for layer in layers.layers]) for block in blocks])
     return found.view(-1, layers.payload_bytes)
 

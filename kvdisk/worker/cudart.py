@@ -13,10 +13,10 @@ _MEMORY_ALLOCATION = 2
 
 @cache
 def cuda_runtime(*, holding: bool = False) -> Any:
-    """Return the library; None where torch has none, or has it within itself.
+    """Return the library; None where torch has none, or is linked with it statically.
 
-    ``holding``: its functions keep the interpreter's lock: for those that end in microseconds,
-    where getting it back may take milliseconds beside a thread that runs Python.
+    ``holding``: calls hold the interpreter lock. It is for functions that end in microseconds:
+    getting the lock back may take milliseconds beside a thread that runs Python.
     """
     import torch
 
@@ -28,15 +28,16 @@ def cuda_runtime(*, holding: bool = False) -> Any:
 
 
 def forget_error() -> None:
-    """Clear this thread's last error of CUDA, once it was seen: torch would raise it at something
-    else."""
+    """Clear this thread's last CUDA error, once it was handled: torch would raise it at its next
+    call."""
     runtime = cuda_runtime()
     if runtime is not None:
         runtime.cudaGetLastError()
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of torch says that a GPU has no memory left. Such a one breaks nothing."""
+    """Return whether an error of torch says that a GPU has no memory left. Such an error breaks
+    nothing."""
     import torch
 
     code = getattr(error, "error_code", None)  # what the runtime said, where torch raises that as it is
@@ -44,8 +45,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def relax_captures() -> bool:
-    """Let this thread allocate, pin, and ask for events while another one captures CUDA graphs,
-    which would fail both; return whether that is so.
+    """Let this thread allocate, pin and ask for events while another thread captures CUDA graphs,
+    which otherwise fails both. Return whether that is so.
 
     vLLM: it captures graphs once the KV caches are registered, in torch's strictest mode.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way straight between drive and GPU, without host memory: tried at start, and what goes it
-from then on."""
+"""The direct way between drive and GPU, without host memory: tried at start, which chooses what
+goes it from then on."""
 
 from __future__ import annotations
 
@@ -28,36 +28,38 @@ if TYPE_CHECKING:
     from kvdisk.worker.gpu_staging import GpuStaging
 
 FASTER = 1.1
-"""So many times as fast as through host memory has it to be."""
+"""How many times as fast as through host memory the direct way must be to be chosen."""
 BATCH_BYTES = 8 << 20
 BUDGET_S = 1.0
 _MOST_ROUNDS = 5
 MOST_FAILED_READS = 16
-"""With so many batches of reads in which the drive failed, nothing goes this way until the next
-start: each costs a second read."""
+"""Batches of reads in which the drive may fail before nothing goes this way until the next start:
+each costs a second read."""
 
 
 @dataclass(slots=True, eq=False)
 class Direct:
-    """The way between drive and GPU, as far as it is gone. The mover's thread calls everything.
+    """The direct way between drive and GPU, as far as it is used. The mover's thread makes all
+    calls.
 
-    ``loads``, ``stores``: sizes of slots, by class, that go it. Where ``loads`` has a size, every
-    slot of that size is sealed with a checksum that a GPU computes, whatever wrote it. ``staging``:
-    with slots of all these sizes; its owner's.
+    ``loads``, ``stores``: the size classes of slots that go it. Where ``loads`` has a class, every
+    slot of that class is sealed with a checksum that a GPU computes, whatever wrote it.
+    ``staging``: has slots of all these classes; its owner closes it.
     """
 
     staging: GpuStaging
     loads: frozenset[int]
     stores: frozenset[int]
     _by_host: set[int] = field(default_factory=set)
-    """Segments that are read through host memory."""
+    """The segments that are read through host memory."""
     _failed_reads: int = 0
 
     def __post_init__(self) -> None:
         assert all(self.staging.slot_counts[size_class] for size_class in self.loads | self.stores)
 
     def route(self, route: Route, size_class: int, move: Move) -> Route:
-        """Return the route of a move that would go by ``route``."""
+        """Return the route of a move that would otherwise go by ``route``: a direct one where that
+        is chosen."""
         if self._failed_reads >= MOST_FAILED_READS or route.memory is not Staging.HOST or not route.on_drive:
             return route
         if route.reads:
@@ -67,34 +69,37 @@ class Direct:
         return route.on_gpu if goes else route
 
     def checksum_kind(self, size_class: int) -> int:
-        """Return the kind that slots of a size are sealed with in host memory."""
+        """Return the checksum kind with which slots of a size class are sealed in host memory."""
         return MULTILINEAR if size_class in self.loads else XXH3_128
 
     def load_by_host(self, moves: Iterable[Move]) -> None:
         """Read the segments of these moves through host memory from now on.
 
-        The drive has failed such a read this way, or a processor alone can verify the slot. Most of
-        a segment was written at the same time, and each slot read in vain costs a second read.
+        The drive has failed such a read on the direct way, or only a processor can verify the slot.
+        Most of a segment was written at about the same time, and each slot read in vain costs a
+        second read.
         """
         self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
 
     def note_failed_read(self) -> bool:
-        """The drive has failed moves of a batch that was read this way; return whether that was the
-        one too many."""
+        """Note that the drive has failed moves of a batch that was read this way. Return True when
+        MOST_FAILED_READS is reached by this."""
         self._failed_reads += 1
         return self._failed_reads == MOST_FAILED_READS
 
     def store_by_host(self) -> None:
-        """Write everything through host memory from now on: a write this way has failed."""
+        """Write everything through host memory from now on: a direct write has failed."""
         self.stores = frozenset()
 
     def note_changed(self, segment: int) -> None:
-        """A segment was opened or dropped: what its number said is nothing of the next one's."""
+        """Note that a segment was opened or dropped: what was known of its number does not hold for
+        the next segment with that number."""
         self._by_host.discard(segment)
 
 
 class DirectChoice(NamedTuple):
-    """``direct``: None where nothing goes that way. ``line``: what was chosen, and why."""
+    """The outcome of a choice. ``direct``: None where nothing goes that way. ``line``: for the log,
+    what was chosen and why."""
 
     direct: Direct | None
     line: str
@@ -110,14 +115,14 @@ def choose_direct(
     always: bool,
     file_bytes: int = FILE_BYTES,
 ) -> DirectChoice:
-    """Make GPU staging, try the way on an unnamed file in ``directory``, and choose the sizes that
-    go it.
+    """Make GPU staging, try the direct way on an unnamed file in ``directory``, and choose the size
+    classes that go it.
 
-    ``slot_counts``: of staging, by size class. ``lanes``: the copier's. ``make_device``: makes one
-    of both kinds of memory, for the trial only. ``always``: all sizes go, faster or not, or none
-    where one moved wrong bytes. The staging in ``direct`` is the caller's to close. For start:
-    waits for the drive, a few seconds at most. Raises nothing that a drive, a library or a full GPU
-    can cause.
+    ``slot_counts``: of the staging, by size class. ``lanes``: the copier's. ``make_device``: makes
+    a device for both kinds of memory, for the trial only. ``always``: all classes go, faster or
+    not, or none where one moved wrong bytes. The caller closes the staging in ``direct``. For the
+    start only: waits for the drive, a few seconds at most. Raises nothing that a drive, a library
+    or a full GPU can cause.
     """
     from kvdisk.worker.gpu_staging import GpuStaging
 
@@ -148,8 +153,9 @@ _NOTHING = "kvdisk moves nothing straight between drive and GPU"
 
 @dataclass(slots=True)
 class _Findings:
-    """What a trial found. ``right``: size classes that moved the right bytes both ways; ``loads``,
-    ``stores``: those of them that were faster. ``problems``, ``speeds``: clauses for the log."""
+    """What a trial found. ``right``: the size classes that moved the right bytes both ways.
+    ``loads``, ``stores``: those of them that were faster. ``problems``, ``speeds``: clauses for the
+    log."""
 
     slot_sizes: Sequence[int]
     right: set[int] = field(default_factory=set)
@@ -160,7 +166,7 @@ class _Findings:
 
     @property
     def line(self) -> str:
-        """What was chosen and why."""
+        """What was chosen and why, in one line."""
         chosen = [
             f"{what} of {', '.join(str(self.slot_sizes[at]) for at in sorted(which))} bytes"
             for what, which in (("loads", self.loads), ("stores", self.stores))
@@ -174,10 +180,10 @@ class _Findings:
 class _Trial:
     """Writes and reads slots of every size both ways, compares the bytes, and measures.
 
-    ``fd``: a file of its own, on the drive that moves are made to. ``device``: of both kinds of
-    memory; closed at the end, unless it is silent. ``arena``: host staging of the same sizes. Both
-    memories' bytes are overwritten. Only the drive's times are compared: a copy of one batch hides
-    behind that of the next.
+    ``fd``: a file of its own, on the drive that moves go to. ``device``: for both kinds of memory;
+    closed at the end, unless it gave no answer. ``arena``: host staging of the same sizes. The
+    bytes of both memories are overwritten. Only the drive's times are compared: a copy of one batch
+    overlaps with the transfer of the next.
     """
 
     def __init__(self, fd: int, device: Device, arena: Arena, staging: GpuStaging, found: _Findings) -> None:
@@ -198,7 +204,7 @@ class _Trial:
                     self._try(size_class, count)
 
     def _try(self, size_class: int, count: int) -> None:
-        """Try one size, with ``count`` slots in each memory and in the file."""
+        """Try one size class, with ``count`` slots in each memory and in the file."""
         found, slot_bytes = self._found, self._arena.slot_sizes[size_class]
         problem = self._check(size_class)
         if problem:
@@ -217,7 +223,8 @@ class _Trial:
                 chosen.add(size_class)
 
     def _check(self, size_class: int) -> str:
-        """Return what is wrong with bytes that go one way and come the other, "" for nothing."""
+        """Return what is wrong with bytes that go one way and come back the other; "" where nothing
+        is."""
         pair = self._arena.view(size_class, 0, 2)
         host, gpu = self._arena.tensor(size_class)[:2], self._staging.tensor(size_class)[:2]
         for straight, said in ((Op.WRITE, "written"), (Op.READ, "read")):
@@ -239,8 +246,8 @@ class _Trial:
         return self._check_sums(size_class, pair)
 
     def _check_sums(self, size_class: int, pair: Buffer) -> str:
-        """Return what is wrong with checksums of two slots, which hold the same bytes in both
-        memories."""
+        """Return what is wrong with the checksums of two slots, which hold the same bytes in both
+        memories; "" where nothing is."""
         from kvdisk.worker.copier import Lane  # imports torch
 
         slot_bytes = self._arena.slot_sizes[size_class]
@@ -255,7 +262,8 @@ class _Trial:
         return ""
 
     def _speed(self, size_class: int, count: int, op: Op, direct: bool) -> float:
-        """Move every slot twice, with its neighbours and alone; return bytes per second."""
+        """Move every slot twice, once with its neighbours and once alone; return bytes per
+        second."""
         slot_bytes = self._arena.slot_sizes[size_class]
         each = max(1, BATCH_BYTES // slot_bytes)
         places = self._random.sample(range(count), count)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots in GPU memory between drive and vLLM's tensors, and payload checksums computed there.
 
-A slot lies here as it lies in an ``Arena`` and on the drive. The host never sees a payload: it
-reads and writes headers through a small pinned area, and gets 16 bytes of sums for each slot.
+A slot is laid out here as in an ``Arena`` and on the drive. The host never sees a payload: it reads
+and writes headers through a small pinned area, and gets 16 bytes of sums for each slot.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvdisk.worker.copier import CudaLanes, Lane, unless_full
 from kvdisk.worker.copier_base import Event
 
 SCRATCH_BYTES = 8 << 20
-"""GPU memory in which sums are computed, for each lane; never less than one slot's payload."""
+"""Bytes of GPU memory in which each lane computes sums; at least one slot's payload."""
 _GPU_ALIGNMENT = 64 << 10
 
 logger = logging.getLogger("kvdisk.worker")
 
 
 class PayloadSums:
-    """``checksum.multilinear_digest`` of many payloads at once, on a GPU: the same bytes.
+    """Computes ``checksum.multilinear_digest`` of many payloads at once on a GPU: the same bytes.
 
-    A kernel of Triton reads each payload once. Where there is none, or no GPU, five operations of
-    torch do, over payloads and scratch.
+    A Triton kernel reads each payload once. Where there is none, or no GPU, five operations of
+    torch do the same over payloads and scratch.
 
-    ``largest_bytes``: of a payload. ``scratch_bytes``: of memory beside the payloads. Work goes to
-    the calling thread's current stream; one computation at a time.
+    ``largest_bytes``: of a payload. ``scratch_bytes``: memory beside the payloads. Work goes to the
+    calling thread's current stream, one computation at a time.
     """
 
     def __init__(self, device: torch.device, largest_bytes: int, scratch_bytes: int = SCRATCH_BYTES) -> None:
@@ -53,7 +53,7 @@ class PayloadSums:
     def of(self, slots: torch.Tensor, payload_bytes: int, out: torch.Tensor) -> None:
         """Put the checksums of ``slots``, uint8 (n, slot_bytes), into ``out``, int64 (n, 2).
 
-        Whatever is behind the payloads in their last rows becomes zeros.
+        The bytes behind the payloads, up to the end of their last rows, become zeros.
         """
         rows = -(-payload_bytes // ROW_BYTES)
         slots[:, HEADER_BYTES + payload_bytes : HEADER_BYTES + rows * ROW_BYTES].zero_()
@@ -67,11 +67,12 @@ class PayloadSums:
                 self._some(some, rows, out[start : start + most])
 
     def _scratch_words(self, rows: int) -> int:
-        """Return how much scratch a payload needs."""
+        """Return the words of scratch that a payload of so many rows needs."""
         return rows * ROW_WORDS if self._kernel is None else self._kernel.parts_of(rows) * LANES
 
     def _some(self, payloads: torch.Tensor, rows: int, out: torch.Tensor) -> None:
-        """The same with operations of torch: each reads or writes all payloads, or as much."""
+        """Do the same as the kernel with operations of torch, each of which reads or writes all
+        payloads."""
         count = payloads.shape[0]
         scratch = self._scratch[: count * rows * ROW_WORDS]
         products = scratch.view(count, rows, ROW_WORDS)
@@ -90,11 +91,11 @@ class PayloadSums:
 
 
 _KERNEL_WORDS = 8 << 10
-"""Of scratch for the kernel's sums of parts: of many payloads at once."""
+"""Words of scratch for the kernel's partial sums, enough for many payloads at once."""
 
 
 def _kernel_for(device: torch.device) -> Any:
-    """Return the module of Triton's kernel, once it has run; None where there is none to be had."""
+    """Return the module of the Triton kernel once it has run; None where it cannot run."""
     if device.type != "cuda":
         return None
     try:
@@ -114,11 +115,11 @@ def _on_device(numbers: np.ndarray[Any, np.dtype[np.uint64]], device: torch.devi
 
 
 class GpuStaging(SlotMemory):
-    """Registered staging of one rank on its GPU. Its buffers are addresses only (``GpuRange``).
+    """One rank's registered staging on its GPU. Its buffers are addresses only (``GpuRange``).
 
-    ``lanes``: those of the copier; sums of what was gathered go to STORE, of what was read to LOAD.
-    On a CPU (tests) it is host memory. The mover's thread calls everything. Raises torch's
-    OutOfMemoryError where the GPU has not so much left.
+    ``lanes``: those of the copier. Sums of gathered slots go to lane STORE, sums of slots that were
+    read to LOAD. On a CPU (in tests) it is host memory. The mover's thread makes all calls. Raises
+    torch's OutOfMemoryError where the GPU has too little memory left.
     """
 
     on_gpu = True
@@ -129,8 +130,8 @@ class GpuStaging(SlotMemory):
         device = lanes.device
         on_gpu = device.type == "cuda"
         self.total_bytes = round_up(self.total_bytes, _GPU_ALIGNMENT)
-        # cuFile registers the whole allocation that an address lies in: it must not be one that
-        # torch shares out.
+        # cuFile registers the whole allocation that an address is in: it must not be one that torch
+        # divides among others.
         self._pool: Any = torch.cuda.MemPool() if on_gpu else None
         within: AbstractContextManager[Any] = torch.cuda.use_mem_pool(self._pool, device) if on_gpu else nullcontext()
         with within:
@@ -168,7 +169,8 @@ class GpuStaging(SlotMemory):
         return self._tensors[size_class]
 
     def header(self, size_class: int, index: int) -> memoryview:
-        """Return a slot's header in host memory: as last read, or to be filled and written."""
+        """Return a slot's header in host memory: as it was last read, or to be filled and
+        written."""
         return memoryview(self._heads[size_class][index].numpy())
 
     def digest(self, size_class: int, index: int) -> bytes:
@@ -177,12 +179,12 @@ class GpuStaging(SlotMemory):
         return sums
 
     def settle(self) -> None:
-        """Wait for what this thread did with its tensors, before a device touches them."""
+        """Wait for this thread's work on its tensors, before a device touches them."""
         self._lanes.record(None).synchronize()
 
     def start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event | None:
-        """Bring slots' checksums to host memory, and on lane LOAD their headers, too. None: the GPU
-        has no memory for it now, and nothing of it is under way."""
+        """Start bringing slots' checksums to host memory, and on lane LOAD their headers too.
+        Return None where the GPU has no memory for it now; then none of it is under way."""
         return unless_full(self._lanes, [lane], lambda: self._start_sums(size_class, slots, payload_bytes, lane))
 
     def _start_sums(self, size_class: int, slots: Sequence[int], payload_bytes: int, lane: Lane) -> Event:
@@ -198,8 +200,8 @@ class GpuStaging(SlotMemory):
             return self._lanes.record(lane)
 
     def start_headers(self, size_class: int, slots: Sequence[int]) -> Event | None:
-        """Copy headers, which were filled in host memory, in front of the payloads. None: as of
-        ``start_sums``."""
+        """Start copying headers, which were filled in host memory, in front of the payloads. None
+        as with ``start_sums``."""
         return unless_full(self._lanes, [Lane.STORE], lambda: self._start_headers(size_class, slots))
 
     def _start_headers(self, size_class: int, slots: Sequence[int]) -> Event:
@@ -211,7 +213,7 @@ class GpuStaging(SlotMemory):
             return self._lanes.record(Lane.STORE)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent. No copy and no batch may be in flight."""
+        """Release the memory. Idempotent. No copy and no batch may be in flight."""
         self._tensors, self._owner, self._pool, self._address = [], None, None, 0
         self._sums.clear()
         self._payload_sums.clear()

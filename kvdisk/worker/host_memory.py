@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory this process may take, and whether all ranks of this host fit into it.
 
-A process is killed by the least limit of all control groups around it, of version 1 or 2, not by
-its own group's.
+A process is killed at the least limit of all control groups around it, of version 1 or 2, not only
+at that of its own group.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class HostMemory(NamedTuple):
-    """What there is. ``where``: what limits it, in words."""
+    """A limit of memory. ``where``: what sets the limit, in words."""
 
     limit_bytes: int
     where: str = MACHINE
 
 
 class Deployment(NamedTuple):
-    """How the workers lie. ``ranks``: of an engine. ``engines``: on this host, with equal settings:
-    data-parallel ranks. ``hosts``: that the ranks of an engine are spread over."""
+    """How the workers are placed. ``ranks``: of one engine. ``engines``: engines on this host with
+    equal settings, which are data-parallel ranks. ``hosts``: hosts over which one engine's ranks
+    are spread."""
 
     ranks: int = 1
     engines: int = 1
@@ -41,15 +42,15 @@ class Deployment(NamedTuple):
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory of the machine, or the least that a control group around this process may
-    take, if that is less. ``root``: where ``/proc`` and ``/sys`` are."""
+    """Return the machine's memory, or the least limit of a control group around this process, if
+    that is less. ``root``: the directory that has ``/proc`` and ``/sys``."""
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([HostMemory(machine_bytes), *_limits(root)], key=lambda each: each.limit_bytes)
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Return what can be taken now of the machine, and of each control group around this process.
-    ``root``: as above."""
+    """Return the bytes that can be taken now, of the machine and of each control group around this
+    process. ``root``: as in ``host_memory``."""
     found = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     free = [int(found["MemAvailable"].split()[0]) << 10]
     return min(free + [left for group in control_groups(root) if (left := _left_in(group)) is not None])
@@ -57,7 +58,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 def check_host_memory(rank_bytes: int, deployment: Deployment, memory: HostMemory | None = None) -> None:
     """Raise ConfigError where the ranks of this host do not fit into its memory. ``rank_bytes``: of
-    one rank. ``memory``: None: this host's."""
+    one rank. ``memory``: the host's; None looks it up."""
     limit_bytes, where = memory or host_memory()
     needed_bytes = rank_bytes * deployment.ranks_here
     if needed_bytes <= limit_bytes:
@@ -77,7 +78,8 @@ def _gib(count_bytes: int) -> str:
 
 
 class ControlGroup(NamedTuple):
-    """A control group around this process. ``version``: 1 or 2. ``name``: below what is mounted."""
+    """A control group around this process. ``version``: 1 or 2. ``name``: its path below what is
+    mounted."""
 
     path: Path
     version: int
@@ -85,8 +87,8 @@ class ControlGroup(NamedTuple):
 
 
 def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Yield the groups that limit this process's memory, of each version from its own up to the
-    highest one that is mounted here."""
+    """Yield the groups that limit this process's memory, in each version from its own group up to
+    the highest one that is mounted here."""
     try:
         own = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
         mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
@@ -104,7 +106,7 @@ def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
         if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
             mounted, point = (_plain(field) for field in before.split(" ")[3:5])
             top, below, version = root / point.lstrip("/"), _below(mounted, groups[kind]), 2 if kind == "cgroup2" else 1
-            # Of version 1 a group may be apart from those above it.
+            # In version 1 a group may be independent of those above it.
             is_apart = version == 1 and _number(top / below / "memory.use_hierarchy") == 0
             for name in (below, *([] if is_apart else below.parents)):
                 yield ControlGroup(top / name, version, name)
@@ -114,14 +116,14 @@ def _limits(root: Path) -> Iterator[HostMemory]:
     """Yield the limits of the groups around this process."""
     for group in control_groups(root):
         file = "memory.max" if group.version == 2 else "memory.limit_in_bytes"
-        # Of version 1 also the least of all, with those above the mount.
+        # In version 1 the group also names the least limit of all, of those above the mount too.
         for limit_bytes in (_number(group.path / file), _facts(group).get("hierarchical_memory_limit")):
             if limit_bytes is not None:
                 yield HostMemory(limit_bytes, _named(group.name))
 
 
 def _facts(group: ControlGroup) -> dict[str, int]:
-    """Return what a group's ``memory.stat`` says; nothing where there is none."""
+    """Return the entries of a group's ``memory.stat``; none where there is no such file."""
     try:
         lines = (group.path / "memory.stat").read_text().splitlines()
         return {name: int(value) for name, value in (line.split(" ", 1) for line in lines)}
@@ -130,8 +132,8 @@ def _facts(group: ControlGroup) -> dict[str, int]:
 
 
 def _left_in(group: ControlGroup) -> int | None:
-    """Return what a group may still take, with what caches of files could give back; None where it
-    has no limit."""
+    """Return the bytes that a group may still take, those that caches of files could give back
+    included; None where it has no limit."""
     limit, used, cache = (
         ("memory.max", "memory.current", "inactive_file")
         if group.version == 2
@@ -144,8 +146,8 @@ def _left_in(group: ControlGroup) -> int | None:
 
 
 def _below(mounted: str, group: str) -> PurePosixPath:
-    """Return where a group lies below a mount that begins at the group ``mounted``. A group that
-    is not below it is in another namespace: then what is mounted is all that can be seen."""
+    """Return a group's path below a mount that begins at the group ``mounted``. A group that is not
+    below it is in another namespace: then the mount is all that can be seen."""
     if ".." not in PurePosixPath(group).parts and PurePosixPath(group).is_relative_to(mounted):
         return PurePosixPath(group).relative_to(mounted)
     return PurePosixPath()
@@ -156,7 +158,7 @@ def _named(group: PurePosixPath) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None for "max", or without one."""
+    """Return the number in a file; None where it says "max", or cannot be read."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -164,5 +166,5 @@ def _number(file: Path) -> int | None:
 
 
 def _plain(field: str) -> str:
-    """Return a path of mountinfo, which has spaces in octal digits."""
+    """Return a path of mountinfo, in which spaces are written as octal digits."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)

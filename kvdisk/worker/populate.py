@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the kernel give arenas their memory ahead of use, where it is not pinned.
+"""Has the kernel populate arenas that are not pinned, ahead of their use.
 
-The first write to a page waits until the kernel has found and cleared it, 2 MiB at a time: the
-first loads after a start would take several times as long as later ones.
+The first write to a page waits until the kernel has found and cleared it, 2 MiB at a time: without
+this the first loads after a start would take several times as long as later ones.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvdisk.worker.host_memory import free_memory_bytes
 logger = logging.getLogger("kvdisk.worker")
 
 PIECE_BYTES = 8 << 20
-"""Taken at once: close to the time that one load takes, so that no load and no end waits long."""
+"""Bytes taken at once. It takes about as long as one load, so that neither a load nor the end waits
+long."""
 LEFT_FREE_BYTES = 1 << 30
-"""What the machine keeps for others."""
+"""Bytes of the machine that are left free for others."""
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, of Linux 5.14 and later."""
 _LOWEST_PRIORITY = 19
 
 
 class Populating:
-    """A thread that takes the memory of some arenas, of the first first, after all that wants to
-    run at once.
+    """A thread that takes the memory of some arenas, in their order, at the lowest priority.
 
-    It stops where ``free_bytes`` says that too little is left; what it has not taken is taken as
-    slots are first written. Close it before the arenas.
+    It stops where ``free_bytes`` says that too little is left; the rest is taken as slots are first
+    written. Close it before the arenas.
     """
 
     def __init__(self, arenas: Sequence[Arena], free_bytes: Callable[[], int] | None = None) -> None:
@@ -47,7 +47,7 @@ class Populating:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more. Idempotent."""
+        """Stop, and wait for the thread. Idempotent."""
         self._closing.set()
         self._thread.join()
         self._arenas = ()
@@ -69,8 +69,8 @@ class Populating:
 
 
 def _populate(address: int, byte_count: int) -> bool:
-    """Have the kernel give these pages, whatever they hold; return whether it can. The interpreter
-    lock is given up meanwhile.
+    """Have the kernel populate these pages, whatever they hold; return whether it can. The
+    interpreter lock is released meanwhile.
 
     No byte is written here: a load may be writing to the page. Where the kernel is too old, locking
     pages in memory for a moment does the same, as far as this process may.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches at the remote store: a slot is an object, and each ends within the store's own
-deadline."""
+"""Moves batches to and from the remote store: a slot is an object, and each batch ends within the
+store's own deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REASONS = {
 
 class RemoteIo:
     """Moves batches between memory and the remote store. ``headers``: has the fingerprint. The
-    mover's thread calls everything."""
+    mover's thread makes all calls."""
 
     def __init__(self, objects: Objects, geometry: Geometry, rank: int, headers: SlotHeaders) -> None:
         self._objects = objects
@@ -32,7 +32,7 @@ class RemoteIo:
         self._headers = headers
         self._batches: dict[int, Batch] = {}
         self._has_told = False
-        """The pause that is under way was reported."""
+        """Whether the pause that is under way was reported."""
 
     @property
     def busy(self) -> bool:
@@ -40,7 +40,7 @@ class RemoteIo:
         return bool(self._batches)
 
     def send(self, batch: Batch) -> None:
-        """Start a batch. Until ``reap`` yields it, the store has its slots."""
+        """Start a batch. The store owns its slots until ``reap`` yields it."""
         objects = [
             RemoteObject(self.name_of(batch, position), batch.memory.view(batch.size_class, slot))
             for position, slot in zip(batch.positions, batch.slots, strict=True)
@@ -55,26 +55,27 @@ class RemoteIo:
         self._batches[self._objects.submit(op, objects)] = batch
 
     def name_of(self, batch: Batch, position: int) -> str:
-        """Return the name of the object of a move."""
+        """Return the name of the object that a move reads or writes."""
         job = batch.work.job
         namespace = Namespace(self._headers.fingerprint, job.epoch)
         return object_name(namespace, job.moves[position].key, self._part, self._part_count)
 
     def take_pause_s(self) -> float:
-        """Return for how long reads are left alone, once of each such pause; 0: nothing new."""
+        """Return the seconds for which reads are left alone, once for each such pause; 0 where
+        there is nothing new."""
         pause_s = self._objects.pause_s
         told, self._has_told = self._has_told, pause_s > 0
         return 0.0 if told else pause_s
 
     def reap(self, wait_s: float) -> Iterator[tuple[Batch, dict[int, Reason]]]:
-        """Yield the batches that have ended, with the moves that failed; wait up to ``wait_s`` for
-        the first."""
+        """Yield the batches that have ended, with the reason for each move that failed, by its
+        position; wait up to ``wait_s`` for the first."""
         for outcome in self._objects.poll(wait_s) if self._batches else ():
             batch = self._batches.pop(outcome.ticket)
             results = zip(batch.positions, outcome.results, strict=True)
             yield batch, {position: _REASONS[result] for position, result in results if result is not Result.OK}
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way, and close the store."""
         self._batches.clear()
         self._objects.close()

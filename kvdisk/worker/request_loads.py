@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads that a worker was told of, request by request.
+"""The loads that a worker was given, by request.
 
-A long load comes in several jobs, each in a plan of its own (``Job.more``). vLLM hears once that it
-has ended: when its last job has come and none is left, with all blocks that failed.
+A long load comes in several jobs, each in a plan of its own (``Job.more``). vLLM is told once that
+the load has ended, with all blocks that failed: when its last job has come and none is left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from kvdisk.messages import Job, JobKind
 
 @dataclass(slots=True)
 class _Load:
-    """``jobs``: that have not ended. ``more``: others will come. ``blocks``: on the GPU, of all
-    jobs so far; ``failed``: of these. ``is_void``: all have failed."""
+    """The load of one request. ``jobs``: those that have not ended. ``more``: others will come.
+    ``blocks``: the GPU blocks of all jobs so far. ``failed``: those of them that failed.
+    ``is_void``: all have failed."""
 
     jobs: set[JobId] = field(default_factory=set)
     more: bool = True
@@ -27,13 +28,13 @@ class _Load:
 
 
 class RequestLoads:
-    """Those whose end was not reported yet. The thread that owns it calls everything."""
+    """The loads whose end was not reported yet. The thread that owns it makes all calls."""
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, Job] = {}
         self._loads: dict[str, _Load] = {}
         self._load_of: dict[JobId, _Load] = {}
-        """By each job that has come, though it may have ended."""
+        """The load of each job that has come, though the job may have ended."""
 
     def __contains__(self, job_id: JobId) -> bool:
         return job_id in self._jobs
@@ -47,7 +48,7 @@ class RequestLoads:
         return self._jobs
 
     def begin(self, jobs: Iterable[Job]) -> None:
-        """Take in the loads among a plan's jobs."""
+        """Take note of the loads among a plan's jobs."""
         for job in jobs:
             if job.kind is JobKind.LOAD:
                 assert job.request_id is not None
@@ -58,15 +59,15 @@ class RequestLoads:
                 self._jobs[job.id] = job
 
     def void(self, job_ids: Iterable[JobId]) -> None:
-        """The weights have changed: of a load that any of these jobs is of, all blocks have failed,
-        also what its other jobs had brought before."""
+        """Fail all blocks of every load that has one of these jobs, those that its other jobs
+        brought before included: the weights have changed."""
         for job_id in job_ids:
             if job_id in self._load_of:
                 self._load_of[job_id].is_void = True
 
     def end(self, ended: Mapping[JobId, Collection[int]]) -> dict[str, list[int]]:
-        """End jobs, each with the positions of its moves that failed; those that are no loads are
-        left out. Return the requests whose load has ended by that, each with the GPU blocks that
+        """End jobs, each with the positions of its moves that failed. Jobs that are no loads are
+        ignored. Return the requests whose load ends by this, each with the GPU blocks that
         failed."""
         names: dict[str, _Load] = {}
         for job_id, positions in ended.items():

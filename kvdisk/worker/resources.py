@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class Resources:
     """The memory, device, files and copier that a mover works with.
 
-    ``arenas``: of each tier of the MEMORY medium that there is; ``staging``: at least one slot of
-    each size class where there is an NVMe tier. ``direct``: the way straight between drive and GPU,
-    where ``device`` has one. All memory stays the caller's, who closes it after the mover.
-    ``device``, ``files`` and ``remote``, the store that hosts share, become the mover's, which
-    closes them. ``checksum_threads``: that seal and verify slots in host memory, several batches at
+    ``arenas``: one for each tier of the MEMORY medium that there is. ``staging``: has at least one
+    slot of each size class where there is an NVMe tier. ``direct``: the direct way between drive
+    and GPU, where ``device`` has one. The caller owns all memory, and closes it after the mover.
+    The mover owns and closes ``device``, ``files`` and ``remote``, the remote store.
+    ``checksum_threads``: threads that seal and verify slots in host memory, several batches at
     once; 0: the mover's own thread does it.
     """
 
@@ -50,7 +50,7 @@ class Resources:
 
     @property
     def memories(self) -> dict[Memory, SlotMemory]:
-        """All slots that the device moves, where they lie."""
+        """All slots that the device moves, by where they are."""
         found: dict[Memory, SlotMemory] = {Staging.HOST: self.staging, **dict(self.arenas.items())}
         if self.direct is not None:
             found[Staging.GPU] = self.direct.staging

@@ -58,7 +58,7 @@ _COUNTED = {
     Reason.DEADLINE: "deadline_misses",
 }
 _UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR})
-"""Of an object: the remote store said nothing of it."""
+"""Reasons with which the remote store has said nothing about an object."""
 _SUMS = frozenset({Leg.CHECK, Leg.SEAL})
 _ON_BLOCKS = frozenset({Leg.GATHER, Leg.SCATTER})
 """Legs that wait for the model's work on vLLM's blocks."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers and checksums of a batch's slots: written behind a gather, verified before a scatter.
+"""Headers and checksums of a batch's slots: written after a gather, verified before a scatter.
 
-Of slots in GPU memory, headers and sums are in host memory; payloads are not.
+Of slots in GPU memory only headers and sums are in host memory; payloads are not.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class SlotHeaders:
-    """Seals and checks the batches of one rank. An opened home replaces ``fingerprint``.
+    """Seals and verifies the batches of one rank. ``fingerprint`` is replaced when an engine store
+    is opened.
 
-    ``direct``: whose staging has the slots of direct routes, with their sums computed, and says
-    which kind of checksum the others get.
+    ``direct``: its staging has the slots of direct routes, with their sums computed, and it says
+    which kind of checksum the other slots get.
     """
 
     def __init__(self, geometry: Geometry, rank: int, fingerprint: bytes, direct: Direct | None) -> None:
@@ -41,7 +42,7 @@ class SlotHeaders:
         self._direct = direct
 
     def seal(self, batch: Batch) -> None:
-        """Write the header of every slot of a batch; of a direct one in host memory."""
+        """Write the header of every slot of a batch; on a direct route into host memory."""
         size_class, direct = batch.size_class, self._direct
         kind = XXH3_128 if direct is None else direct.checksum_kind(size_class)
         for _, slot, move, identity in self._each(batch):
@@ -52,11 +53,11 @@ class SlotHeaders:
                 seal_slot(batch.memory.view(size_class, slot), identity, move.parent, kind)
 
     def check(self, batch: Batch) -> tuple[dict[int, Reason], list[int]]:
-        """Verify every slot of a batch; return HEADER or CHECKSUM by position of the bad ones. What
-        came from the remote store gets its move's generation.
+        """Verify every slot of a batch. Return the reason, HEADER or CHECKSUM, of each bad one by
+        its position. A slot from the remote store gets its move's generation.
 
-        Also returns the positions on a direct route whose checksum a GPU does not compute: nothing
-        is known of these payloads.
+        Also returns the positions on a direct route whose kind of checksum a GPU does not compute:
+        those payloads are not verified.
         """
         check = adopt_slot if batch.route.by_key else check_slot
         bad: dict[int, Reason] = {}
@@ -78,7 +79,8 @@ class SlotHeaders:
         return bad, unknown
 
     def _each(self, batch: Batch) -> Iterator[tuple[int, int, Move, SlotIdentity]]:
-        """Yield each position of a batch with its slot, its move, and what its header says."""
+        """Yield each position of a batch with its slot, its move, and the identity that its header
+        must have."""
         job, geometry = batch.work.job, self._geometry
         namespace = Namespace(self.fingerprint, job.epoch)
         payload_bytes = geometry.groups[batch.group].payload_bytes

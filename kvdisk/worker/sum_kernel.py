@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel of Triton for the sums of ``gpu_staging``: it reads each payload once. Triton comes with
+"""A Triton kernel for the sums of ``gpu_staging``, which reads each payload once. Triton comes with
 torch for CUDA, and vLLM needs it there; elsewhere nobody imports this."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import triton.language as tl
 
 ROW_WORDS = tl.constexpr(512)
 ROWS_AT_ONCE = 16
-"""Of a payload, that one program sums up: 64 KiB."""
+"""Rows of a payload that one program sums up: 64 KiB."""
 
 
 @triton.jit(do_not_specialize=["most_rows", "slot_words", "rows"])  # type: ignore[untyped-decorator]
 def _sum_rows(slots, words, of_rows, sums, most_rows, slot_words, rows, at_once: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum up ``at_once`` rows of one slot, in both lanes. Products and sums of signed words wrap as
-    those of unsigned ones do."""
+    """Sum up ``at_once`` rows of one slot, in both lanes. Products and sums of signed words wrap
+    like those of unsigned words."""
     slot, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, ROW_WORDS)
     in_order = tl.zeros((ROW_WORDS,), tl.int64)
@@ -35,12 +35,12 @@ def _sum_rows(slots, words, of_rows, sums, most_rows, slot_words, rows, at_once:
 
 
 def parts_of(rows: int) -> int:
-    """Return how many programs sum up a payload."""
+    """Return the number of programs that sum up a payload of so many rows."""
     return -(-rows // ROWS_AT_ONCE)
 
 
 def sum_rows(payloads: torch.Tensor, words: torch.Tensor, of_rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Return the sums of parts of payloads, int64 (n, words in whole rows), as int64 (n, parts, 2).
+    """Return the partial sums of payloads, int64 (n, words in whole rows), as int64 (n, parts, 2).
 
     ``words``, ``of_rows``: multipliers, int64 (lanes, words of a row) and (lanes, rows). ``sums``:
     memory for the result.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk replay``: a trace of requests through the tiers without the model."""
+"""``kvdisk replay``: takes a trace of requests through the tiers, without the model."""

@@ -24,9 +24,10 @@ from kvdisk.stats import REFUSALS, TIER_WORDS
 
 _DEFAULTS = Config()
 _TOKEN_BYTES = 128 << 10
-"""Of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
+"""Bytes of a token of a model with 32 layers and 8 KV heads of 128 in 16 bits."""
 NEARLY = 0.9
-"""Of the hits that any size could bring: more costs more than it is worth."""
+"""The share that is enough of the hits that any size could bring: more costs more than it is
+worth."""
 _Names = Annotated[list[str], typer.Option(metavar="NAME,...", help="As in the configuration.")]
 
 
@@ -137,7 +138,7 @@ def _settings(
 
 
 def _watch(done: int, total: int) -> None:
-    """Say on the terminal how far it is, where standard error is one."""
+    """Show on standard error, where it is a terminal, how many runs have ended."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[K{done} of {total} runs\r" if done < total else "\x1b[K")
         sys.stderr.flush()
@@ -147,7 +148,7 @@ def _watch(done: int, total: int) -> None:
 
 
 def _print(replayed: Replayed, console: Console) -> None:
-    """Print the trace, the table, and how fast it went."""
+    """Print the trace, the table, and how fast the replay went."""
     trace = replayed.trace
     console.print(
         f"{trace.name} ({trace.form}): {plural(trace.requests, 'request')}, {number(trace.references)} blocks of"
@@ -171,8 +172,8 @@ def _room(run: Run) -> str:
 
 
 def _answer(replayed: Replayed) -> str:
-    """Say in a sentence how large the NVMe tier has to be: of the rooms with the first run's
-    policies the least that brings nearly all hits, of those that any size could bring."""
+    """Say in a sentence how large the NVMe tier has to be. It is the smallest size, among those
+    with the first run's policies, that brings nearly all hits that any size could bring."""
     alike = [run for run in replayed.runs if run.policy == replayed.runs[0].policy and run.nvme_bytes]
     most = replayed.trace.most_hits
     if not most:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine without a model or bytes: it takes requests one by one through the ``TierManager``.
 
-A request is looked up, what hits is loaded, the rest of its prompt is computed in steps of
-``STEP_TOKENS``, and its blocks are offered to the tiers in the step that computes them. Then its
-GPU blocks are freed, and idle steps pass until the tiers have nothing left to do. Answers are not
-stored. Every job ends well in the step that plans it.
+It looks a request up, loads its hit, computes the rest of its prompt in steps of ``STEP_TOKENS``,
+and offers the blocks to the tiers in the step that computes them. Then it frees the GPU blocks, and
+idle steps pass until the tiers have nothing left to do. Answers are not stored. Every job succeeds
+in the step that plans it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ STEP_TOKENS = 8192
 """Tokens of a prompt that one step computes: vLLM's ``max_num_batched_tokens`` on a server."""
 STEP_S = 0.05
 _MOST_WAITING_STEPS = 64
-"""At most so many of the steps in which a request generates are taken to wait for room; so many
-where the trace does not say how much it generates."""
+"""The most steps of a request's generation in which its blocks wait for room; the number of steps
+where the trace does not say how much is generated."""
 _DONE, _NOTHING = JobResult(), Report()
 
 
 class Engine:
-    """See the module. ``pool`` has room for the longest prompt twice.
+    """See the module. ``pool`` must have room for the longest prompt twice.
 
-    The clock is the trace's; a step takes ``STEP_S``. ``written``, ``read``: blocks, to and from
-    NVMe.
+    The clock is the trace's; a step takes ``STEP_S``. ``written``, ``read``: blocks written to and
+    read from NVMe.
     """
 
     def __init__(self, trace: Trace, manager: TierManager, pool: GpuPool) -> None:
@@ -90,7 +90,7 @@ class Engine:
             self._step(idle=True)
 
     def _load(self, request_id: str, request: TracedRequest, blocks: list[int], total_tokens: int) -> None:
-        """Load what hits behind ``blocks``, and add its GPU blocks to them."""
+        """Load the hit behind ``blocks``, and add its GPU blocks to them."""
         manager, local = self.manager, len(blocks)
         local_tokens = local * self._block_tokens
         while (tokens := manager.lookup(request_id, local_tokens, total_tokens, self._now)) is None:
@@ -114,7 +114,7 @@ class Engine:
         self.hit_tokens[tier] += self._trace.token_span(request, first, last)
 
     def _wait_for_room(self, request_id: str, request: TracedRequest, blocks: list[int]) -> None:
-        """Take some of the steps in which a request generates, while blocks of it wait for room."""
+        """Run steps as if the request generated, while blocks of it wait for room."""
         tokens = len(blocks) * self._block_tokens
         for _ in range(min(request.output_tokens or _MOST_WAITING_STEPS, _MOST_WAITING_STEPS)):
             if not self.manager.note_scheduled(request_id, tokens):
@@ -147,7 +147,7 @@ def _source_of(move: Move) -> Tier:
 
 @dataclass(slots=True)
 class GpuBlock:
-    """``KVCacheBlockView``."""
+    """``KVCacheBlockView`` of a block of this pool."""
 
     block_id: int
     ref_cnt: int = 0
@@ -155,11 +155,11 @@ class GpuBlock:
 
 
 class GpuPool:
-    """``SchedulerContext``. ``block_count``: the null block, number 0, included. One thread calls
-    everything.
+    """``SchedulerContext`` of this engine. ``block_count``: includes the null block, number 0. One
+    thread makes all calls.
 
-    ``caches``: whether a free block keeps its content until it is given away; the one freed first
-    goes first. ``step_blocks``: see ``SchedulerContext``.
+    ``caches``: whether a free block keeps its content until it is handed out; the block that was
+    freed first is handed out first. ``step_blocks``: see ``SchedulerContext``.
     """
 
     def __init__(self, block_count: int, step_blocks: int, *, caches: bool) -> None:
@@ -217,7 +217,7 @@ class GpuPool:
     # -- the engine's side ---------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Give away the first blocks of the free queue; what they held is forgotten."""
+        """Hand out the first blocks of the free queue; their content is forgotten."""
         free, blocks, cached = self._free, self._blocks, self._cached
         assert count <= len(free), "the pool is sized for the longest prompt"
         taken = list(islice(free, count))
@@ -244,8 +244,8 @@ class GpuPool:
         return found
 
     def cache(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Make computed or loaded blocks known to the cache, if there is one; those known already
-        stay as they are."""
+        """Make computed or loaded blocks known to the cache, if there is one; keys that are known
+        already keep their block."""
         if self.caches:
             for key, block_id in zip(keys, block_ids, strict=True):
                 if self._cached.setdefault(key, block_id) == block_id:

@@ -21,13 +21,14 @@ JSON_VERSION = 3
 
 @dataclass
 class Run:
-    """What one run came to. Shares are of 1. Dicts are by tier (gpu, cpu, nvme) or by reason.
+    """The result of one run. Shares are of 1. Dicts are by tier (gpu, cpu, nvme) or by reason.
 
-    ``policy``: its name in the table. ``room``: of the tier that the runs differ in.
-    ``nvme_bytes``: what the NVMe tier has to be given for it; 0: there is none. ``written_*``,
-    ``read_*``: to and from NVMe. ``write_amplification``: blocks written for each distinct block of
-    the trace. ``written_per_hit``: for each that hit in NVMe. ``refused``: offers; ``left_cpu_*``:
-    what was evicted from the CPU tier and not written to NVMe.
+    ``policy``: its name in the table. ``room``: of the tier in which the runs differ.
+    ``nvme_bytes``: the setting that gives the NVMe tier this room; 0 where there is no such tier.
+    ``written_*``, ``read_*``: to and from NVMe. ``write_amplification``: blocks written for each
+    distinct block of the trace. ``written_per_hit``: blocks written for each hit in NVMe.
+    ``refused``: offers; ``left_cpu_*``: copies that were evicted from the CPU tier and not written
+    to NVMe.
     """
 
     policy: str
@@ -51,8 +52,8 @@ class Run:
 
 @dataclass
 class TraceFacts:
-    """What a trace is. ``references``: blocks of all prompts; ``tokens``: of all prompts.
-    ``most_hits``: the share of them that a tier without an end would hit."""
+    """The facts about a trace. ``references``: blocks of all prompts. ``tokens``: of all prompts.
+    ``most_hits``: the share of them that an endless tier would hit."""
 
     name: str
     form: str
@@ -86,7 +87,7 @@ class Replayed:
 
 
 def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
-    """Take a trace through the manager. Raises ConfigError: no such policy."""
+    """Take a trace through the manager. Raises ConfigError where a policy does not exist."""
     engine = make_engine(trace, setting)
     began_s = time.perf_counter()
     for number, request in enumerate(trace.requests):
@@ -120,7 +121,7 @@ def _by_tier(counts: Mapping[Tier, int]) -> dict[str, int]:
 
 
 _shared: list[tuple[Trace, int]] = []
-"""The trace and the bytes of a slot, in a forked process: a trace is too large to be sent."""
+"""The trace and the bytes of a slot, for forked processes: a trace is too large to be sent."""
 
 
 def _run_shared(setting: Setting) -> Run:
@@ -130,7 +131,7 @@ def _run_shared(setting: Setting) -> Run:
 def run_all(
     trace: Trace, settings: Sequence[Setting], block_bytes: int, processes: int, watch: Callable[[int], None]
 ) -> Replayed:
-    """Run every setting, so many at a time. ``watch``: called with how many have ended.
+    """Run every setting, ``processes`` at a time. ``watch``: called with how many have ended.
 
     Raises as ``run_setting``.
     """

@@ -3,9 +3,9 @@
 assembly makes one.
 
 Room is what a tier holds when no step is under way. The NVMe tier keeps some of its slots free for
-the next step (``spare_slots``): room in blocks or percent comes without them, so that policies are
-compared at the same room; of room in bytes they are taken off, as are segment headers and the
-index, so that it is what ``nvme_bytes`` would hold.
+the next step (``spare_slots``). Room in blocks or percent does not count these, so that policies
+are compared at the same room. From room in bytes they are subtracted, as are segment headers and
+the index, so that it is what ``nvme_bytes`` would hold.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _HOME_ID = "0" * 32
 
 @dataclass(frozen=True)
 class Capacity:
-    """One tier's room. ``blocks``: it holds between steps; 0: there is no tier. ``slots``: it
-    has."""
+    """One tier's room. ``blocks``: what it holds between steps; 0: there is no tier. ``slots``:
+    what it has."""
 
     given: str
     blocks: int
@@ -49,8 +49,8 @@ class Capacity:
 
 
 def split(texts: list[str]) -> list[str]:
-    """Return what options name that are given several times, or with commas, each once; not within
-    parentheses."""
+    """Return the names in options that are given several times or with commas, each once. Commas
+    within parentheses do not separate."""
     return list(dict.fromkeys(part.strip() for text in texts for part in re.split(r",(?![^(]*\))", text)))
 
 
@@ -99,7 +99,8 @@ def _slots_in(option: str, text: str, geometry: Geometry, *, on_nvme: bool) -> i
 
 
 def bytes_for(slots: int, slot_bytes: int) -> int:
-    """Return the least ``nvme_bytes`` of one drive, to a MiB, that has so many slots."""
+    """Return the least ``nvme_bytes`` for one drive, rounded up to a MiB, that has so many
+    slots."""
     geometry = Geometry((GroupGeometry(0, 1, max(1, slot_bytes - HEADER_BYTES)),), 1, 1)
 
     def holds(mib: int) -> bool:
@@ -120,7 +121,7 @@ def bytes_for(slots: int, slot_bytes: int) -> int:
 class Setting:
     """One run's policies, by their names in the configuration, and its tiers.
 
-    ``gpu_blocks``: of a prefix cache in front of the tiers; 0: none.
+    ``gpu_blocks``: blocks of a prefix cache in front of the tiers; 0: there is none.
     """
 
     eviction: str
@@ -133,12 +134,12 @@ class Setting:
 
     @property
     def room(self) -> Capacity:
-        """The room that the table names: of the NVMe tier, or without one of the CPU tier."""
+        """The room that the table names: that of the NVMe tier, or without one of the CPU tier."""
         return self.nvme if self.nvme.slots else self.cpu
 
     @property
     def name(self) -> str:
-        """The policies that the tiers have a use for, as the table shows them."""
+        """The policies that the tiers use, as the table shows them."""
         parts = [self.eviction]
         if self.nvme.slots:
             parts.append(self.nvme_admission)
@@ -152,8 +153,8 @@ class Setting:
 
 
 _NO_BYTES = 1
-"""Of a block: none is moved. Small, because the manager puts large blocks on a drive piece by
-piece."""
+"""Bytes of a block where none is moved. Small, because the manager writes large blocks to a drive
+in several parts."""
 
 
 def make_geometry(trace: Trace, block_bytes: int = _NO_BYTES) -> Geometry:
@@ -162,7 +163,7 @@ def make_geometry(trace: Trace, block_bytes: int = _NO_BYTES) -> Geometry:
 
 
 class InstantIndex(MemoryIndex):
-    """``Index`` that has committed everything when it is asked."""
+    """An ``Index`` that has committed everything when it is asked."""
 
     def poll(self) -> Progress:
         """See ``Index.poll``."""
@@ -171,7 +172,7 @@ class InstantIndex(MemoryIndex):
 
 
 def make_manager(setting: Setting, geometry: Geometry, pool: GpuPool) -> TierManager:
-    """Return a manager of empty tiers. Raises ConfigError for a policy that there is not."""
+    """Return a manager of empty tiers. Raises ConfigError where a policy does not exist."""
     # Every hit is loaded: what a load costs is not known here.
     config = Config(
         store_dirs=(Path("/nowhere"),) if setting.nvme.slots else (),

@@ -44,11 +44,11 @@ from kvdisk.errors import KvdiskError
 from kvdisk.request_trace import VERSION
 
 HASH_BYTES = 32
-"""As long as those of vLLM's sha256."""
+"""The length of vLLM's sha256 hashes."""
 _BLOCK_TOKENS, _MOONCAKE_BLOCK_TOKENS = 16, 512
 _BYTES_PER_TOKEN = 4
 _MOST_TOKENS = 1 << 24
-"""Of one prompt."""
+"""Tokens of one prompt at most."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 NO_IDENTITY = (
     "an Azure trace does not say which prompts share blocks: here no two requests share any, so nothing can hit,"
@@ -57,7 +57,7 @@ NO_IDENTITY = (
 BYTES_FOR_TOKENS = f"prompts are text: {_BYTES_PER_TOKEN} bytes stand for a token."
 
 Row = Mapping[str, Any]
-"""A line, by field or column. What CSV gives is text."""
+"""A line, by field or column. Values from CSV are text."""
 
 
 class TraceError(KvdiskError):
@@ -65,10 +65,10 @@ class TraceError(KvdiskError):
 
 
 class TracedRequest(NamedTuple):
-    """One request. ``hashes``: of its prompt's blocks, in order. ``tokens``: of the prompt, as far
-    as it has blocks.
+    """One request. ``hashes``: of its prompt's blocks, in order. ``tokens``: those of the prompt
+    that its blocks have.
 
-    ``time_s``: when it came, in seconds from an origin of the trace's own. The last block may be a
+    ``time_s``: its arrival, in seconds from an origin of the trace's own. The last block may be a
     partial one.
     """
 
@@ -80,8 +80,8 @@ class TracedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a trace. ``form``: its name. ``notes``: what a reader of the figures has to
-    know."""
+    """The requests of a trace. ``form``: the name of its form. ``notes``: what a reader of the
+    figures has to know."""
 
     name: str
     form: str
@@ -89,7 +89,7 @@ class Trace:
     requests: Sequence[TracedRequest]
     notes: tuple[str, ...] = field(default=())
     block_bytes: int | None = None
-    """Of a block, where the trace says it."""
+    """Bytes of a block, where the trace says them."""
 
     @cached_property
     def references(self) -> int:
@@ -103,13 +103,13 @@ class Trace:
 
     @cached_property
     def distinct(self) -> int:
-        """Blocks that differ."""
+        """The number of distinct blocks."""
         return len({block for request in self.requests for block in request.hashes})
 
     @cached_property
     def most_hits(self) -> int:
-        """Tokens of prompts that a tier without an end would hit: those that came before, behind
-        the same blocks."""
+        """Tokens of prompts that an endless tier would hit: those that came before, behind the same
+        blocks."""
         seen: set[bytes] = set()
         tokens = 0
         for request in self.requests:
@@ -130,11 +130,10 @@ class Trace:
 
 
 class Chain:
-    """Gives blocks their hashes. What follows the same blocks with the same content is the same
-    block, object and all.
+    """Gives blocks their hashes. A block with the same content behind the same blocks is the same
+    block, even the same object.
 
-    So a trace whose numbers name content, not prefixes, is read as rightly as one whose numbers
-    name prefixes.
+    So a trace whose numbers name content is read as correctly as one whose numbers name prefixes.
     """
 
     def __init__(self) -> None:
@@ -156,7 +155,7 @@ class Chain:
 
 
 class Form(StrEnum):
-    """Of a trace; AUTO: known by its first line."""
+    """The form of a trace. AUTO: known by its first line."""
 
     AUTO = "auto"
     MOONCAKE = "mooncake"
@@ -166,7 +165,7 @@ class Form(StrEnum):
 
 
 class _Damaged(Exception):
-    """What is wrong with a line, to go behind ``line 7: ``."""
+    """A line is damaged. The text says how, to follow ``line 7: ``."""
 
 
 def read_trace(
@@ -304,7 +303,8 @@ class _Parser:
         return self._request(time_s, [data[at : at + size] for at in range(0, last, size)], None, output_tokens)
 
     def _request(self, time_s: float, contents: list[bytes], tokens: int | None, output_tokens: int) -> TracedRequest:
-        """Return a request. ``tokens``: where the last block may be partial; None: all are full."""
+        """Return a request. ``tokens``: given where the last block may be partial; None: all blocks
+        are full."""
         count, each = len(contents), self._block_tokens
         if tokens is None:
             tokens = count * each

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvdisk report``: a store as one file that opens without a network."""
+"""``kvdisk report``: draws a store as one file that opens without a network."""

@@ -35,7 +35,7 @@ from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
 from kvdisk.errors import ConfigError, CorruptRecord
 
 PREFIXES, PREFIXES_IN_ALL = 1500, 2400
-"""How many are drawn of a namespace, and of all."""
+"""Prefixes that are drawn of a namespace, and of all namespaces, at most."""
 
 
 def report(
@@ -79,8 +79,8 @@ def report(
 
 
 def _records(directories: Sequence[Path]) -> list[TelemetryRecord]:
-    """Return what the FIGURES files of the engines say, the last first. What cannot be read is left
-    out: nothing depends on it."""
+    """Return what the FIGURES files of the engines say, the latest first. A file that cannot be
+    read is left out: nothing depends on it."""
     found = []
     for owner in list_owners(list_directories(directories), LOCK_WAIT_S):
         with suppress(CorruptRecord, OSError):
@@ -89,7 +89,8 @@ def _records(directories: Sequence[Path]) -> list[TelemetryRecord]:
 
 
 def _check_target(target: Path, *, force: bool) -> None:
-    """Raise ConfigError where the report cannot be written, before the store is read."""
+    """Raise ConfigError where the report cannot be written. It is checked before the store is
+    read."""
     if target.is_dir():
         raise ConfigError(f"{target} is a directory")
     if not target.parent.is_dir():

@@ -2,8 +2,8 @@
 """The report of ``kvdisk report``: one HTML page with what ``kvdisk inspect`` prints, and with two
 pictures, of the segments and of the tree of prefixes.
 
-Pure: the same survey gives the same bytes. All text that comes from a store is escaped where it is
-put into the page.
+Pure: the same survey gives the same bytes. All text from a store is escaped where it is put into
+the page.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from kvdisk.device.telemetry_file import TelemetryRecord
 from kvdisk.stats import SOURCES, TIER_WORDS, TIERS
 
 MARK = "<!doctype html><!-- kvdisk report -->"
-"""How every report begins: such a file may be replaced by another report."""
+"""The beginning of every report: a file that has it may be replaced by another report."""
 COLUMNS = 120
-"""Of what is printed."""
+"""Columns of what is printed as text."""
 PREFIX_ROWS = 12
 MOST_HOMES, MOST_CELLS, MOST_TREES = 50, 2000, 24
-"""What is shown, so that a report stays below 2 MB: engine stores, segments, trees."""
+"""The engine stores, segments and trees that are shown at most, so that a report stays below 2
+MB."""
 REUSE_STEPS = ((0, "not reused"), (1, "1"), (3, "2-3"), (8, "4-8"), (32, "9-32"), (128, "33-128"), (None, "> 128"))
-"""Up to how many uses of a prefix's blocks, in the mean, have a colour."""
+"""The colours: the most uses of a prefix's blocks on average that have each, and its name."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
 
 def page(survey: Survey, records: Sequence[TelemetryRecord] = ()) -> str:
-    """Return the whole report. It names nothing outside itself. ``records``: of the FIGURES files
-    of its engines."""
+    """Return the whole report. It names nothing outside itself. ``records``: from the FIGURES files
+    of the store's engines."""
     name = f"kvdisk store {printable(survey.store.path)}"
     parts = [
         f'{MARK}\n<html lang="en"><head><meta charset="utf-8">',
@@ -69,17 +70,17 @@ def page(survey: Survey, records: Sequence[TelemetryRecord] = ()) -> str:
 
 
 def escaped(value: object) -> str:
-    """Return text of any origin as part of a page."""
+    """Return a value of any origin as text for a page."""
     return html.escape(printable(value), quote=True)
 
 
 def moment(at_s: float) -> str:
-    """Return a moment, given in seconds since the Unix epoch, in words."""
+    """Return a time, given in seconds since the Unix epoch, in words."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(at_s, 1 << 35)))
 
 
 def _printed(show: Callable[[Console], None]) -> str:
-    """Return what is printed on a terminal as a part of a page."""
+    """Return what ``show`` prints on a terminal as a part of a page."""
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False, markup=False, highlight=False, emoji=False
     )
@@ -88,7 +89,7 @@ def _printed(show: Callable[[Console], None]) -> str:
 
 
 def _tables(survey: Survey) -> Iterator[str]:
-    """Yield what ``kvdisk inspect`` prints, without the prefixes: they are drawn."""
+    """Yield what ``kvdisk inspect`` prints, but for the prefixes, which are drawn."""
     shown = replace(survey, engine_stores=survey.engine_stores[:MOST_HOMES])
     yield f"<section>{_printed(lambda console: print_survey(shown, console, ('models', 'stores', 'segments', 'ages')))}"
     if hidden := len(survey.engine_stores) - len(shown.engine_stores):
@@ -147,7 +148,8 @@ def _legend(listed: Sequence[Prefix]) -> str:
 
 
 def _icicle(tree: PrefixTree, now_s: int) -> str:
-    """Return the tree: a row for each depth, widths by bytes of a prefix and all below it."""
+    """Return the tree: a row for each depth; widths by the bytes of a prefix and of all below
+    it."""
     total = sum(prefix.bytes for _, prefix in each_prefix(tree.tree)) + tree.hidden_bytes
     everything = f"all {plural(tree.chains, 'chain')}, {size(total)}"
     pieces = "".join(_pieces(tree.tree, max(1, total), now_s))
@@ -158,11 +160,12 @@ def _icicle(tree: PrefixTree, now_s: int) -> str:
 
 
 def _pieces(prefixes: Iterable[Prefix], around_bytes: int, now_s: int) -> Iterator[str]:
-    """Yield prefixes side by side, each with those that follow it below it. ``around_bytes``: what
-    is as wide as the place that they have."""
+    """Yield prefixes side by side, each with those that follow it below. ``around_bytes``: the
+    bytes that their place is as wide as."""
     for prefix in prefixes:
         whole_bytes = prefix.bytes + prefix.below_bytes
-        # Never rounded up: together they would be wider than their place, and the last be below.
+        # Never rounded up: otherwise the pieces could together be wider than their place, and the
+        # last would wrap.
         percent = int(1e6 * whole_bytes / around_bytes) / 1e4
         tokens = "" if prefix.tokens is None else f" · {number(prefix.tokens)} tokens"
         title = "\n".join(html.escape(line) for line in _title(prefix, now_s))
@@ -228,7 +231,7 @@ def _occupancy(survey: Survey) -> Iterator[str]:
 
 
 def _cell(home: Home, segments: Sequence[Segment]) -> str:
-    """Return a cell for one segment or several: used, free in short runs, free in long ones."""
+    """Return a cell for one segment or several: used, free in short runs, free in long runs."""
     first, last = segments[0].segment, segments[-1].segment
     name = f"segment {first}" if first == last else f"segments {first} to {last}"
     slots = sum(each.slots or 0 for each in segments)
