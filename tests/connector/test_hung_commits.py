@@ -15,7 +15,7 @@ from typing import Any
 from schedulers import BLOCK_TOKENS
 from support.waits import lives, until
 
-from kvdisk import assembly
+from kvdisk import engine_store
 from kvdisk.device.home import Home
 from kvdisk.device.listing import list_homes, list_owners
 from kvdisk.index import lmdb_index
@@ -25,7 +25,7 @@ PROMPT = list(range(100, 100 + 4 * BLOCK_TOKENS + 5))
 
 
 def test_an_idle_engine_rests_and_ends_though_a_commit_hangs(engines, tmp_path, monkeypatch):
-    monkeypatch.setattr(assembly, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_store, "_CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(lmdb_index, "CLOSE_TIMEOUT_S", 0.1)
     bench = engines.make(threaded=True, nvme=True)
     parts = bench.connector.scheduler._parts

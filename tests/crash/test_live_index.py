@@ -21,7 +21,7 @@ from support.live_model import LiveModel
 from support.live_process import ProcessSettings
 from support.waits import WAIT_S, lives, until
 
-from kvdisk import assembly
+from kvdisk import engine_store
 from kvdisk.device import home as homes
 from kvdisk.device.listing import list_homes
 from kvdisk.index import commit_writer, lmdb_index
@@ -84,7 +84,7 @@ def test_an_index_that_is_lost_under_load(case, quick_path, caplog, monkeypatch,
     harm, said, rebuilds = CASES[case]
     monkeypatch.setattr(commit_writer, "LATE_S", 0.5 if said == LATE else WAIT_S)
     if said == LATE:
-        monkeypatch.setattr(assembly, "_CLOSE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(engine_store, "_CLOSE_TIMEOUT_S", 0.1)
         monkeypatch.setattr(lmdb_index, "CLOSE_TIMEOUT_S", 0.1)
     engine = started(quick_path / "store")
     request.addfinalizer(engine.close)
