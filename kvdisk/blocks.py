@@ -92,6 +92,13 @@ def make_block_keys(block_hashes: Iterable[bytes], group: int) -> list[BlockKey]
     return list(map(_add, block_hashes, repeat(group.to_bytes(GROUP_BYTES, "big"))))
 
 
+def groups_of(keys: Iterable[BlockKey]) -> list[int]:
+    """Return ``group_of`` each key; quicker than one by one."""
+    ends = [key[-GROUP_BYTES:] for key in keys]
+    numbers = {end: int.from_bytes(end, "big") for end in set(ends)}
+    return list(map(numbers.__getitem__, ends))
+
+
 def group_of(key: BlockKey) -> int:
     """Return the KV-cache group index in a key."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
 from kvdisk.stats import Stats
@@ -89,6 +89,53 @@ class Move(NamedTuple):
         return [block for block in self.gpu_blocks if block != NO_BLOCK]
 
 
+class RowMoves(Sequence[Move]):
+    """The moves of a job by key, as columns: each has one row in the place of GPU blocks, and one
+    slot in ``tier``. A ``Move`` is made only where somebody asks for one: an object for each block
+    would take a good part of an engine's step."""
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        generations: Sequence[int],
+        rows: Sequence[int],
+        tier: Tier,
+        slots: Sequence[Slot],
+        parents: Sequence[BlockKey | None],
+    ) -> None:
+        assert len(keys) == len(generations) == len(rows) == len(slots) == len(parents)
+        self._keys, self._generations, self._rows = keys, generations, rows
+        self._tier, self._slots, self._parents = tier, slots, parents
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, at: int) -> Move: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Move]: ...
+    def __getitem__(self, at: int | slice) -> Move | Sequence[Move]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        slots = {self._tier: self._slots[at]}
+        return Move(self._keys[at], self._generations[at], (self._rows[at],), slots, self._parents[at])
+
+    def places(self, tier: Tier) -> Sequence[Slot | None]:
+        """Return the slot of each move in a tier; None: it has none there."""
+        return self._slots if tier is self._tier else [None] * len(self)
+
+    def pack(self) -> tuple[object, ...]:
+        """Return what ``_unpack`` makes moves of."""
+        segments, indexes = zip(*self._slots, strict=True) if self._slots else ((), ())
+        tiers = ((self._tier,),), bytes(len(self))
+        return self._keys, self._generations, [1], self._rows, self._parents, *tiers, segments, indexes
+
+
+def places_in(moves: Sequence[Move], tier: Tier) -> Sequence[Slot | None]:
+    """Return the slot of each move in a tier; None: it has none there."""
+    return moves.places(tier) if isinstance(moves, RowMoves) else [move.slots.get(tier) for move in moves]
+
+
 class GuestSpec(NamedTuple):
     """What ranks that are not on the host of a home make a guest of: a home of the same id, for
     their files. ``lineage``: see ``HomeRecord``. ``previous_id``: that the home had under its owner
@@ -153,7 +200,7 @@ class Job(NamedTuple):
 
     id: JobId
     kind: JobKind
-    moves: tuple[Move, ...] = ()
+    moves: Sequence[Move] = ()
     epoch: int = 0
     request_id: str | None = None
     home: HomeSpec | None = None
@@ -173,6 +220,8 @@ def _pack(moves: Sequence[Move]) -> tuple[object, ...]:
     one after the other."""
     if not moves:
         return ()
+    if isinstance(moves, RowMoves):
+        return moves.pack()
     keys, generations, gpu_blocks, slots, parents = zip(*moves, strict=True)
     counts = list(map(len, gpu_blocks))
     blocks = list(chain.from_iterable(gpu_blocks))

@@ -212,9 +212,10 @@ class MoverProcess:
         self._flush()
         if self._ended:
             return
-        with suppress(OSError):
-            select.select([self._socket], [self._socket] if self._unsent else [], [], wait_s)
-        self._flush()
+        if wait_s > 0:
+            with suppress(OSError):
+                select.select([self._socket], [self._socket] if self._unsent else [], [], wait_s)
+            self._flush()
         try:
             while received := self._socket.recv(1 << 20):
                 self._unread += received

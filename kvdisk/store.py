@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 import numpy as np
 
 from kvdisk.assembly import SchedulerHalf, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, groups_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
-from kvdisk.manager.block_jobs import Offer, Prompt
+from kvdisk.manager.block_jobs import Offers, Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
@@ -102,15 +104,17 @@ class ThreadMover:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``waiting``:
-    positions of what is not planned yet. ``records``: what was planned, and the position of each
-    move. ``is_new``: no step has looked at it. ``is_void``: it ends as CANCELLED."""
+    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``offers``:
+    those of a put; ``waiting``: positions of what is not planned yet. ``records``: what was
+    planned, and the position of each move. ``is_new``: no step has looked at it. ``is_void``: it
+    ends as CANCELLED."""
 
     tag: int
-    blocks: Sequence[Put] | Sequence[Get]
+    keys: Sequence[BlockKey]
     asked_s: float
     results: list[Result | None]
-    waiting: list[int] = field(default_factory=list)
+    offers: Offers | None = None
+    waiting: Sequence[int] = ()
     records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
     is_new: bool = True
     is_void: bool = False
@@ -251,16 +255,21 @@ class BlockStore(BlockStoreFace):
 
     def put(self, tag: int, blocks: Sequence[Put]) -> None:
         """See ``BlockStoreFace``."""
-        assert all(put.key != put.parent for put in blocks), "no block follows itself"
-        self._check([put.key for put in blocks], [put.row for put in blocks])
-        self._check([put.parent for put in blocks if put.parent is not None], [])
-        job = self._new_job(tag, blocks)
-        job.waiting = list({put.key: at for at, put in reversed(list(enumerate(blocks)))}.values())[::-1]
+        keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
+        known = set(keys)
+        assert not any(map(operator.eq, keys, parents)), "no block follows itself"
+        self._check(keys, rows)
+        self._check([parent for parent in set(parents) - known if parent is not None], [])
+        job = self._new_job(tag, keys)
+        job.offers, job.waiting = Offers(keys, parents, rows, groups_of(keys)), range(len(keys))
+        if len(known) < len(keys):
+            job.waiting = list({key: at for at, key in reversed(list(enumerate(keys)))}.values())[::-1]
 
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
         """See ``BlockStoreFace``."""
-        self._check([get.key for get in blocks], [get.row for get in blocks])
-        job = self._new_job(tag, blocks)
+        keys = [get.key for get in blocks]
+        self._check(keys, [get.row for get in blocks])
+        job = self._new_job(tag, keys)
         if self._is_off or not blocks:
             return
         self._wake()
@@ -274,10 +283,10 @@ class BlockStore(BlockStoreFace):
         assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
         assert min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not"
 
-    def _new_job(self, tag: int, blocks: Sequence[Put] | Sequence[Get]) -> _Job:
+    def _new_job(self, tag: int, keys: Sequence[BlockKey]) -> _Job:
         assert not self._is_closed, "the store is closed"
         assert tag not in self._jobs and all(tag != each.tag for each in self._ended), f"tag {tag} is in use"
-        job = self._jobs[tag] = _Job(tag, blocks, time.monotonic(), [None] * len(blocks))
+        job = self._jobs[tag] = _Job(tag, keys, time.monotonic(), [None] * len(keys))
         return job
 
     # -- steps -----------------------------------------------------------------------------------
@@ -306,11 +315,11 @@ class BlockStore(BlockStoreFace):
     def _plan_puts(self, now: float) -> None:
         """Write what there is room for. The rest waits where room is coming, though not for long,
         nor with too many rows: others may need these more."""
-        left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[Offer]()
+        left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[int]()
         for job in self._jobs.values():
-            if not job.waiting:
+            if job.offers is None or not job.waiting:
                 continue
-            positions, offers = job.waiting, [Offer(*job.blocks[at]) for at in job.waiting]
+            positions, offers = job.waiting, job.offers.at(job.waiting)
             answer = self._blocks.store(offers, now, is_new=job.is_new)
             if answer.record is not None:
                 job.records.append((answer.record, [positions[at] for at in answer.taken]))
@@ -321,7 +330,7 @@ class BlockStore(BlockStoreFace):
             job.note([positions[at] for at in given_up], Result.NO_ROOM)
             self._blocks.give_up(len(given_up))
             job.waiting, job.is_new = [positions[at] for at in kept], False
-            waiting += [offers[at] for at in kept]
+            waiting += [offers.groups[at] for at in kept]
             left -= len(kept)
         self._blocks.await_room(waiting)
 
@@ -369,24 +378,25 @@ class BlockStore(BlockStoreFace):
         """Have jobs end as CANCELLED; ``also_under_way``: at once, as nothing moves any more."""
         for job in jobs:
             job.is_void = True
-            job.waiting = []
+            job.waiting = ()
             if also_under_way:
                 job.records = []
 
     def _end(self, job: _Job) -> Ended:
-        results, first, moved_bytes = list[Result](), dict[BlockKey, Result](), 0
-        blocks: list[Put | Get] = [*job.blocks]
-        for block, result in zip(blocks, job.results, strict=True):
-            if job.is_void:
-                found = Result.CANCELLED
-            elif result is not None:
-                found = first[block.key] = result
-            else:  # a put of a key that was in it before
-                found = first[block.key] if first[block.key] is not Result.DONE else Result.PRESENT
-            results.append(found)
-            if found is Result.DONE:
-                moved_bytes += self._payload_bytes[group_of(block.key)]
+        results = [Result.CANCELLED] * len(job.keys) if job.is_void else self._results_of(job)
+        moved = Counter(groups_of(compress(job.keys, map(Result.DONE.__eq__, results))))
+        moved_bytes = sum(self._payload_bytes[group] * count for group, count in moved.items())
         return Ended(job.tag, results, moved_bytes, time.monotonic() - job.asked_s)
+
+    def _results_of(self, job: _Job) -> list[Result]:
+        """Return the results of a job's blocks; of a key that was put twice the later is
+        PRESENT, if it was stored."""
+        known = [(key, result) for key, result in zip(job.keys, job.results, strict=True) if result is not None]
+        if len(known) == len(job.keys):
+            return [result for _, result in known]
+        first = dict(reversed(known))
+        again = {key: Result.PRESENT if result is Result.DONE else result for key, result in first.items()}
+        return [again[key] if result is None else result for key, result in zip(job.keys, job.results, strict=True)]
 
     # -- epochs and the end ----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -101,7 +101,7 @@ class _Request:
     of them that were loaded. ``lost_blocks``: how often vLLM has given away the row of one of these
     before the request was scheduled. ``waits_since``: when it was first told to wait. ``is_stale``:
     it has KV from before a reset. ``asked``: stretches of it that others were asked for.
-    ``offered``: its chunks that were offered, by group and last token.
+    ``offered``: its chunks that were offered, by vLLM's group, then by their last token.
     """
 
     arrival: int
@@ -113,7 +113,7 @@ class _Request:
     is_scheduled: bool = False
     is_stale: bool = False
     asked: set[int] = field(default_factory=set)
-    offered: dict[tuple[bytes, int], BlockKey] = field(default_factory=dict)
+    offered: dict[bytes, dict[int, BlockKey]] = field(default_factory=dict)
     missed: str = ""
     found_blocks: int = 0
     loaded_blocks: int = 0
@@ -340,21 +340,33 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self.store.ask(self._names.blocks(each for _, each in alike) or [self._names.block(key)])
         return True
 
-    def _parent_of(self, request: _Request, key: OffloadKey, req_context: ReqContext) -> BlockKey | None:
-        """Return the chunk before one in its group: mostly that which was offered before. A
-        recurrent state may end within a chunk."""
-        positions = req_context._offload_key_positions
-        end, group = positions.get(key), key[-_VLLM_GROUP_BYTES:]
-        if end is None:
-            return None
-        tokens = self._chunk_tokens_of[group]
-        start = (end - 1) // tokens * tokens
-        parent = request.offered.get((group, start))
-        if parent is None and start:
-            ends_there = (each for each, at in positions.items() if at == start and each[-_VLLM_GROUP_BYTES:] == group)
-            parent = next(map(self._names.block, ends_there), None)
-        request.offered[group, end] = self._names.block(key)
-        return parent
+    def _parents_of(
+        self, request: _Request, keys: Sequence[OffloadKey], blocks: Sequence[BlockKey], positions: Mapping[bytes, int]
+    ) -> list[BlockKey | None]:
+        """Return the parent of each offered chunk: the one before it in its group, which mostly was
+        offered before. A recurrent state may end within a chunk. ``blocks``: the block keys of
+        ``keys``. ``positions``: the last token of each key of the request."""
+        parents, group, tokens = list[BlockKey | None](), b"", 0
+        offered: dict[int, BlockKey] = {}
+        for key, block, end in zip(keys, blocks, map(positions.get, keys), strict=True):
+            if key[-_VLLM_GROUP_BYTES:] != group:
+                group = key[-_VLLM_GROUP_BYTES:]
+                tokens, offered = self._chunk_tokens_of[group], request.offered.setdefault(group, {})
+            if end is None:
+                parents.append(None)
+                continue
+            start = (end - 1) // tokens * tokens
+            parent = offered.get(start)
+            if parent is None and start:
+                parent = self._ending_at(start, group, positions)
+            offered[end] = block
+            parents.append(parent)
+        return parents
+
+    def _ending_at(self, end: int, group: bytes, positions: Mapping[bytes, int]) -> BlockKey | None:
+        """Return the chunk of a group that ends at a token, if there is one."""
+        found = (each for each, at in positions.items() if at == end and each[-_VLLM_GROUP_BYTES:] == group)
+        return next((self._names.block(OffloadKey(each)) for each in found), None)
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -369,10 +381,10 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if request.is_stale:
             self._finish(job, JobResult(job.job_id, True))
             return
-        rows = job.chunk_ids.tolist()
-        parents = [self._parent_of(request, key, job.req_context) for key in job.keys]
-        blocks = map(Put, self._names.blocks(job.keys), parents, rows)
-        self.store.put(job.job_id, list(blocks))
+        keys = list(job.keys)
+        blocks = self._names.blocks(keys)
+        parents = self._parents_of(request, keys, blocks, job.req_context._offload_key_positions)
+        self.store.put(job.job_id, list(map(Put, blocks, parents, job.chunk_ids.tolist())))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load chunks that were answered HIT into rows of memory."""

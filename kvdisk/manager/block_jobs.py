@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 from typing import Final, NamedTuple
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import MOST_COUNTED
+from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.reuse import STATES, Visit
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, Move
+from kvdisk.messages import JobKind, RowMoves
 
 MOST_NEW: Final = 1 << 16
 """Blocks that were counted when they were put, and that no request was said to have reached
@@ -34,22 +35,31 @@ MOST_USED: Final = 4096
 """Blocks that a step refreshes the recency of, and goes on with in the next."""
 
 
-class Offer(NamedTuple):
-    """A block in a row of the caller's, to be stored."""
+class Offers(NamedTuple):
+    """Blocks in rows of the caller's, to be stored, as columns. ``parents``: of each the key before
+    it in its chain; ``groups``: of the keys."""
 
-    key: BlockKey
-    parent: BlockKey | None
-    row: int
+    keys: Sequence[BlockKey]
+    parents: Sequence[BlockKey | None]
+    rows: Sequence[int]
+    groups: Sequence[int]
+
+    def at(self, positions: Sequence[int]) -> Offers:
+        """Return those at some positions, in their order, each of which comes once."""
+        if len(positions) == len(self.keys):
+            return self
+        keys, parents = [self.keys[at] for at in positions], [self.parents[at] for at in positions]
+        return Offers(keys, parents, [self.rows[at] for at in positions], [self.groups[at] for at in positions])
 
 
 @dataclass(slots=True)
-class Answer:
+class PutResult:
     """What became of offers, by their positions. ``record``: the job of those that were ``taken``,
     in the order of its moves; None: there is none. ``waiting``: for room; ``hopeless``: none is
     coming."""
 
     record: JobRecord | None = None
-    taken: list[int] = field(default_factory=list)
+    taken: Sequence[int] = ()
     present: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -186,11 +196,12 @@ class BlockJobs:
         for space in self._tiers:
             space.admission.want(keys, request)
 
-    def _count_new(self, offers: Sequence[Offer]) -> None:
+    def _count_new(self, offers: Offers) -> None:
         """Count those blocks as new that no request was said to have reached: who puts one wants
         it. Admission would take it for one that nobody has wanted for long."""
         self._count_some(math.inf)
-        parents = {offer.key: offer.parent for offer in offers if not self._history.known(offer.key)[0]}
+        known, pairs = self._history.known, zip(offers.keys, offers.parents, strict=True)
+        parents = {key: parent for key, parent in pairs if not known(key)[0]}
         for group, keys in enumerate(self._by_group(list(parents))):
             if group in self._history.state_groups:
                 for key in keys:
@@ -213,15 +224,12 @@ class BlockJobs:
             origin = self._history.origin_behind(parent) if parent is not None else 0
         self._chains[keys[-1]] = visit, self._history.count(keys, 0, len(keys), origin, visit)
 
-    def _groups_of(self, keys: Sequence[BlockKey]) -> list[int]:
-        return [0] * len(keys) if len(self._geometry.groups) == 1 else list(map(group_of, keys))
-
     def _by_group(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], ...]:
         if len(self._geometry.groups) == 1:
             return (list(keys),)
         found: tuple[list[BlockKey], ...] = tuple([] for _ in self._geometry.groups)
-        for key in keys:
-            found[group_of(key)].append(key)
+        for key, group in zip(keys, groups_of(keys), strict=True):
+            found[group].append(key)
         return found
 
     # -- stores --------------------------------------------------------------------------------
@@ -231,79 +239,78 @@ class BlockJobs:
         """See the class."""
         return [max(1, self._waiting[size_class]) for size_class in range(len(self._geometry.slot_sizes))]
 
-    def store(self, offers: Sequence[Offer], now: float, *, is_new: bool) -> Answer:
+    @uncollected
+    def store(self, offers: Offers, now: float, *, is_new: bool) -> PutResult:
         """Plan a job for the offers that are missing and admitted, as far as there is room now.
 
         ``is_new``: False: they waited for room, and were admitted. A key comes once.
         """
-        answer = Answer()
-        missing = self._missing(offers, answer)
-        admitted = self._admitted(offers, missing, answer) if is_new else missing
-        served = self._take_slots(offers, admitted, now, answer)
-        answer.taken = [at for at, _, _ in served]
-        if served:
-            answer.record = self._plan_store([offers[at] for at in answer.taken], served)
+        answer = PutResult()
+        places, rows = self._missing(offers, answer)
+        if is_new and not self._target.admission.admits_all:
+            places, rows = self._admitted(offers, places, rows, answer)
+        taken, rows, slots = self._take_slots(offers, places, rows, now, answer)
+        if taken:
+            answer.taken, answer.record = taken, self._plan_store(offers.at(taken), rows, slots)
         return answer
 
-    def _missing(self, offers: Sequence[Offer], answer: Answer) -> list[tuple[int, int]]:
-        """Return the positions of what no tier has or gets, nor a neighbour, each with its row in
+    def _missing(self, offers: Offers, answer: PutResult) -> tuple[list[int], list[int]]:
+        """Return the positions of what no tier has or gets, nor a neighbour, and the row of each in
         the catalog."""
-        keys = [offer.key for offer in offers]
-        self._ages.end(keys)
-        missing = self._copies.missing(self._target, keys)
-        answer.present += sorted({*range(len(keys))} - {at for at, _ in missing})
-        return missing
+        self._ages.end(offers.keys)
+        places, rows = self._copies.missing(self._target, offers.keys)
+        if len(places) < len(offers.keys):
+            answer.present += sorted({*range(len(offers.keys))}.difference(places))
+        return places, rows
 
     def _admitted(
-        self, offers: Sequence[Offer], missing: Sequence[tuple[int, int]], answer: Answer
-    ) -> Sequence[tuple[int, int]]:
-        if self._target.admission.admits_all:
-            return missing
-        some = [offers[at] for at, _ in missing]
+        self, offers: Offers, places: Sequence[int], rows: Sequence[int], answer: PutResult
+    ) -> tuple[list[int], list[int]]:
+        some = offers.at(places)
         self._count_new(some)
-        are_let_in = self._target.admits([offer.key for offer in some], [offer.parent for offer in some])
-        answer.refused += [at for (at, _), is_let_in in zip(missing, are_let_in, strict=True) if not is_let_in]
+        are_let_in = self._target.admits(some.keys, some.parents)
+        answer.refused += [at for at, is_let_in in zip(places, are_let_in, strict=True) if not is_let_in]
         self._stats.add("refused_blocks.reuse", len(answer.refused))
-        return list(compress(missing, are_let_in))
+        return list(compress(places, are_let_in)), list(compress(rows, are_let_in))
 
     def _take_slots(
-        self, offers: Sequence[Offer], wanted: Sequence[tuple[int, int]], now: float, answer: Answer
-    ) -> list[tuple[int, int, Slot]]:
-        """Return positions with their rows in the catalog and their slots."""
+        self, offers: Offers, places: Sequence[int], rows: Sequence[int], now: float, answer: PutResult
+    ) -> tuple[list[int], list[int], list[Slot]]:
+        """Return the positions of what has got slots, the row of each in the catalog, and the
+        slots."""
         target, states = self._target, self._catalog.columns(self._target.tier).states
         if not target.update_writable(now):
-            answer.hopeless += [at for at, _ in wanted]
-            return []
-        vacant = [(at, row) for at, row in wanted if row == NONE or states[row] == ABSENT]
-        groups = self._groups_of([offers[at].key for at, _ in vacant])
-        blocks = [(group, offers[at].parent) for group, (at, _) in zip(groups, vacant, strict=True)]
-        slots, _, _ = self._copies.take_slots(target, blocks, [0] * len(blocks), in_order=False)
-        served = [(at, row, slot) for (at, row), slot in zip(vacant, slots, strict=True) if slot is not None]
-        taken, is_spent = {at for at, _, _ in served}, target.status.is_spent
-        for at, _ in wanted:
-            if at not in taken:
-                size_class = self._class_of[group_of(offers[at].key)]
-                comes = not is_spent and target.may_get_room(size_class, silent=False)
-                (answer.waiting if comes else answer.hopeless).append(at)
-        return served
+            answer.hopeless += places
+            return [], [], []
+        vacant = [(at, row) for at, row in zip(places, rows, strict=True) if row == NONE or states[row] == ABSENT]
+        some = offers.at([at for at, _ in vacant])
+        slots, _, _ = self._copies.take_slots(target, some.groups, some.parents, [0] * len(vacant), in_order=False)
+        has_slot = [slot is not None for slot in slots]
+        served = list(compress(vacant, has_slot))
+        if len(served) < len(places):
+            self._leave_waiting(offers, sorted({*places}.difference(at for at, _ in served)), answer)
+        return [at for at, _ in served], [row for _, row in served], [slot for slot in slots if slot is not None]
 
-    def _plan_store(self, offers: Sequence[Offer], served: Sequence[tuple[int, int, Slot]]) -> JobRecord:
-        generations, tier = self._catalog.generations, self._target.tier
-        blocks = [(offer.key, offer.parent, row) for offer, (_, row, _) in zip(offers, served, strict=True)]
-        rows = self._copies.begin_new(tier, blocks, [slot for _, _, slot in served], [0] * len(blocks))
-        moves = [
-            Move(offer.key, generations[row], (offer.row,), {tier: slot}, offer.parent)
-            for offer, row, (_, _, slot) in zip(offers, rows, served, strict=True)
-        ]
-        groups = self._groups_of([offer.key for offer in offers])
-        details = [MoveDetail(row, group, target=tier) for row, group in zip(rows, groups, strict=True)]
+    def _leave_waiting(self, offers: Offers, places: Sequence[int], answer: PutResult) -> None:
+        target, is_spent = self._target, self._target.status.is_spent
+        for at in places:
+            comes = not is_spent and target.may_get_room(self._class_of[offers.groups[at]], silent=False)
+            (answer.waiting if comes else answer.hopeless).append(at)
+
+    def _plan_store(self, offers: Offers, rows: Sequence[int], slots: Sequence[Slot]) -> JobRecord:
+        tier = self._target.tier
+        rows = self._copies.begin_new(tier, offers.keys, offers.parents, rows, slots, [0] * len(rows))
+        generations = list(map(self._catalog.generations.__getitem__, rows))
+        moves = RowMoves(offers.keys, generations, offers.rows, tier, slots, offers.parents)
+        details = list(map(MoveDetail, rows, offers.groups, repeat(-1), repeat(None), repeat(tier)))
         record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch)
         record.by_key = True
         return record
 
-    def await_room(self, offers: Sequence[Offer]) -> None:
-        """Take note of the offers that wait for room, at the end of a step's offers."""
-        self._waiting = Counter(self._class_of[group_of(offer.key)] for offer in offers)
+    def await_room(self, groups: Iterable[int]) -> None:
+        """Take note of the groups of the offers that wait for room, at the end of a step's
+        offers."""
+        self._waiting = Counter(map(self._class_of.__getitem__, groups))
 
     def give_up(self, count: int) -> None:
         """Count blocks for which no room came."""
@@ -311,10 +318,11 @@ class BlockJobs:
 
     # -- loads ---------------------------------------------------------------------------------
 
+    @uncollected
     def load(self, blocks: Sequence[tuple[BlockKey, int]], arrival: int) -> tuple[JobRecord | None, Sequence[int]]:
         """Plan a job that loads blocks into the caller's rows; return it (None: there is none), and
         the positions of those that it brings, in the order of its moves. Nobody has the others."""
-        groups = self._groups_of([key for key, _ in blocks])
+        groups = groups_of([key for key, _ in blocks])
         reads = [Read(key, None, (row,), group) for (key, row), group in zip(blocks, groups, strict=True)]
         self._copies.pin_sources(reads)
         found = [at for at, read in enumerate(reads) if read.source is not None]

@@ -288,27 +288,37 @@ class Catalog:
         self._follow(followers, [parent for parent in parents if parent is not None])
         return rows
 
-    def _follow(self, rows: Sequence[int], parents: Iterable[BlockKey]) -> None:
+    def _follow(self, rows: Sequence[int], parents: Sequence[BlockKey]) -> None:
         parent_rows, child_counts = self.parent_rows, self._child_counts
         for row, parent_row in zip(rows, self._rows_of(parents), strict=True):
             parent_rows[row] = parent_row
             child_counts[parent_row] += 1
 
-    def _rows_of(self, keys: Iterable[BlockKey]) -> list[int]:
+    def _rows_of(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return the row of each block; where there is none it gets one, as a placeholder."""
-        found, rows, vacant = [], self._rows, self._vacant
-        for key in keys:
-            row = rows.get(key, NONE)
-            if row == NONE:
-                if not vacant:
-                    first = len(self.generations)
-                    self._grow(_GROWN_ROWS)
-                    vacant.extend(range(first + _GROWN_ROWS - 1, first - 1, -1))
-                row = rows[key] = vacant.pop()
-                self.keys[row] = key
-                self._is_placeholder[row] = True
-            found.append(row)
-        return found
+        rows = self._rows
+        found = list(map(rows.get, keys, repeat(NONE)))
+        if NONE not in found:
+            return found
+        new = [key for key in dict.fromkeys(keys) if key not in rows]
+        taken = self._take_vacant(len(new))
+        rows.update(zip(new, taken, strict=True))
+        self.keys[taken] = new
+        for row in taken:
+            self._is_placeholder[row] = True
+        return list(map(rows.__getitem__, keys))
+
+    def _take_vacant(self, count: int) -> array[int]:
+        """Return rows that are nobody's; make as many as are missing."""
+        taken = self._vacant[: -count - 1 : -1]
+        del self._vacant[-count:]
+        missing = count - len(taken)
+        if missing:
+            first, made = len(self.generations), -(-missing // _GROWN_ROWS) * _GROWN_ROWS
+            self._grow(made)
+            taken.extend(range(first, first + missing))
+            self._vacant.extend(range(first + made - 1, first + missing - 1, -1))
+        return taken
 
     def _grow(self, count: int) -> None:
         """Make so many more rows."""
@@ -342,7 +352,7 @@ class Catalog:
         np.frombuffer(self._child_counts, np.uint32)[:] = counts
         self._columns[tier].fill(blocks.segments, blocks.indices)
         if rows := np.flatnonzero(lacking).tolist():
-            self._follow(rows, compress(blocks.each_parent(), lacking))
+            self._follow(rows, list(compress(blocks.each_parent(), lacking)))
             self._columns[tier].link(rows)
         if (share := self._columns[tier].share) is not None:
             share.begun(range(count))

@@ -9,7 +9,7 @@ slots: its target is DOOMED and keeps its writer's pin, and its source keeps its
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -119,87 +119,94 @@ class Copies:
 
     # -- writes begin ----------------------------------------------------------------------------
 
-    def missing(self, target: TierSpace, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+    def missing(self, target: TierSpace, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
         """Return the places in ``keys`` of the blocks that no tier has or gets, nor a neighbour as
-        near as ``target`` is, each with its row, NONE where it has none."""
+        near as ``target`` is, and the row of each, NONE where it has none."""
         rows, near = self._catalog.find_all(keys), self._neighbours.near(target.tier)
-        return [
-            (at, row)
-            for at, (row, presence) in enumerate(zip(rows, self._catalog.presences_of(rows), strict=True))
-            if not presence and keys[at] not in near
-        ]
+        presences = self._catalog.presences_of(rows)
+        if not near and not any(presences):
+            return list(range(len(keys))), rows
+        places = [at for at, presence in enumerate(presences) if not presence and keys[at] not in near]
+        return places, rows if len(places) == len(rows) else [rows[at] for at in places]
 
     def take_slots(
         self,
         target: TierSpace,
-        blocks: Sequence[tuple[int, BlockKey | None]],
+        groups: Sequence[int],
+        parents: Sequence[BlockKey | None],
         tenants: Sequence[int],
         *,
         in_order: bool,
     ) -> tuple[list[Slot | None], list[int], int]:
-        """Take slots of a tier for blocks, each given by its group and what comes before it in its
-        chain; with ``in_order`` up to the first that gets none. ``tenants``: of each.
+        """Take slots of a tier for blocks; with ``in_order`` up to the first that gets none.
+        ``groups``, ``parents``, ``tenants``: of each its group, what comes before it in its chain,
+        and whose it is.
 
         Return each one's slot, if it got one; of one group they lie beside each other. And the rows
         of what is stored right before them, where that is the only copy: it does not leave for
         these. And how many blocks got none because their tenant has its share.
         """
         catalog, class_of = self._catalog, self._geometry.size_classes
-        parents = catalog.find_all([parent for _, parent in blocks if parent is not None])
-        tails = [row for row in parents if row != NONE and catalog.is_only_in(target.tier, row)]
+        before = catalog.find_all([parent for parent in parents if parent is not None])
+        tails = [row for row in before if row != NONE and catalog.is_only_in(target.tier, row)]
         catalog.pin(tails, target.tier)
-        classes = [class_of[group] for group, _ in blocks]
+        classes = [class_of[group] for group in groups]
         places = target.fit_to_share(classes, tenants, in_order=in_order)
-        wanted = classes if len(places) == len(classes) else [classes[at] for at in places]
-        free = {each: deque(target.allocate(each, wanted.count(each))) for each in dict.fromkeys(wanted)}
-        catalog.unpin(tails, target.tier)
-        left = {size_class: len(slots) for size_class, slots in free.items()}
-        served: list[int] = []
+        wanted: dict[int, list[int]] = {}
         for at in places:
-            size_class = classes[at]
-            if left[size_class]:
-                left[size_class] -= 1
-                served.append(at)
-            elif in_order:
-                break
-        if len(self._geometry.groups) > 1:
-            served.sort(key=lambda at: blocks[at][0])
-        slots: list[Slot | None] = [None] * len(blocks)
-        for at in served:
-            slots[at] = free[classes[at]].popleft()
-        for size_class, surplus in free.items():
-            if surplus:
-                target.give_back(size_class, list(surplus))
-        return slots, tails, len(classes) - len(places)
+            wanted.setdefault(classes[at], []).append(at)
+        free = {each: target.allocate(each, len(alike)) for each, alike in wanted.items()}
+        catalog.unpin(tails, target.tier)
+        end = len(groups)
+        if in_order:
+            end = min(
+                (alike[len(free[each])] for each, alike in wanted.items() if len(free[each]) < len(alike)), default=end
+            )
+        slots: list[Slot | None] = [None] * len(groups)
+        for size_class, found in free.items():
+            served = [at for at in wanted[size_class][: len(found)] if at < end]
+            if len(self._geometry.groups) > 1:
+                served.sort(key=groups.__getitem__)
+            for at, slot in zip(served, found, strict=False):
+                slots[at] = slot
+            if len(served) < len(found):
+                target.give_back(size_class, found[len(served) :])
+        return slots, tails, len(groups) - len(places)
 
     def begin_new(
         self,
         tier: Tier,
-        blocks: Sequence[tuple[BlockKey, BlockKey | None, int]],
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None],
+        rows: Sequence[int],
         slots: Sequence[Slot],
         tenants: Sequence[int],
     ) -> list[int]:
         """Begin the first copies of blocks that no tier has; return their rows.
 
-        ``blocks``: key, the key before it in its chain, and the row, NONE where it has none yet.
+        ``parents``: of each the key before it in its chain. ``rows``: NONE where it has none yet.
         ``tenants``: of each.
         """
         catalog = self._catalog
-        new = [(key, parent) for key, parent, row in blocks if row == NONE]
-        new_tenants = (
-            tenants
-            if len(new) == len(blocks)
-            else [tenant for (_, _, row), tenant in zip(blocks, tenants, strict=True) if row == NONE]
-        )
-        first = self._state.generation + 1
-        self._state.generation += len(new)
-        keys, parents = [key for key, _ in new], [parent for _, parent in new]
-        added = iter(catalog.add(keys, range(first, first + len(new)), self._state.epoch, parents, new_tenants))
-        rows = [next(added) if row == NONE else row for _, _, row in blocks]
+        new = [at for at, row in enumerate(rows) if row == NONE]
+        if len(new) == len(rows):
+            rows = self._add_new(keys, parents, tenants)
+        elif new:
+            some_keys, some_parents = [keys[at] for at in new], [parents[at] for at in new]
+            added = iter(self._add_new(some_keys, some_parents, [tenants[at] for at in new]))
+            rows = [next(added) if row == NONE else row for row in rows]
         for row in rows:
             catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins
         catalog.begin(rows, tier, slots)
-        return rows
+        return list(rows)
+
+    def _add_new(
+        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None], tenants: Sequence[int]
+    ) -> list[int]:
+        """Make rows of new generations."""
+        first = self._state.generation + 1
+        self._state.generation += len(keys)
+        return self._catalog.add(keys, range(first, first + len(keys)), self._state.epoch, parents, tenants)
 
     def begin_moves(
         self, rows: Sequence[int], source: Tier, target: Tier, slots: Sequence[Slot]

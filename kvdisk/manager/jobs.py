@@ -8,14 +8,14 @@ when each rank concerned has said that its device has ended them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NamedTuple
 
 from kvdisk.blocks import JobId, Tier
 from kvdisk.context import SchedulerContext
-from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec
+from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, RowMoves, SegmentSpec
 
 _STORE, _LOAD = JobKind.STORE, JobKind.LOAD
 _CANCELLABLE = frozenset({_STORE, JobKind.DEMOTE, JobKind.PROMOTE})
@@ -100,7 +100,7 @@ class Transfers:
     def add(
         self,
         kind: JobKind,
-        moves: list[Move],
+        moves: Sequence[Move],
         details: list[MoveDetail],
         *,
         epoch: int = 0,
@@ -110,10 +110,12 @@ class Transfers:
         arrival: int = 0,
         more: bool = False,
     ) -> JobRecord:
-        """Queue a job for the next plan. ``request_id``: whose it is, if anybody's."""
+        """Queue a job for the next plan. ``moves``, ``details``: of each of its blocks.
+        ``request_id``: whose it is, if anybody's."""
         assert len(moves) == len(details)
         owner = request_id if kind is _LOAD else None
-        job = Job(JobId(self._next_id), kind, tuple(moves), epoch, owner, home, segment, arrival, more)
+        kept = moves if isinstance(moves, RowMoves) else tuple(moves)
+        job = Job(JobId(self._next_id), kind, kept, epoch, owner, home, segment, arrival, more)
         self._next_id += 1
         record = self._records[job.id] = JobRecord(job, details, request_id)
         self._counts[kind] += 1

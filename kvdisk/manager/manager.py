@@ -306,7 +306,7 @@ class TierManager:
         if report.results or report.released or report.copied:
             self._heard_s = now
         for record in (*ended.copied, *ended.settled):
-            if record.job.kind is JobKind.STORE:
+            if record.job.kind is JobKind.STORE and not record.by_key:
                 self._stores.sources.end(record)
         for record in ended.settled:
             self._settlement.settle(record, now, now_s)

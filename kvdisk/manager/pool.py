@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +149,7 @@ class SlotPool:
             position, length = runs.take(count - len(slots))
             segment, start = divmod(position, 1 << _SHIFT)
             self.states[segment][start : start + length] = bytes([USED]) * length
-            slots += [Slot(segment, index) for index in range(start, start + length)]
+            slots += map(Slot, repeat(segment), range(start, start + length))
         self.free[size_class] -= len(slots)
         return slots
 

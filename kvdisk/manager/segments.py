@@ -18,7 +18,7 @@ from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_byt
 from kvdisk.index.base import SegmentRecord
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
-from kvdisk.messages import FOREIGN_SEGMENTS, HomeSpec, JobKind, Reason, SegmentSpec
+from kvdisk.messages import FOREIGN_SEGMENTS, HomeSpec, JobKind, Reason, SegmentSpec, places_in
 from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
@@ -428,8 +428,8 @@ class Segments:
         """Take note of what a settled job says of the drives that it wrote to, or read from. Reads
         of dropped segments say nothing: their files may not have been opened."""
         wrote: dict[int, bool] = {}
-        for at, move in enumerate(record.job.moves):
-            spec = self.specs.get(move.slots[self._tier].segment) if self._tier in move.slots else None
+        for at, slot in enumerate(places_in(record.job.moves, self._tier)):
+            spec = None if slot is None else self.specs.get(slot.segment)
             if spec is None:
                 continue  # nothing of it was on these drives, or it was a neighbour's
             reason, hangs = record.failed.get(at), at in record.late

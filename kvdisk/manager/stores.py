@@ -546,7 +546,8 @@ class StorePlanner:
         on_gpu = [offer for offer in offers if offer.gpu_blocks]
         keys = [offer.key for offer in on_gpu]
         self._ages.end(keys)
-        return [(on_gpu[at], row) for at, row in self._copies.missing(self._target, keys)]
+        places, rows = self._copies.missing(self._target, keys)
+        return [(on_gpu[at], row) for at, row in zip(places, rows, strict=True)]
 
     def _without_gaps(self, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
         """Return the missing blocks but for those behind one that no tier has, nor is offered: it
@@ -614,8 +615,9 @@ class StorePlanner:
         target = self._target
         if not wanted or not target.update_writable(now):
             return [], 0
-        blocks, tenants = [(offer.group, offer.parent) for offer, _ in wanted], [offer.tenant for offer, _ in wanted]
-        slots, tails, beyond_share = self._copies.take_slots(target, blocks, tenants, in_order=in_order)
+        groups, parents = [offer.group for offer, _ in wanted], [offer.parent for offer, _ in wanted]
+        tenants = [offer.tenant for offer, _ in wanted]
+        slots, tails, beyond_share = self._copies.take_slots(target, groups, parents, tenants, in_order=in_order)
         if None in slots and target.lower is not None:
             target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
         taken = [(offer, row, slot) for (offer, row), slot in zip(wanted, slots, strict=True) if slot is not None]
@@ -634,9 +636,9 @@ class StorePlanner:
         if not taken:
             return None
         generations, tier = self._catalog.generations, self._target.tier
-        blocks = [(offer.key, offer.parent, row) for offer, row, _ in taken]
+        keys, parents = [offer.key for offer, _, _ in taken], [offer.parent for offer, _, _ in taken]
         slots, tenants = [slot for _, _, slot in taken], [offer.tenant for offer, _, _ in taken]
-        rows = self._copies.begin_new(tier, blocks, slots, tenants)
+        rows = self._copies.begin_new(tier, keys, parents, [row for _, row, _ in taken], slots, tenants)
         moves, details = [], []
         for row, (offer, _, slot) in zip(rows, taken, strict=True):
             moves.append(Move(offer.key, generations[row], offer.gpu_blocks, {tier: slot}, offer.parent))

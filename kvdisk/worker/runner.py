@@ -144,6 +144,7 @@ class Runner:
 
     def add(self, job: Job, after: Event | None, deadline_s: float, *, urgent: bool = False) -> None:
         """Take a job in. It waits for earlier jobs that open or drop a segment of its own."""
+        job = job._replace(moves=tuple(job.moves))  # each is asked for several times
         work = Work(job, after, deadline_s, urgent=urgent)
         self._soonest_s = min(self._soonest_s, deadline_s)
         self._works[job.id] = work

@@ -9,7 +9,7 @@ import pickletools
 import pytest
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
-from kvdisk.messages import Job, JobKind, Move, Plan, Report, SegmentSpec
+from kvdisk.messages import Job, JobKind, Move, Plan, Report, RowMoves, SegmentSpec, places_in
 
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 """vLLM: with it an executor of several processes sends what a step needs."""
@@ -34,6 +34,12 @@ def load_of(count: int) -> Job:
         for at in range(count)
     ]
     return Job(JobId(7), JobKind.LOAD, tuple(moves), epoch=2, request_id="a", arrival=3, more=True)
+
+
+def rows_of(count: int) -> RowMoves:
+    """Return the moves of a store by key."""
+    keys, slots = list(map(key, range(count))), [Slot(2, at + 9) for at in range(count)]
+    return RowMoves(keys, range(100, 100 + count), range(count), Tier.NVME, slots, [None, *keys][:count])
 
 
 @pytest.mark.parametrize(
@@ -66,3 +72,24 @@ def test_what_a_step_sends_of_a_move_is_a_few_values():
 def test_what_any_rank_has_lost_is_heard():
     report = Report().merge(Report(removed={3})).merge(Report(removed={3, 4})).merge(Report())
     assert report.removed == {3, 4} and not report.empty
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_moves_by_column_are_what_they_would_be_one_by_one(count):
+    moves = rows_of(count)
+    alone = tuple(
+        Move(key(at), 100 + at, (at,), {Tier.NVME: Slot(2, at + 9)}, key(at - 1) if at else None) for at in range(count)
+    )
+    assert tuple(moves) == alone and moves[1:3] == alone[1:3] and len(moves) == count
+    for tier in (Tier.CPU, Tier.NVME):
+        assert list(places_in(moves, tier)) == list(places_in(alone, tier))
+    job = Job(JobId(8), JobKind.STORE, moves, epoch=1)
+    assert pickle.loads(pickle.dumps(job, PROTOCOL)) == job._replace(moves=alone)  # noqa: S301
+
+
+def test_what_a_step_sends_of_a_store_by_key_is_a_few_values():
+    def instructions(count: int) -> int:
+        job = Job(JobId(8), JobKind.STORE, rows_of(count))
+        return sum(1 for _ in pickletools.genops(pickle.dumps(Plan((job,)), PROTOCOL)))
+
+    assert instructions(2000) - instructions(1000) <= 10 * 1000
