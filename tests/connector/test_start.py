@@ -425,11 +425,11 @@ def test_on_how_many_hosts_the_ranks_may_lie(changes, hosts, parts):
     cache = _cache(MLA if "use_mla" in changes else FULL)
     geometry = geometry_of(_config(tensor_parallel_size=4, **changes), cache)
     assert (geometry.hosts, geometry.shard_count) == (hosts, parts)
-    assert [geometry.part_of(rank) for rank in range(4)] == sorted(
+    assert [geometry.shard_of(rank) for rank in range(4)] == sorted(
         part for part in range(parts) for _ in range(4 // parts)
     )
     writers = [[rank for rank in range(4) if geometry.writes(rank, segment)] for segment in range(4)]
-    assert all(sorted(map(geometry.part_of, ranks)) == list(range(parts)) for ranks in writers), "one of each part"
+    assert all(sorted(map(geometry.shard_of, ranks)) == list(range(parts)) for ranks in writers), "one of each part"
 
 
 def test_machines_do_not_change_what_blocks_mean(folder):
