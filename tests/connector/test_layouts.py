@@ -93,6 +93,10 @@ def test_a_slot_has_the_same_bytes_however_the_engine_lays_blocks_out(make, layo
     assert (len(blocks.stacks), blocks.rows is not None) == (stacks, in_rows)
     parallel = SimpleNamespace(
         pipeline_parallel_size=1,
+        distributed_executor_backend="mp",
+        data_parallel_backend="mp",
+        data_parallel_size_local=1,
+        nnodes_within_dp=1,
         tensor_parallel_size=1,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
