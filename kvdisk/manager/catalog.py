@@ -303,9 +303,13 @@ class Catalog:
         new = [key for key in dict.fromkeys(keys) if key not in rows]
         taken = self._take_vacant(len(new))
         rows.update(zip(new, taken, strict=True))
-        self.keys[taken] = new
         for row in taken:
             self._is_placeholder[row] = True
+        if len(new) < _FEW:
+            for row, key in zip(taken, new, strict=True):
+                self.keys[row] = key
+        else:
+            self.keys[taken] = new
         return list(map(rows.__getitem__, keys))
 
     def _take_vacant(self, count: int) -> array[int]:
