@@ -325,7 +325,7 @@ class Demotions:
         """
         return self._lower.affordable_bytes if self._lower.update_writable(now) else 0
 
-    def _charge(self, count_bytes: int) -> None:
+    def _charge(self, byte_count: int) -> None:
         """So many bytes were planned to be written. The lower tier keeps account of its own."""
 
     def _next_rows(self, classes: Collection[int], left: float) -> dict[int, list[int]]:

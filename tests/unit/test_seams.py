@@ -105,8 +105,8 @@ class Limited(Demotions):
         left = self.bytes_per_s * now - self.spent
         return min(super()._affordable_bytes(now), left if left >= self._lower.bytes_of(0) else 0)
 
-    def _charge(self, count_bytes: int) -> None:
-        self.spent += count_bytes
+    def _charge(self, byte_count: int) -> None:
+        self.spent += byte_count
 
 
 PROMPTS = ["".join(chr(97 + (at * 8 + part) % 26) for part in range(8)) + "z" * at for at in range(20)]
