@@ -137,10 +137,10 @@ def places_in(moves: Sequence[Move], tier: Tier) -> Sequence[Slot | None]:
 
 
 class GuestSpec(NamedTuple):
-    """What ranks that are not on the host of a home make a guest of: a home of the same id, for
-    their files. ``lineage``: see ``HomeRecord``. ``previous_id``: that the home had under its owner
-    before; empty: it is new. ``rank_bytes``: what one rank's files may take. ``description``: what
-    HOME shall say."""
+    """What ranks on another host than the engine store's need to make a guest there: a home of the
+    same id, for their files. ``lineage``: see ``HomeRecord``. ``previous_id``: the id that the home
+    had under its last owner; empty: it is new. ``rank_bytes``: the most that one rank's files may
+    take. ``description``: what HOME shall say."""
 
     lineage: str
     previous_id: str

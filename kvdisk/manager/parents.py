@@ -23,8 +23,8 @@ def parents_among(blocks: BlockColumns, rows: Mapping[BlockKey, int]) -> NDArray
     """Return the row of each block's parent; -1 where it has none, or the parent is not among the
     blocks. ``rows``: of each key.
 
-    Where all keys are as long they are found by arrays: by a hash, of which then all bytes are
-    compared. Looking up millions one by one takes seconds.
+    Where all keys have the same length, arrays find them by a hash, and then compare all bytes:
+    looking up millions one by one takes seconds.
     """
     count, key_bytes = len(blocks.keys), len(blocks.keys[0]) if blocks.keys else 0
     followers = np.flatnonzero(blocks.parent_bytes)
@@ -66,8 +66,8 @@ def _hashes_of(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 def without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents; -1 where the way from a block to its head has no end: a damaged
-    record says so."""
+    """Return the rows of parents, with -1 where the way from a block to its head never ends: damaged
+    records can say so."""
     ahead = parent_rows.copy()
     for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
         on_way = np.flatnonzero(ahead != _NO_ROW)
