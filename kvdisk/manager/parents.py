@@ -66,8 +66,8 @@ def _hashes_of(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 def without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of parents, with -1 where the way from a block to its head never ends: damaged
-    records can say so."""
+    """Return the rows of parents, with -1 where the way from a block to its head never ends, as
+    damaged records can say."""
     ahead = parent_rows.copy()
     for _ in range(len(parent_rows).bit_length() + 1):  # twice as far each time
         on_way = np.flatnonzero(ahead != _NO_ROW)
