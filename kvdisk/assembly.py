@@ -522,7 +522,6 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
     from kvdisk.worker.resources import Resources
 
     assert geometry.rank_count == 1 and config.cpu_bytes == 0, "rows are of one rank, without a CPU tier"
-    assert config.remote is None, "blocks are sent to a remote store from the CPU tier"
     check_host_memory(_host_bytes_of_rank(config, geometry, 1), Deployment(1))
     copier = RowCopier(rows, [group.payload_bytes for group in geometry.groups])
     with ExitStack() as undo:
@@ -530,7 +529,8 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
         undo.callback(staging.close)
         files = HomeFiles(config.store_dirs or None, 0, 1)
         device = choose_device(config.device, list_directories(config.store_dirs) if config.store_dirs else ())
-        resources = Resources(geometry, 0, {}, staging, copier, device, files, checksum_threads=1)
+        remote = None if config.remote is None else open_remote(config)
+        resources = Resources(geometry, 0, {}, staging, copier, device, files, remote=remote, checksum_threads=1)
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
     return WorkerHalf(mover, (staging,), Populating([staging]))

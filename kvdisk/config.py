@@ -288,9 +288,9 @@ class Config:
     remote: str | None = _setting(None, _parse_remote)
     """A store in which hosts share blocks: a bucket, `"s3://bucket/prefix"`, `"gs://..."` or
     `"az://..."` (kvdisk's extra `s3`), or the master of a Mooncake Store, `"mooncake://host:port"`
-    (extra `mooncake`). Behind memory and drive: blocks are sent there from memory, and found there
-    by every engine of the same model. It may be down, at the start too. Nothing is deleted there by
-    kvdisk: give a bucket a lifecycle rule.
+    (extra `mooncake`). Behind memory and drive: blocks are sent there from memory, without a CPU
+    tier from the drive, and found there by every engine of the same model. It may be down, at the
+    start too. Nothing is deleted there by kvdisk: give a bucket a lifecycle rule.
 
     Default: none
     Example: "s3://my-bucket/kv"
@@ -323,7 +323,7 @@ class Config:
     """
     remote_write_bytes_per_s: int = _setting(0, parse_bytes)
     """The most that is sent to `remote`, over all ranks, as a mean over a minute. 0: as much as the
-    link takes. What waits for it may be evicted from memory, and is not sent then.
+    link takes. What waits for it may be evicted meanwhile, and is not sent then.
 
     Example: "100MB"
     """
@@ -440,8 +440,6 @@ class Config:
             for name in ("remote_options", "remote_read_only", "remote_write_bytes_per_s", "remote_key_file"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} needs remote, the store that hosts share, such as 's3://bucket/prefix'.")
-        elif self.cpu_bytes == 0:
-            raise ConfigError("remote needs a CPU tier, from which blocks are sent there: cpu_bytes is 0.")
         elif self.remote_deadline_s == 0:
             raise ConfigError("remote_deadline_s must be more than 0.")
         if not self.store_dirs and self.cpu_bytes == 0:

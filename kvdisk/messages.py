@@ -59,6 +59,8 @@ class Reason(IntEnum):
     """The engine needed a store's GPU block before its copy had ended, or could begin."""
     NO_GPU_MEMORY = 9
     """The GPU had no memory left for what a copy needs beside its blocks."""
+    NOT_SENT = 10
+    """The remote store did not take the block, which says nothing about its source."""
 
 
 NO_BLOCK = -1

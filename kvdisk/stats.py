@@ -133,7 +133,7 @@ METRICS: Mapping[str, Metric] = {
         # Blocks that moved.
         Metric("stored_blocks", _C, "blocks copied from the GPU to the CPU tier (or through staging to NVMe)"),
         Metric("demoted_blocks", _C, "blocks written from the CPU tier to NVMe"),
-        Metric("sent_blocks", _C, "blocks that were sent from the CPU tier to the remote store, or were there already"),
+        Metric("sent_blocks", _C, "blocks that were sent to the remote store, or were there already"),
         Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
         Metric("loaded_blocks_foreign", _C, "blocks loaded to the GPU that were read from another engine's store"),
         Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),

@@ -192,8 +192,6 @@ class BlockStore(BlockStoreFace):
             raise ConfigError("A block store needs store_dirs and nvme_bytes.")
         if config.device == "gds":
             raise ConfigError("A block store moves rows of host memory, which device 'gds' does not.")
-        if config.remote is not None:
-            raise ConfigError("A block store has no CPU tier, from which blocks are sent to remote: leave that out.")
         config = replace(config, cpu_bytes=0, store_policy="on_compute")
         geometry = geometry_of(kinds)
         warn_of_file_systems(config)

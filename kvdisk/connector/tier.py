@@ -312,7 +312,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self._ended_requests.append((req_context.req_id, keys))
         logger.log(
             logging.INFO if self._config.log_requests else logging.DEBUG,
-            "kvdisk: request %s: %d chunks, %d found on NVMe, %d loaded%s.",
+            "kvdisk: request %s: %d chunks, %d found, %d loaded%s.",
             req_context.req_id,
             len(keys),
             request.found_blocks,

@@ -38,6 +38,13 @@ KEYS = (
     "on_reset",
     "log_requests",
     "segment_bytes",
+    "remote",
+    "remote_options",
+    "remote_admission",
+    "remote_read_only",
+    "remote_write_bytes_per_s",
+    "remote_deadline_s",
+    "remote_key_file",
 )
 """The settings of ``Config`` that a tier has too."""
 _VLLM_KEYS = frozenset({"type", "module_path", "backpressure"})

@@ -105,6 +105,9 @@ class BlockJobs:
         self._copies = copies
         self._hints = hints
         self._ages = ages
+        self._admissions = [space.admission for space in tiers]
+        if hints.remote.admission is not None:
+            self._admissions.append(hints.remote.admission)
         self._class_of = parts.geometry.size_classes
         self._new: dict[BlockKey, None] = {}
         """See ``MOST_NEW``; the first that came goes first."""
@@ -156,6 +159,7 @@ class BlockJobs:
                 last = self._history.last_known(uncounted)
                 if last is not None:
                     self._history.count((last,), 0, 1, STATES)
+                    self._offer((last,))
             elif uncounted:
                 visit = self._history.begin(0, len(uncounted))
                 self._uncounted.append(_Wanted(request, uncounted, visit))
@@ -185,16 +189,23 @@ class BlockJobs:
         """Count so many of the blocks that requests reached."""
         while left > 0 and self._uncounted:
             wanted = self._uncounted[0]
-            end = int(min(len(wanted.keys), wanted.at + left))
-            wanted.origin = self._history.count(wanted.keys, wanted.at, end, wanted.origin, wanted.visit)
-            left -= end - wanted.at
+            start, end = wanted.at, int(min(len(wanted.keys), wanted.at + left))
+            wanted.origin = self._history.count(wanted.keys, start, end, wanted.origin, wanted.visit)
+            self._offer(wanted.keys[start:end])
+            left -= end - start
             wanted.at = end
             if end == len(wanted.keys):
                 self._uncounted.popleft()
 
     def _want(self, request: str, keys: Sequence[BlockKey]) -> None:
-        for space in self._tiers:
-            space.admission.want(keys, request)
+        for admission in self._admissions:
+            admission.want(keys, request)
+
+    def _offer(self, keys: Sequence[BlockKey]) -> None:
+        """Offer blocks, whose count has risen, to the remote store."""
+        remote = self._hints.remote
+        if remote.admission is not None:
+            remote.offer([row for row in self._catalog.find_all(keys) if row != NONE])
 
     def _count_new(self, offers: Offers) -> None:
         """Count those blocks as new that no request was said to have reached: who puts one wants

@@ -24,6 +24,8 @@ from kvdisk.messages import JobKind, Move, Reason
 SOURCE_IS_BAD = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 """Failures of a read after which its source copy is dropped. A deadline says nothing about the
 copy."""
+_IS_BAD_FOR_SURE = frozenset({Reason.HEADER, Reason.CHECKSUM})
+"""Failures of a move that reads and writes which can only be its source's."""
 
 
 @dataclass(slots=True)
@@ -250,10 +252,16 @@ class Copies:
         return ready
 
     def unpin_sources(self, record: JobRecord) -> None:
-        """Give back the sources of a job that wrote, but for those of late moves."""
+        """Give back the sources of a job that wrote, but for those of late moves; drop the bad
+        ones."""
         for at, detail in enumerate(record.details):
-            if detail.source is not None and at not in record.late:
-                self._tiers[detail.source].unpin((detail.row,))
+            if detail.source is None:
+                continue
+            space = self._tiers[detail.source]
+            if record.failed.get(at) in _IS_BAD_FOR_SURE and self._catalog.state(detail.row, space.tier) == READY:
+                space.discard(detail.row)
+            if at not in record.late:
+                space.unpin((detail.row,))
 
     def end_reads(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
@@ -327,7 +335,7 @@ class Copies:
             foreign = self._neighbours.slot_of(move)
             if foreign is not None:
                 self._neighbours.unpin(foreign)
-            elif detail.source is not None:  # never the remote store: nothing of it is late
+            elif detail.source is not None:  # never the remote store: nothing there is late
                 self._tiers[detail.source].unpin((detail.row,))
             if detail.target is not None:
                 self._tiers[detail.target].abandon(detail.row)

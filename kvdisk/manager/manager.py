@@ -88,7 +88,7 @@ class TierManager:
         self._heard_tickets = [(0, 0)] * len(tiers)
         parts.state.generation = first_generation
         near = NeighbourCopies(parts, neighbours)
-        self._remote = _make_remote(parts, remote)
+        self._remote = _make_remote(parts, remote, tiers.first.tier)
         self._hints = PeerHints(near, self._remote, parts.state)
         copies = self._copies = Copies(parts, tiers, self._hints)
         self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
@@ -447,18 +447,19 @@ class TierManager:
         return not any(demotions.total and not demotions.blocked for demotions in self._demotions)
 
 
-def _make_remote(parts: Parts, index: RemoteIndex | None) -> RemoteCopies:
-    """Return the remote store, which may be none. Raises ConfigError."""
+def _make_remote(parts: Parts, index: RemoteIndex | None, source: Tier) -> RemoteCopies:
+    """Return the remote store, which may be none. ``source``: the tier whose copies are sent there.
+    Raises ConfigError."""
     config, geometry, budget = parts.config, parts.geometry, None
     if index is None or config.remote_read_only:
-        return RemoteCopies(parts, index, None)
+        return RemoteCopies(parts, index, source, None)
     if rate := config.remote_write_bytes_per_s:
         largest = geometry.shard_count * max(geometry.slot_sizes)
         if 60 * rate < 2 * largest:
             raise ConfigError(f"remote_write_bytes_per_s {rate} sends no two blocks of {largest} bytes in a minute.")
         budget = WriteBudget.within(60 * rate, 60.0, largest)
     admission = make_admission(config.remote_admission, parts.history, "remote_admission")
-    return RemoteCopies(parts, index, admission, budget)
+    return RemoteCopies(parts, index, source, admission, budget)
 
 
 class Gauges:

@@ -2,7 +2,7 @@
 """What the remote store is thought to have, and what is sent there.
 
 A remote store names blocks by key and evicts by itself: there are no slots of it, nor copies in the
-catalog. What it answers is a hint for a while. Blocks go there from the CPU tier, once the
+catalog. What it answers is a hint for a while. Blocks go there from the first tier, once the
 drive's backlog is written: what is evicted before its turn is not sent. Scheduler thread only.
 """
 
@@ -104,17 +104,17 @@ class BadObjects:
 class RemoteCopies(HintSource[RemoteAnswer, None]):
     """The remote store. Without ``index`` there is none.
 
-    ``admission``: which blocks it is sent; None: none. ``budget``: how many bytes; None: any.
-    ``tier``: what its blocks are read as; ``source``: the tier whose copies are sent.
+    ``source``: the tier whose copies are sent. ``admission``: which blocks it is sent; None: none.
+    ``budget``: how many bytes; None: any. ``tier``: what its blocks are read as.
     """
 
     tier: Final = Tier.REMOTE
-    source: Final = Tier.CPU
 
     def __init__(
         self,
         parts: Parts,
         index: RemoteIndex | None,
+        source: Tier,
         admission: AdmissionPolicy | None,
         budget: WriteBudget | None = None,
     ) -> None:
@@ -126,6 +126,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         self._state = parts.state
         self._budget = budget
         self._index = index
+        self.source = source
         self.admission = admission
         self.bad = BadObjects()
         self._queue: OrderedDict[BlockKey, bool] = OrderedDict()
@@ -263,8 +264,8 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
     # -- sending -------------------------------------------------------------------------------
 
     def offer(self, rows: Sequence[int]) -> None:
-        """Queue those copies in memory that it admits, and is not thought to have; and those whose
-        object here has failed its check, whatever it admits."""
+        """Queue those copies in ``source`` that it admits, and is not thought to have; and those
+        whose object here has failed its check, whatever it admits."""
         if self._index is None or self.admission is None:
             return
         keys, states = self._catalog.keys, self._catalog.columns(self.source).states
@@ -286,13 +287,13 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         largest, parts = max(self._geometry.slot_sizes), self._geometry.shard_count
-        for _ in range(MOST_BATCHES):  # much of what waited may have left memory
+        for _ in range(MOST_BATCHES):  # much of what waited may have left its tier
             if len(self._jobs) >= MOST_SEND_JOBS or not self.has_work(now):
                 return
             most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
             keys, is_over = self._next(min(MOST_SEND_MOVES, most))
-            catalog, states = self._catalog, self._catalog.columns(self.source).states
-            rows = [row for row in catalog.find_all(keys) if row != NONE and states[row] == READY]
+            catalog = self._catalog
+            rows = [row for row in catalog.find_all(keys) if row != NONE and catalog.readable(row, self.source)]
             if not rows:
                 continue
             catalog.pin(rows, self.source)

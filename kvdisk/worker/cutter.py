@@ -15,8 +15,8 @@ from kvdisk.worker.routes import NO_DRIVE, Batch, Memory, OpenFile, Route, Stagi
 class BatchCutter:
     """Cuts jobs into batches of about ``batch_bytes``, and lends them staging.
 
-    A batch through staging takes at most a quarter of it for a load and an eighth for a store, or a
-    load from the remote store. Stores leave half to loads. The mover's thread calls everything.
+    A batch through staging takes at most a quarter of it for a load from a drive, and an eighth for
+    anything else. Stores leave half to loads. The mover's thread calls everything.
     """
 
     def __init__(self, resources: Resources, batch_bytes: int) -> None:
@@ -45,11 +45,11 @@ class BatchCutter:
             route = route_of(work.job.kind, move)
             if route is None:
                 work.failed[position] = Reason.ABSENT
-            elif route.is_shared and not geometry.writes(resources.rank, route.slow_slot(move).segment):
+            elif route.shared and not geometry.writes(resources.rank, move.slots[route.shared].segment):
                 others += 1
             else:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
-                if direct is not None and route.staged and route.on_drive:
+                if direct is not None and route.staged and route.on_drive and not route.relays:
                     route = direct.route(route, geometry.size_classes[group], move)
                 file = files.get(route.slow_slot(move).segment) if route.on_drive else None
                 drive = NO_DRIVE if file is None else file.drive
@@ -74,7 +74,7 @@ class BatchCutter:
         of_tier = None if isinstance(route.memory, Staging) else route.memory
         if route.staged:
             assert memory.slot_counts[size_class], "there is no staging for this size of slot"
-            share = 4 if route.reads and route.on_drive else 8
+            share = 4 if route.scatters and route.on_drive else 8
             count = min(count, max(1, memory.slot_counts[size_class] // share))
         order = route.slow if route.slow is not None else of_tier
         assert order is not None

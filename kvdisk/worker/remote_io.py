@@ -20,6 +20,7 @@ _REASONS = {
     Result.REFUSED: Reason.CANCELLED,
     Result.FAILED: Reason.IO_ERROR,
 }
+_REASONS_OF_WRITES = _REASONS | dict.fromkeys((Result.ABSENT, Result.BAD, Result.FAILED), Reason.NOT_SENT)
 
 
 class RemoteIo:
@@ -73,7 +74,8 @@ class RemoteIo:
         for outcome in self._objects.poll(wait_s) if self._batches else ():
             batch = self._batches.pop(outcome.ticket)
             results = zip(batch.positions, outcome.results, strict=True)
-            yield batch, {position: _REASONS[result] for position, result in results if result is not Result.OK}
+            reasons = _REASONS_OF_WRITES if batch.leg is Leg.WRITE else _REASONS
+            yield batch, {position: reasons[result] for position, result in results if result is not Result.OK}
 
     def close(self) -> None:
         """Give up what is under way, and close the store."""

@@ -49,14 +49,21 @@ class Leg(IntEnum):
 class Route:
     """A way of a move: the kind of its job, its legs, and where its slots lie.
 
-    ``memory``: where a batch's slots are while it goes. ``slow``: the tier that READ or WRITE is
-    from or to; None: it has neither leg. There is one object of each route: compare them by ``is``.
+    ``memory``: where a batch's slots are while it goes. ``source``, ``target``: the tiers that READ
+    is from, and WRITE is to; None: it has no such leg. There is one object of each route: compare
+    them by ``is``.
     """
 
     kind: JobKind
     legs: tuple[Leg, ...]
     memory: Memory
-    slow: Tier | None
+    source: Tier | None
+    target: Tier | None
+
+    @property
+    def slow(self) -> Tier | None:
+        """The tier that it reads or writes; of two the one that it reads; None: there is none."""
+        return self.target if self.source is None else self.source
 
     @property
     def staged(self) -> bool:
@@ -102,8 +109,13 @@ class Route:
 
     @property
     def by_key(self) -> bool:
-        """Whether the slow tier has objects."""
-        return self.slow is not None and self.slow.medium is Medium.OBJECTS
+        """Whether it reads or writes objects."""
+        return any(tier is not None and tier.medium is Medium.OBJECTS for tier in (self.source, self.target))
+
+    @property
+    def relays(self) -> bool:
+        """Whether it goes from one slow tier to another, through staging."""
+        return self.reads and self.writes
 
     @property
     def in_memory(self) -> bool:
@@ -111,9 +123,10 @@ class Route:
         return self.slow is not None and self.slow.medium is Medium.MEMORY
 
     @property
-    def is_shared(self) -> bool:
-        """Whether it writes what all ranks read: where their KV is the same, one of them does."""
-        return self.writes and not self.in_memory
+    def shared(self) -> Tier | None:
+        """The tier that it writes for all ranks to read: where their KV is the same, one of them
+        does. None: there is none."""
+        return None if self.in_memory else self.target
 
     def slow_slot(self, move: Move) -> Slot:
         """Return the slot that a move reads or writes in the slow tier."""
@@ -123,8 +136,8 @@ class Route:
     @cached_property
     def on_gpu(self) -> Route:
         """The same way through staging on the GPU, for one through staging in host memory."""
-        assert self.memory is Staging.HOST and self.on_drive, self
-        return Route(self.kind, _ON_GPU[self.kind], Staging.GPU, self.slow)
+        assert self.memory is Staging.HOST and self.on_drive and not self.relays, self
+        return Route(self.kind, _ON_GPU[self.kind], Staging.GPU, self.source, self.target)
 
 
 _ON_GPU = {
@@ -139,12 +152,14 @@ def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
     first; None: it has no source, and fails with ABSENT.
 
     A load or a promotion reads the slower of two, and leaves a copy in the faster one, which is in
-    memory. Two tiers of files cannot be moved between yet: their device is one.
+    memory. A demotion writes the slower of two; what it sends to a store of objects from a drive is
+    verified on its way. Two tiers of files cannot be moved between yet: their device is one.
     """
     fast, slow = tiers[0] if tiers else None, tiers[-1] if tiers else None
     in_memory = fast is not None and fast.medium is Medium.MEMORY
     wrong = f"a move without a target, or with one too many: {kind.name} in {[tier.name for tier in tiers]}"
-    assert len(tiers) <= 2 and (in_memory or len(tiers) < 2), wrong
+    relays = len(tiers) == 2 and not in_memory
+    assert len(tiers) <= 2 and ((kind is JobKind.DEMOTE and tiers[1].medium is Medium.OBJECTS) or not relays), wrong
     memory: Memory = fast if fast is not None and in_memory else Staging.HOST
     legs: tuple[Leg, ...]
     match kind:
@@ -166,10 +181,11 @@ def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
             assert slow is not None and slow is not KEPT_TIERS[0], wrong
             if len(tiers) == 1:
                 return None
-            legs = (Leg.WRITE,)
+            legs = (Leg.READ, Leg.CHECK, Leg.WRITE) if relays else (Leg.WRITE,)
         case _:
             raise AssertionError(wrong)
-    return Route(kind, legs, memory, slow if Leg.READ in legs or Leg.WRITE in legs else None)
+    source = (fast if relays else slow) if Leg.READ in legs else None
+    return Route(kind, legs, memory, source, slow if Leg.WRITE in legs else None)
 
 
 def route_of(kind: JobKind, move: Move) -> Route | None:
@@ -233,6 +249,18 @@ class Batch:
         return self.route.legs[self.begun - 1]
 
     @property
+    def far(self) -> Tier:
+        """The tier that the leg under way, READ or WRITE, reads or writes."""
+        found = self.route.source if self.leg is Leg.READ else self.route.target
+        assert found is not None, self.leg
+        return found
+
+    @property
+    def is_of_objects(self) -> bool:
+        """Whether what it has read were objects."""
+        return self.route.source is not None and self.route.source.medium is Medium.OBJECTS
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one of its slots."""
         return self.memory.slot_sizes[self.size_class]
@@ -241,7 +269,7 @@ class Batch:
     def urgency(self) -> tuple[int, int]:
         """Its place in the queue: urgent stores, loads as their requests arrived, the others."""
         route, work = self.route, self.work
-        rank = 0 if work.urgent else 1 if route.scatters else 2 if route.gathers else 3 if route.reads else 4
+        rank = 0 if work.urgent else 1 if route.scatters else 2 if route.gathers else 4 if route.writes else 3
         return rank, work.job.arrival
 
     def drop(self, gone: Mapping[int, Reason]) -> None:

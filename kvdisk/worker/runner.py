@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.blocks import JobId
+from kvdisk.blocks import JobId, Medium
 from kvdisk.device.base import Outcome
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
@@ -42,10 +42,12 @@ logger = logging.getLogger("kvdisk.worker")
 
 BATCH_BYTES = 8 << 20
 MOST_READS = 4
-"""Read batches at the device; promotions start only below half of it."""
+"""Read batches at the device; what is no load starts only below half of it."""
 MOST_WRITES = 8
 """Batches from gather to the end of their write: some are gathered and sealed while others are
 written. The device gives the kernel no more of them than the drive needs."""
+MOST_RELAYS = 2
+"""Batches on their way from a drive to the remote store: they hold staging while that is slow."""
 MOST_LATE, MOST_LATE_WRITES = 16, 4
 """So many late reads of a drive stop every batch there: it does not answer; so many late writes
 stop its writes only. Late batches count nowhere else."""
@@ -57,7 +59,7 @@ _COUNTED = {
     Reason.CHECKSUM: "verification_failures.checksum",
     Reason.DEADLINE: "deadline_misses",
 }
-_UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR})
+_UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR, Reason.NOT_SENT})
 """Reasons with which the remote store has said nothing about an object."""
 _SUMS = frozenset({Leg.CHECK, Leg.SEAL})
 _ON_BLOCKS = frozenset({Leg.GATHER, Leg.SCATTER})
@@ -323,14 +325,14 @@ class Runner:
     def _has_room(self, route: Route, urgent: bool) -> bool:
         """Whether one more batch of a route may be under way."""
         others = [batch for batch in self._under_way if not batch.late]
-        reads = sum(batch.leg is Leg.READ and batch.route.slow is route.slow for batch in others)
-        writes = sum(batch.route.writes and batch.route.slow is route.slow for batch in others)
+        reads = sum(batch.leg is Leg.READ and batch.route.source is route.source for batch in others)
+        writes = sum(batch.route.writes and batch.route.target is route.target for batch in others)
         of_stores = sum(batch.route.gathers and batch.pending is not None for batch in others)
         of_loads = sum(batch.route.scatters and batch.pending is not None for batch in others)
         summing = self._resources.checksum_threads
         return (
-            not (route.reads and reads >= (MOST_READS // 2 if route.kind is JobKind.PROMOTE else MOST_READS))
-            and not (route.writes and writes >= MOST_WRITES)
+            not (route.reads and reads >= (MOST_READS if route.scatters else MOST_READS // 2))
+            and not (route.writes and writes >= (MOST_RELAYS if route.relays else MOST_WRITES))
             and not (route.gathers and of_stores >= MOST_GATHERS + summing and not urgent)
             and not (route.scatters and of_loads >= MOST_SCATTERS + summing)
         )
@@ -399,15 +401,14 @@ class Runner:
     def _send(self, batch: Batch) -> bool:
         """Send a batch to the device, the remote store, or another arena; return whether it is
         there."""
-        if batch.route.in_memory:
-            assert batch.route.slow is not None
-            arena = self._resources.arenas[batch.route.slow]
+        if batch.far.medium is Medium.MEMORY:
+            arena = self._resources.arenas[batch.far]
             if self._threads is None:
                 copy_slots(batch, arena)
                 self._count(batch, len(batch.positions))
                 return False
             batch.pending = ThreadDone(self._threads.submit(copy_slots, batch, arena))
-        elif batch.route.by_key:
+        elif batch.far.medium is Medium.OBJECTS:
             assert self._remote_io is not None, "a move names the remote store, and there is none"
             self._remote_io.send(batch)
         elif (batch.drive, batch.leg is Leg.WRITE) in self._stuck():
@@ -507,18 +508,12 @@ class Runner:
         at_device = batch.leg in {Leg.READ, Leg.WRITE}
         if not moved or (batch.route.direct and not at_device):
             return
-        near = batch.route.fast.label
-        slow = "" if batch.route.slow is None else batch.route.slow.label
-        route = {
-            Leg.GATHER: f"gpu_to_{near}",
-            Leg.SCATTER: f"{near}_to_gpu",
-            Leg.READ: f"{slow}_to_{near}",
-            Leg.WRITE: f"{near}_to_{slow}",
-        }[batch.leg]
+        near, far = batch.route.fast.label, batch.far.label if at_device else "gpu"
+        route = f"{far}_to_{near}" if batch.leg in {Leg.READ, Leg.GATHER} else f"{near}_to_{far}"
         moved_bytes = moved * (batch.slot_bytes if at_device else self._payload_bytes(batch))
         self._stats.observe(f"transfer_bytes.{route}", moved_bytes)
         self._stats.observe(f"transfer_seconds.{route}", max(0.0, self._clock() - batch.began_s))
-        if at_device and batch.route.on_drive:
+        if at_device and batch.far.medium is Medium.FILES:
             counter = "drive_read_bytes" if batch.leg is Leg.READ else "drive_written_bytes"
             self._stats.add(f"{counter}.{batch.drive}", moved_bytes)
 
@@ -540,7 +535,7 @@ class Runner:
         self._load_by_host(batch, unknown)
         for position, reason in bad.items():
             move = batch.work.job.moves[position]
-            if batch.route.by_key:
+            if batch.is_of_objects:
                 self._warn_of_object(batch, position, "header" if reason is Reason.HEADER else "checksum")
             else:
                 self._log.warn(reason.name, f"a block was refused: {reason.name} of {dict(move.slots)}")

@@ -59,7 +59,7 @@ class SlotHeaders:
         Also returns the positions on a direct route whose kind of checksum a GPU does not compute:
         those payloads are not verified.
         """
-        check = adopt_slot if batch.route.by_key else check_slot
+        check = adopt_slot if batch.is_of_objects else check_slot
         bad: dict[int, Reason] = {}
         unknown: list[int] = []
         for position, slot, _, identity in self._each(batch):

@@ -501,7 +501,6 @@ def test_a_mover_that_is_gone_ends_every_job_and_loses_nothing(tmp_path: Path, b
     [
         ({"cpu_bytes": "1GiB"}, "store_dirs"),
         ({"device": "gds"}, "gds"),
-        ({"remote": "s3://bucket/blocks"}, "remote"),
         ({"nvme_bytes": "1MiB"}, "nvme_bytes"),
     ],
 )

@@ -629,7 +629,9 @@ def test_metrics_are_defined_where_they_come(bench, tmp_path, monkeypatch):
     [
         ({"nvme_byte": 1}, "the nearest it knows is 'nvme_bytes'"),
         ({"cpu_bytes": "4GiB"}, "of KVDiskConnector alone"),
-        ({"remote": "s3://bucket"}, "of KVDiskConnector alone"),
+        ({"salt_share": 0.5}, "of KVDiskConnector alone"),
+        ({"remote": "bucket"}, "begins with s3"),
+        ({"remote": "s3://bucket", "max_age_s": 600}, "max_age_s cannot be used with remote"),
         ({"store_dirs": None}, "needs store_dirs"),
         ({"nvme_bytes": "much"}, "nvme_bytes must be a size"),
         ({"locality": "HERE"}, "locality must be"),
@@ -701,7 +703,7 @@ def test_a_line_for_each_request(make, caplog):
     bench.forget_memory()
     bench.serve("b", 1, 6)
     assert [text for text in caplog.messages if "request b" in text] == [
-        "kvdisk: request b: 6 chunks, 4 found on NVMe, 4 loaded, the first missing one absent."
+        "kvdisk: request b: 6 chunks, 4 found, 4 loaded, the first missing one absent."
     ]
 
 

@@ -185,6 +185,29 @@ def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
         assert answers(engine)[0] == expected
 
 
+def test_two_hosts_that_share_a_bucket(tiny_llama, tmp_path, s3_server):
+    """Each has a directory of its own: what the second one finds has gone through the bucket."""
+    prompts, found = PROMPTS[:8], []
+    bucket = {"remote": f"s3://kvdisk-tests/{tmp_path.name}", "remote_admission": "all", "remote_deadline_s": 60}
+    bucket["remote_options"] = s3_server.options | {"allow_http": "true"}
+    for host in ("here", "there"):
+        (tmp_path / host).mkdir()
+        with start(tiny_llama, tmp_path / host, memory=3 << 20, **bucket) as engine:
+            if host == "here":
+                engine.generate(prompts, 1, together=False)
+                engine.drain()  # until all is sent
+            answered = engine.generate(prompts, MOST_TOKENS, together=False)
+            engine.drain()
+            assert tokens_of(answered) == [each[:MOST_TOKENS] for each in answers_alone(tiny_llama)[: len(prompts)]]
+            assert engine.call(f"{ACTS}:state_of") == IDLE
+            found.append(engine.metrics())
+        assert "Traceback" not in (tmp_path / host / "log").read_text()
+    here, there = found
+    assert here["kvdisk_sent_blocks"] > 10
+    assert not here.get("kvdisk_transfer_bytes_sum.remote_to_cpu")
+    assert there["kvdisk_transfer_bytes_sum.remote_to_cpu"] > 10 * ROW_BYTES
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("name", ["granite4", "lfm2"])
 def test_recurrent_states(name, models, tmp_path):

@@ -53,13 +53,23 @@ class _Work:
                 self.failed[at] = Reason.ABSENT
 
     @property
+    def is_sent(self) -> bool:
+        """Whether it reads a tier here, and writes the remote store."""
+        return self.job.kind is JobKind.DEMOTE
+
+    @property
     def open_ways(self) -> list[_Way]:
         return [way for way in self.ways if way.legs]
 
     @property
     def for_device(self) -> list[_Way]:
         """The moves that the device has still to move."""
-        return [way for way in self.ways if Tier.NVME in way.move.slots and not _DEVICE_LEGS.isdisjoint(way.legs)]
+
+        def is_for_device(way: _Way) -> bool:
+            legs = {Leg.READ} if self.is_sent and Tier.REMOTE in way.move.slots else _DEVICE_LEGS
+            return Tier.NVME in way.move.slots and not legs.isdisjoint(way.legs)
+
+        return list(filter(is_for_device, self.ways))
 
     def fail(self, way: _Way, reason: Reason) -> None:
         way.legs.clear()
@@ -181,7 +191,8 @@ class FakeRank:
         for move in job.moves:
             for place in move.slots.items():
                 assert place not in written, f"{place} is used, and a late transfer may still write it"
-                target = place[0] is (Tier.NVME if job.kind is JobKind.DEMOTE else Tier.CPU)
+                is_sent = Tier.REMOTE in move.slots and job.kind is JobKind.DEMOTE
+                target = place[0] is (Tier.NVME if job.kind is JobKind.DEMOTE else Tier.CPU) and not is_sent
                 if job.kind is JobKind.STORE or (target and (job.kind is not JobKind.LOAD or len(move.slots) > 1)):
                     assert place not in touched, f"{place} is given away, and a late transfer still reads it"
 
@@ -349,7 +360,7 @@ class FakeRank:
             self._note_copied(work)
         elif leg is Leg.SEAL:
             self._keep(way, Content(work.job.epoch, move.key, move.generation, content.payload, content.payload))
-        elif leg in _DEVICE_LEGS and Tier.REMOTE in move.slots:
+        elif leg in _DEVICE_LEGS and Tier.REMOTE in move.slots and not (leg is Leg.READ and work.is_sent):
             name = work.job.epoch, move.key, self.rank
             if leg is Leg.WRITE:
                 there = {} if move.slots[Tier.REMOTE] == BY_KEY_OVER else self.remote.objects
@@ -366,7 +377,7 @@ class FakeRank:
             assert leg is Leg.READ or index < self.segments[segment], "a slot behind the segment's last"
             self._transfer(way, leg)
         elif leg is Leg.CHECK:
-            if Tier.REMOTE in move.slots:  # whatever its generation there
+            if Tier.REMOTE in move.slots and not work.is_sent:  # whatever its generation there
                 content = content._replace(generation=move.generation)
                 self._keep(way, content)
             if content[:3] != (work.job.epoch, move.key, move.generation):

@@ -48,7 +48,10 @@ REMOTE_ONLY = Sizes(_ONE_GROUP, _config(store_dirs=(), nvme_bytes=None, **_REMOT
 REMOTE_QUEUE = Sizes(
     _ONE_GROUP, _config(store_dirs=(), nvme_bytes=None, **_REMOTE), 7, (6,), (), 0, _QUEUED, most_running=1, stored=3
 )
-REMOTE_SIZES = (REMOTE, REMOTE_WINDOW, REMOTE_ONLY, REMOTE_QUEUE)
+REMOTE_NVME = Sizes(_ONE_GROUP, _config(cpu_bytes=0, **_REMOTE), 7, (), (3,), 2, _PROMPTS)
+REMOTE_NVME_QUEUE = Sizes(
+    _TWO_GROUPS, _config(cpu_bytes=0, **_REMOTE), 10, (), (6, 6), 2, _QUEUED, 2, most_running=1, stored=3
+)
 ON_PREEMPTION = Sizes(_ONE_GROUP, _config(store_policy="on_preemption"), 6, (4,), (2,), 2, _PROMPTS)
 ON_PREEMPTION_WINDOW = Sizes(
     _TWO_GROUPS, _config(store_policy="on_preemption"), 10, (3, 3), (2, 2), 2, _LONG_PROMPTS, 2, zeroes=True

@@ -653,13 +653,14 @@ class ManagerWatch(Watch):
         settled = [record for job_id, record in self._late.items() if job_id not in self._jobs]
         for job, late in settled:
             for move in (job.moves[at] for at in late):
-                places = move.slots.items()
+                places = [place for place in move.slots.items() if place[0] is not Tier.REMOTE]
                 pins.update((tier, slot) for tier, slot in places if slot and not is_neighbours(slot))
         return pins
 
 
 def _writes(job: Job) -> bool:
-    return job.kind in {JobKind.DEMOTE, JobKind.STORE} and Tier.NVME in job.moves[0].slots
+    target = max(job.moves[0].slots, default=None) if job.moves else None
+    return job.kind in {JobKind.DEMOTE, JobKind.STORE} and target is Tier.NVME
 
 
 def _source(move: Move) -> tuple[BlockKey, int, Tier, Slot | None]:

@@ -57,6 +57,7 @@ SHAPES = {
         _ONE,
         Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None, **_REMOTE), 14, (5,), (), 0, ()),
     ),
+    "remote and NVMe only": (_ONE, Sizes(_ONE.geometry, _config(cpu_bytes=0, **_REMOTE), 14, (), (4,), 3, ())),
     "units": (_UNITS, Sizes(_UNITS.geometry, _config(), 18, (8,), (5,), 3, ())),
     "units, NVMe only": (_UNITS, Sizes(_UNITS.geometry, _config(cpu_bytes=0), 18, (), (5,), 3, ())),
     "memory only": (_ONE, Sizes(_ONE.geometry, _config(store_dirs=(), nvme_bytes=None), 14, (5,), (), 0, ())),
@@ -65,7 +66,7 @@ SHAPES = {
 PICKS = ("two tiers", "two tiers", "a window", "a window", "reuse", "NVMe only", "NVMe only", "memory only")
 """The names, as often as they shall come."""
 UNIT_PICKS = ("units", "units, NVMe only")
-REMOTE_PICKS = ("remote", "remote, and a window", "remote and memory only")
+REMOTE_PICKS = ("remote", "remote, and a window", "remote and memory only", "remote and NVMe only")
 
 
 class Simulation(Life):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +11,8 @@ from ranks import FINGERPRINT, GROUPS, Rank, keeping, move
 
 from kvdisk.blocks import BY_KEY_OVER, Tier
 from kvdisk.device.header import read_header
-from kvdisk.geometry import Namespace
-from kvdisk.messages import JobKind, Plan, Reason
+from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
+from kvdisk.messages import JobKind, Move, Plan, Reason
 from kvdisk.remote.base import ObjectsOutcome, Result, object_name
 from kvdisk.testing.memory_objects import MemoryObjects
 
@@ -212,3 +213,95 @@ def test_a_write_over_replaces_what_is_there(rank, store, before):
     over = [one._replace(slots={**one.slots, Tier.REMOTE: BY_KEY_OVER}) for one in moves]
     assert rank.do(JobKind.DEMOTE, over) == {}
     assert store.contents == right
+
+
+# -- from a drive ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(rank) -> list[bytes]:
+    """What the blocks hold, which the drive has, and the GPU no more."""
+    pairs = list(zip(BLOCKS, GROUP_OF, strict=True))
+    before = [rank.payload(group, block) for block, group in pairs]
+    assert rank.do(JobKind.STORE, [move(b, g, b, nvme=b) for b, g in pairs]) == {}
+    rank.erase()
+    return before
+
+
+def relays() -> list[Move]:
+    return [move(b, g, nvme=b, remote=True) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+
+
+@pytest.mark.parametrize("made", [{}, {"checksum_threads": 2}, {"direct": True}])
+def test_what_a_drive_has_goes_out_through_staging(store, made):
+    rank = Rank(remote=store, cpu_slots=0, **made)
+    rank.run()
+    pairs = list(zip(BLOCKS, GROUP_OF, strict=True))
+    before = [rank.payload(group, block) for block, group in pairs]
+    stores = [rank.submit(JobKind.STORE, [move(b, g, b, nvme=b) for b, g in pairs])]
+    run_all(rank, stores)
+    rank.erase()
+    sends = [rank.submit(JobKind.DEMOTE, relays())]
+    assert run_all(rank, sends)[sends[0]].failed == {}
+    sent = sum(GROUPS[group].slot_bytes for group in GROUP_OF)
+    for route in ("nvme_to_cpu", "cpu_to_remote"):
+        assert rank.stats.sum_of(f"transfer_bytes.{route}") == sent
+    assert rank.stats["drive_read_bytes.0"] == sent == rank.stats["drive_written_bytes.0"]
+    got = [rank.submit(JobKind.LOAD, loads(generation=99))]
+    assert run_all(rank, got)[got[0]].failed == {} and payloads(rank) == before
+    rank.close()
+
+
+def run_all(rank, jobs):
+    """Turn until these jobs have ended, also where threads do a part of them."""
+    for _ in range(100_000):
+        if set(jobs) <= set(rank.run()):
+            break
+        time.sleep(0.001)
+    return rank.results
+
+
+def test_what_a_drive_has_lost_is_not_sent(rank, store, stored):
+    rank.memory._files[100][slot_offset(GROUPS[0].slot_bytes, BLOCKS[0]) + HEADER_BYTES + 9] ^= 1
+    assert rank.do(JobKind.DEMOTE, relays()) == {0: Reason.CHECKSUM}
+    assert set(store.contents) == {name_of(b, g) for b, g in list(zip(BLOCKS, GROUP_OF, strict=True))[1:]}
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [(Result.LATE, Reason.DEADLINE), (Result.REFUSED, Reason.CANCELLED), (Result.FAILED, Reason.NOT_SENT)],
+)
+def test_a_store_that_takes_nothing_is_no_failure_of_the_drive(rank, store, stored, result, reason):
+    store.instead = result
+    job = rank.submit(JobKind.DEMOTE, relays())
+    found = rank.run()[job]
+    assert {reason} <= set(found.failed.values()) <= {reason, Reason.CANCELLED}
+    assert len(found.failed) == len(BLOCKS) and not found.late
+    store.instead = None
+    assert rank.do(JobKind.DEMOTE, relays()) == {}
+
+
+def test_a_drive_that_hangs_makes_what_is_sent_late(rank, store, stored):
+    rank.device.plan.hold = True
+    job = rank.submit(JobKind.DEMOTE, relays())
+    rank.run()
+    rank.now_s += 11.0
+    rank.run()
+    assert set(rank.results[job].failed.values()) == {Reason.DEADLINE}
+    assert rank.results[job].late and not store.contents
+    rank.let_go()
+    rank.run()
+    assert job in rank.released and not store.contents
+
+
+def test_sends_that_hang_leave_staging_to_stores_and_loads(rank, store, stored):
+    store.hangs = True
+    sends = [rank.submit(JobKind.DEMOTE, relays()) for _ in range(8)]
+    rank.run()
+    for block in range(8):
+        assert rank.do(JobKind.STORE, [move(block, 1, block, nvme=40)]) == {}
+    assert rank.do(JobKind.LOAD, [move(b, g, b, nvme=b) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]) == {}
+    assert not set(sends) & set(rank.results)
+    store.hangs = False
+    rank.run()
+    assert all(not rank.results[job].failed for job in sends)

@@ -14,7 +14,7 @@ from support.fake_pool import FakePool
 from support.fake_remote import FakeRemote
 from support.waits import until
 
-from kvdisk.blocks import BlockKey, group_of
+from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import ForeignCopy, SegmentRecord
@@ -77,7 +77,7 @@ class Asker:
         self.parts = Parts.make(Config(cpu_bytes=1), Geometry(tuple(groups), 1, TOKENS), FakePool(8, lambda _: None))
         self.near, self.far = near, far
         neighbours_ = NeighbourCopies(self.parts, near)
-        self.hints = PeerHints(neighbours_, RemoteCopies(self.parts, far, None), self.parts.state)
+        self.hints = PeerHints(neighbours_, RemoteCopies(self.parts, far, Tier.CPU, None), self.parts.state)
         self.looked_at = 0
         self.now = 0.0
         presences = self.parts.catalog.presences
