@@ -59,8 +59,8 @@ class Reason(IntEnum):
     """The engine needed a store's GPU block before its copy had ended, or could begin."""
     NO_GPU_MEMORY = 9
     """The GPU had no memory left for what a copy needs beside its blocks."""
-    NOT_SENT = 10
-    """The remote store did not take the block, which says nothing about its source."""
+    REMOTE_ERROR = 10
+    """The remote store failed, which says nothing about a drive that the move goes from or to."""
 
 
 NO_BLOCK = -1

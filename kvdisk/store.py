@@ -132,6 +132,7 @@ class _Job:
 
 
 _RESULTS = {reason: Result.__members__.get(reason.name, Result.CANCELLED) for reason in Reason}
+_RESULTS[Reason.REMOTE_ERROR] = Result.IO_ERROR
 _PRESENCES = bytes.maketrans(bytes([ABSENT, WRITING, READY]), bytes([Presence.ABSENT, Presence.COMING, Presence.READY]))
 
 

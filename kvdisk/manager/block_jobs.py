@@ -18,6 +18,7 @@ from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import MOST_COUNTED
+from kvdisk.manager.fetches import Fetches
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -105,6 +106,7 @@ class BlockJobs:
         self._copies = copies
         self._hints = hints
         self._ages = ages
+        self.fetches = Fetches(parts, tiers, copies, hints)
         self._admissions = [space.admission for space in tiers]
         if hints.remote.admission is not None:
             self._admissions.append(hints.remote.admission)
@@ -151,6 +153,7 @@ class BlockJobs:
         keys = list(dict.fromkeys(keys))
         self._used.append(keys)
         for group, alike in enumerate(self._by_group(keys)):
+            self.fetches.reached(alike)
             uncounted = [key for key in alike if key not in self._new]
             for key in alike if len(uncounted) < len(alike) else ():
                 self._new.pop(key, None)
@@ -342,6 +345,7 @@ class BlockJobs:
         moves, details = [reads[at].move for at in found], [reads[at].detail for at in found]
         record = self._transfers.add(JobKind.LOAD, moves, details, epoch=self._state.epoch, arrival=arrival)
         record.by_key = True
+        self.fetches.loaded([move.key for move in moves if self._hints.remote.tier in move.slots])
         return record, found
 
     # -- a new epoch ---------------------------------------------------------------------------
@@ -353,3 +357,4 @@ class BlockJobs:
         self._used.clear()
         self._uncounted.clear()
         self._waiting.clear()
+        self.fetches.reset()

@@ -335,7 +335,7 @@ class Copies:
             foreign = self._neighbours.slot_of(move)
             if foreign is not None:
                 self._neighbours.unpin(foreign)
-            elif detail.source is not None:  # never the remote store: nothing there is late
+            elif detail.source is not None and detail.source is not self._remote.tier:
                 self._tiers[detail.source].unpin((detail.row,))
             if detail.target is not None:
                 self._tiers[detail.target].abandon(detail.row)

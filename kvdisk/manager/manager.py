@@ -280,6 +280,7 @@ class TierManager:
             demotions.plan(now)
         if self._may_send:
             self._remote.plan(now)
+        self.blocks.fetches.plan(now)
         self._promotions.plan()
         self._demand.step()
         self.blocks.go_on()
@@ -438,6 +439,7 @@ class TierManager:
             or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))
             or (not silent and self._may_send and self._remote.has_work(now))
+            or (not silent and self.blocks.fetches.has_work())
         )
 
     @property

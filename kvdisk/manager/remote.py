@@ -156,6 +156,11 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         until a read was answered."""
         return self.hints if self._is_usable else ()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be read now."""
+        return self._is_usable
+
     def pause(self, seconds: float, now: float) -> None:
         """Some rank leaves it alone for so long from now on."""
         self._paused_until_s = max(self._paused_until_s, now + seconds)
@@ -243,9 +248,13 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Return where a move reads a block that is in ``hints``, and the generation that a copy of
         it here gets. ``loaded`` follows."""
         self._state.generation += 1
-        self._reads += 1
-        self._look(self._now_s)
+        self.begin_reads(1)
         return self.tier, BY_KEY, self._state.generation
+
+    def begin_reads(self, count: int) -> None:
+        """So many blocks are about to be read. ``loaded`` follows for each."""
+        self._reads += count
+        self._look(self._now_s)
 
     def loaded(self, move: Move, reason: Reason | None) -> None:
         """End the read of a block."""

@@ -19,7 +19,7 @@ def copy_slots(batch: Batch, slow: Arena) -> None:
     moves, size_class = batch.work.job.moves, batch.size_class
     for position, slot in zip(batch.positions, batch.slots, strict=True):
         fast_view = np.frombuffer(batch.memory.view(size_class, slot), np.uint8)
-        slow_view = np.frombuffer(slow.view(size_class, batch.route.slow_slot(moves[position]).index), np.uint8)
+        slow_view = np.frombuffer(slow.view(size_class, moves[position].slots[batch.far].index), np.uint8)
         if batch.leg is Leg.READ:
             np.copyto(fast_view, slow_view)
         else:

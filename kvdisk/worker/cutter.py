@@ -51,7 +51,7 @@ class BatchCutter:
                 group = 0 if len(geometry.groups) == 1 else group_of(move.key)
                 if direct is not None and route.staged and route.on_drive and not route.relays:
                     route = direct.route(route, geometry.size_classes[group], move)
-                file = files.get(route.slow_slot(move).segment) if route.on_drive else None
+                file = files.get(route.file_slot(move).segment) if route.on_drive else None
                 drive = NO_DRIVE if file is None else file.drive
                 found.setdefault((route, group, drive), []).append(position)
         work.left = len(moves) - len(work.failed) - others
@@ -60,8 +60,8 @@ class BatchCutter:
 
     def cut_by_host(self, batch: Batch, positions: list[int]) -> list[Batch]:
         """Return batches that load some moves of a direct batch through host memory."""
-        assert batch.route.slow is not None
-        route = route_between(JobKind.LOAD, batch.route.slow)
+        assert batch.route.source is not None
+        route = route_between(JobKind.LOAD, batch.route.source)
         assert route is not None
         return self._cut_lane(batch.work, route, batch.group, batch.drive, positions)
 
@@ -76,7 +76,7 @@ class BatchCutter:
             assert memory.slot_counts[size_class], "there is no staging for this size of slot"
             share = 4 if route.scatters and route.on_drive else 8
             count = min(count, max(1, memory.slot_counts[size_class] // share))
-        order = route.slow if route.slow is not None else of_tier
+        order = route.files or route.source or route.target or of_tier
         assert order is not None
         ordered = sorted(positions, key=lambda at: moves[at].slots[order])
         batches = []

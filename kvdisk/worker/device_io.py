@@ -38,7 +38,7 @@ class DeviceIo:
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
         return any(
-            batch.route.slow_slot(batch.work.job.moves[position]).segment == segment
+            batch.route.file_slot(batch.work.job.moves[position]).segment == segment
             for batch in self._under_way.values()
             for position in batch.positions
         )
@@ -64,7 +64,7 @@ class DeviceIo:
         one transfer. Return the positions of moves whose segment is not open."""
         moves, slot_of = batch.work.job.moves, dict(zip(batch.positions, batch.slots, strict=True))
         slots = [slot_of[position] for position in positions]
-        places = [batch.route.slow_slot(moves[position]) for position in positions]
+        places = [batch.route.file_slot(moves[position]) for position in positions]
         transfers: list[Transfer] = []
         unopened: list[int] = []
         batch.transfers = []

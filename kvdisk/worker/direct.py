@@ -63,7 +63,7 @@ class Direct:
         if self._failed_reads >= MOST_FAILED_READS or route.memory is not Staging.HOST or not route.on_drive:
             return route
         if route.reads:
-            goes = size_class in self.loads and route.slow_slot(move).segment not in self._by_host
+            goes = size_class in self.loads and route.file_slot(move).segment not in self._by_host
         else:
             goes = size_class in self.stores
         return route.on_gpu if goes else route

@@ -18,9 +18,9 @@ _REASONS = {
     Result.BAD: Reason.HEADER,
     Result.LATE: Reason.DEADLINE,
     Result.REFUSED: Reason.CANCELLED,
-    Result.FAILED: Reason.IO_ERROR,
+    Result.FAILED: Reason.REMOTE_ERROR,
 }
-_REASONS_OF_WRITES = _REASONS | dict.fromkeys((Result.ABSENT, Result.BAD, Result.FAILED), Reason.NOT_SENT)
+_REASONS_OF_WRITES = _REASONS | dict.fromkeys((Result.ABSENT, Result.BAD), Reason.REMOTE_ERROR)
 
 
 class RemoteIo:

@@ -60,10 +60,10 @@ class Route:
     source: Tier | None
     target: Tier | None
 
-    @property
-    def slow(self) -> Tier | None:
-        """The tier that it reads or writes; of two the one that it reads; None: there is none."""
-        return self.target if self.source is None else self.source
+    @cached_property
+    def files(self) -> Tier | None:
+        """The tier in segment files that it reads or writes; None: there is none."""
+        return next((tier for tier in (self.source, self.target) if tier and tier.medium is Medium.FILES), None)
 
     @property
     def staged(self) -> bool:
@@ -94,18 +94,23 @@ class Route:
 
     @property
     def reads(self) -> bool:
-        """Whether it reads the slow tier."""
+        """Whether it reads a slow tier."""
         return Leg.READ in self.legs
 
     @property
     def writes(self) -> bool:
-        """Whether it writes the slow tier."""
+        """Whether it writes a slow tier."""
         return Leg.WRITE in self.legs
 
     @property
     def on_drive(self) -> bool:
-        """Whether the slow tier is in segment files."""
-        return self.slow is not None and self.slow.medium is Medium.FILES
+        """Whether it reads or writes segment files."""
+        return self.files is not None
+
+    @property
+    def writes_drive(self) -> bool:
+        """Whether it writes segment files."""
+        return self.files is not None and self.files is self.target
 
     @property
     def by_key(self) -> bool:
@@ -118,20 +123,15 @@ class Route:
         return self.reads and self.writes
 
     @property
-    def in_memory(self) -> bool:
-        """Whether the slow tier is in another arena."""
-        return self.slow is not None and self.slow.medium is Medium.MEMORY
-
-    @property
     def shared(self) -> Tier | None:
         """The tier that it writes for all ranks to read: where their KV is the same, one of them
         does. None: there is none."""
-        return None if self.in_memory else self.target
+        return None if self.target is None or self.target.medium is Medium.MEMORY else self.target
 
-    def slow_slot(self, move: Move) -> Slot:
-        """Return the slot that a move reads or writes in the slow tier."""
-        assert self.slow is not None, self
-        return move.slots[self.slow]
+    def file_slot(self, move: Move) -> Slot:
+        """Return the slot of segment files that a move reads or writes."""
+        assert self.files is not None, self
+        return move.slots[self.files]
 
     @cached_property
     def on_gpu(self) -> Route:
@@ -146,20 +146,25 @@ _ON_GPU = {
 }
 
 
+_RELAYS = frozenset({JobKind.DEMOTE, JobKind.PROMOTE})
+"""Jobs that may go from one slow tier to another."""
+
+
 @cache
 def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
     """Return the route through host memory of a move that has slots in these tiers, the fastest
     first; None: it has no source, and fails with ABSENT.
 
     A load or a promotion reads the slower of two, and leaves a copy in the faster one, which is in
-    memory. A demotion writes the slower of two; what it sends to a store of objects from a drive is
-    verified on its way. Two tiers of files cannot be moved between yet: their device is one.
+    memory. A demotion writes the slower of two. Between a drive and a store of objects both go
+    through staging, and blocks are verified on their way. Two tiers of files cannot be moved
+    between yet: their device is one.
     """
     fast, slow = tiers[0] if tiers else None, tiers[-1] if tiers else None
     in_memory = fast is not None and fast.medium is Medium.MEMORY
     wrong = f"a move without a target, or with one too many: {kind.name} in {[tier.name for tier in tiers]}"
     relays = len(tiers) == 2 and not in_memory
-    assert len(tiers) <= 2 and ((kind is JobKind.DEMOTE and tiers[1].medium is Medium.OBJECTS) or not relays), wrong
+    assert len(tiers) <= 2 and (kind in _RELAYS and tiers[-1].medium is Medium.OBJECTS if relays else True), wrong
     memory: Memory = fast if fast is not None and in_memory else Staging.HOST
     legs: tuple[Leg, ...]
     match kind:
@@ -173,10 +178,10 @@ def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
             if len(tiers) == 2 or not in_memory:
                 legs = (Leg.READ, *legs)
         case JobKind.PROMOTE:
-            assert in_memory, wrong
+            assert fast is not None, wrong
             if len(tiers) == 1:
                 return None
-            legs = (Leg.READ, Leg.CHECK)
+            legs = (Leg.READ, Leg.CHECK, Leg.WRITE) if relays else (Leg.READ, Leg.CHECK)
         case JobKind.DEMOTE:
             assert slow is not None and slow is not KEPT_TIERS[0], wrong
             if len(tiers) == 1:
@@ -184,8 +189,8 @@ def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
             legs = (Leg.READ, Leg.CHECK, Leg.WRITE) if relays else (Leg.WRITE,)
         case _:
             raise AssertionError(wrong)
-    source = (fast if relays else slow) if Leg.READ in legs else None
-    return Route(kind, legs, memory, source, slow if Leg.WRITE in legs else None)
+    source, target = (fast, slow) if relays and kind is JobKind.DEMOTE else (slow, fast if relays else slow)
+    return Route(kind, legs, memory, source if Leg.READ in legs else None, target if Leg.WRITE in legs else None)
 
 
 def route_of(kind: JobKind, move: Move) -> Route | None:

@@ -47,7 +47,8 @@ MOST_WRITES = 8
 """Batches from gather to the end of their write: some are gathered and sealed while others are
 written. The device gives the kernel no more of them than the drive needs."""
 MOST_RELAYS = 2
-"""Batches on their way from a drive to the remote store: they hold staging while that is slow."""
+"""Batches on their way from a drive to the remote store, and as many back: they hold staging while
+that is slow."""
 MOST_LATE, MOST_LATE_WRITES = 16, 4
 """So many late reads of a drive stop every batch there: it does not answer; so many late writes
 stop its writes only. Late batches count nowhere else."""
@@ -59,7 +60,7 @@ _COUNTED = {
     Reason.CHECKSUM: "verification_failures.checksum",
     Reason.DEADLINE: "deadline_misses",
 }
-_UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.IO_ERROR, Reason.NOT_SENT})
+_UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.REMOTE_ERROR})
 """Reasons with which the remote store has said nothing about an object."""
 _SUMS = frozenset({Leg.CHECK, Leg.SEAL})
 _ON_BLOCKS = frozenset({Leg.GATHER, Leg.SCATTER})
@@ -332,7 +333,8 @@ class Runner:
         summing = self._resources.checksum_threads
         return (
             not (route.reads and reads >= (MOST_READS if route.scatters else MOST_READS // 2))
-            and not (route.writes and writes >= (MOST_RELAYS if route.relays else MOST_WRITES))
+            and not (route.writes and writes >= MOST_WRITES)
+            and not (route.relays and sum(batch.route is route for batch in others) >= MOST_RELAYS)
             and not (route.gathers and of_stores >= MOST_GATHERS + summing and not urgent)
             and not (route.scatters and of_loads >= MOST_SCATTERS + summing)
         )
@@ -344,7 +346,7 @@ class Runner:
             return False  # the usual case, in which the queue is not looked at
         failed = self._fail_unstarted(
             Reason.DEADLINE,
-            lambda work, batch: work.deadline_s < now_s or (batch and (batch.drive, batch.route.writes) in stuck),
+            lambda work, batch: work.deadline_s < now_s or (batch and (batch.drive, batch.route.writes_drive) in stuck),
         )
         left = [batch.work.deadline_s for batch in self.queued] + [work.deadline_s for work in self._waiting]
         self._soonest_s = min(left, default=math.inf)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from obstore.store import S3Store, from_url
-from support.drive_blocks import bytes_for, make_room, open_drive
+from support.drive_blocks import bytes_for, gated_device, make_room, open_drive
 from support.s3_server import S3Server
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.mover_process import MoverProcess
 from kvdisk.store import BlockStore, Presence, Put, Result, Rows, StartMover
@@ -121,6 +121,57 @@ def test_what_one_host_puts_another_gets(hosts: Callable[..., Host], start: Star
     assert there.ask([*KEYS, key_of(99)]) == KEYS
     assert get_all(there.store, [*KEYS, key_of(99)]) == [Result.DONE] * len(KEYS) + [Result.ABSENT]
     assert all(holds(there.rows, at, key, KINDS) for at, key in enumerate(KEYS))
+
+
+def test_what_was_got_from_another_is_kept_here_once_it_is_wanted(
+    hosts: Callable[..., Host], s3_server: S3Server
+) -> None:
+    """In chains, each block behind the one before it, so that its head leaves last; and on the
+    drive: without the bucket it is there after a restart."""
+    here, there = hosts(), hosts()
+    put_all(here.store, here.rows, KEYS)
+    here.settle()
+    there.ask(KEYS)
+    get_all(there.store, KEYS[:9])
+    there.settle()
+    catalog = there.store._manager._catalog
+    assert not catalog.rows_in(Tier.NVME)
+    there.store.reached("a request", KEYS)
+    there.settle()
+    rows = catalog.find_all(KEYS[:9])
+    assert sorted(rows) == sorted(catalog.rows_in(Tier.NVME))
+    assert not there.counted("failed_promotions")
+    assert [catalog.parent(row) for row in rows] == [None, None, *KEYS[:7]]
+    there.restart()
+    s3_server.kill()
+    try:
+        assert get_all(there.store, KEYS[:9]) == [Result.DONE] * 9
+        assert all(holds(there.rows, at, key, KINDS) for at, key in enumerate(KEYS[:9]))
+    finally:
+        s3_server.start()
+
+
+def test_a_drive_that_hangs_while_it_gets_blocks_of_another(hosts: Callable[..., Host]) -> None:
+    """What was fetched is given up, its slots come back once the drive has ended them, and all is
+    loaded from the bucket meanwhile."""
+    here = hosts()
+    put_all(here.store, here.rows, KEYS)
+    here.settle()
+    with gated_device() as device:
+        there = hosts(io_deadline_s=0.5)
+        there.ask(KEYS)
+        assert get_all(there.store, KEYS) == [Result.DONE] * len(KEYS)
+        device.plan.hold = True
+        there.store.reached("a request", KEYS)
+        transfers, nvme = there.store._manager._transfers, there.store._parts.nvme
+        assert nvme is not None
+        run_until(there.store, lambda: bool(transfers._zombies), [])
+        assert get_all(there.store, KEYS, tag=3) == [Result.DONE] * len(KEYS)
+        assert all(holds(there.rows, at, key, KINDS) for at, key in enumerate(KEYS))
+        device.opens.set()
+        run_until(there.store, lambda: not transfers._zombies, [])
+    there.settle()
+    assert not there.store._manager._catalog.rows_in(Tier.NVME)
 
 
 def test_what_was_there_before_a_restart_is_sent_when_it_is_wanted(hosts: Callable[..., Host]) -> None:

@@ -127,7 +127,7 @@ def test_of_another_epoch_nothing_is_found(rank, before):
     [
         (Result.LATE, Reason.DEADLINE),
         (Result.REFUSED, Reason.CANCELLED),
-        (Result.FAILED, Reason.IO_ERROR),
+        (Result.FAILED, Reason.REMOTE_ERROR),
     ],
 )
 def test_failures_are_reasons_and_nothing_is_late(rank, store, before, result, reason):
@@ -269,7 +269,7 @@ def test_what_a_drive_has_lost_is_not_sent(rank, store, stored):
 
 @pytest.mark.parametrize(
     ("result", "reason"),
-    [(Result.LATE, Reason.DEADLINE), (Result.REFUSED, Reason.CANCELLED), (Result.FAILED, Reason.NOT_SENT)],
+    [(Result.LATE, Reason.DEADLINE), (Result.REFUSED, Reason.CANCELLED), (Result.FAILED, Reason.REMOTE_ERROR)],
 )
 def test_a_store_that_takes_nothing_is_no_failure_of_the_drive(rank, store, stored, result, reason):
     store.instead = result
@@ -305,3 +305,13 @@ def test_sends_that_hang_leave_staging_to_stores_and_loads(rank, store, stored):
     store.hangs = False
     rank.run()
     assert all(not rank.results[job].failed for job in sends)
+
+
+def test_what_the_remote_store_has_goes_to_a_drive_without_vllms_blocks(rank, store, before):
+    """Sealed there for the generation that the manager gave it."""
+    fetched = [move(b, g, nvme=b, remote=True, generation=99) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+    assert rank.do(JobKind.PROMOTE, fetched) == {} and payloads(rank) != before
+    store.contents.clear()
+    stored = [move(b, g, b, nvme=b, generation=99) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
+    assert rank.do(JobKind.LOAD, stored) == {} and payloads(rank) == before
+    assert set(rank.do(JobKind.PROMOTE, fetched).values()) == {Reason.ABSENT}

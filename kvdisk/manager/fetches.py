@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings to the drive what was loaded from the remote store, so that the next load finds it here.
+Only for jobs by key, and without a tier in memory, in which a load leaves its copy. Scheduler
+thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import compress
+
+from kvdisk.blocks import BY_KEY, BlockKey, JobId, groups_of
+from kvdisk.manager.copies import Copies
+from kvdisk.manager.jobs import MoveDetail
+from kvdisk.manager.parts import Parts
+from kvdisk.manager.peer_hints import PeerHints
+from kvdisk.manager.tiers import Tiers
+from kvdisk.messages import JobKind, Move
+
+MOST_LOADED = 16384
+"""Blocks that were loaded from the remote store, and that no request was said to have reached
+since."""
+MOST_QUEUED = 16384
+"""Blocks that wait to be fetched. What comes then is not."""
+MOST_FETCH_MOVES = 64
+MOST_FETCH_JOBS = 2
+
+
+class Fetches:
+    """See the module. A block is read from the store once more, apart from its load: neither a full
+    drive nor a slow one holds that up."""
+
+    def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: PeerHints) -> None:
+        self._catalog = parts.catalog
+        self._transfers = parts.transfers
+        self._state = parts.state
+        self._target = tiers.first
+        self._copies = copies
+        self._remote = hints.remote
+        self._loaded: OrderedDict[BlockKey, None] = OrderedDict()
+        self._queue: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
+        """Blocks to fetch, and the one before each in its chain."""
+        self._jobs: list[JobId] = []
+
+    def loaded(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks are to be loaded from the remote store."""
+        if self._target.in_memory:
+            return
+        self._loaded.update(dict.fromkeys(keys))
+        while len(self._loaded) > MOST_LOADED:
+            self._loaded.popitem(last=False)
+
+    def reached(self, keys: Sequence[BlockKey]) -> None:
+        """A request wants these blocks of one kind, which follow each other: queue what was loaded
+        from the remote store."""
+        if not self._loaded:
+            return
+        for parent, key in zip((None, *keys), keys, strict=False):
+            if key in self._loaded:
+                del self._loaded[key]
+                if len(self._queue) < MOST_QUEUED:
+                    self._queue[key] = parent
+
+    def has_work(self) -> bool:
+        """Whether blocks that wait may be fetched."""
+        return bool(self._queue) and self._remote.is_usable
+
+    def plan(self, now: float) -> None:
+        """Plan jobs that fetch what is queued, as far as it is admitted and there is room now; the
+        rest is left to the next load."""
+        if not self.has_work():
+            return
+        if not self._target.update_writable(now):
+            self._queue.clear()
+        self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
+        while self._queue and len(self._jobs) < MOST_FETCH_JOBS:
+            self._fetch([self._queue.popitem(last=False) for _ in range(min(MOST_FETCH_MOVES, len(self._queue)))])
+
+    def _fetch(self, wanted: list[tuple[BlockKey, BlockKey | None]]) -> None:
+        """Plan a job for some blocks, each with the one before it in its chain."""
+        target, source, generations = self._target, self._remote.tier, self._catalog.generations
+        places, _ = self._copies.missing(target, [key for key, _ in wanted])
+        wanted = [wanted[at] for at in places]
+        wanted = list(compress(wanted, target.admits([key for key, _ in wanted], [parent for _, parent in wanted])))
+        groups, parents = groups_of(key for key, _ in wanted), [parent for _, parent in wanted]
+        slots, _, _ = self._copies.take_slots(target, groups, parents, [0] * len(wanted), in_order=False)
+        found = [(*block, slot) for block, slot in zip(wanted, slots, strict=True) if slot is not None]
+        if not found:
+            return
+        keys, parents_found, taken = zip(*found, strict=True)
+        rows = self._catalog.find_all(keys)
+        rows = self._copies.begin_new(target.tier, keys, parents_found, rows, taken, [0] * len(keys))
+        moves = [
+            Move(key, generations[row], slots={target.tier: slot, source: BY_KEY}, parent=parent)
+            for (key, parent, slot), row in zip(found, rows, strict=True)
+        ]
+        details = [MoveDetail(row, source=source, target=target.tier) for row in rows]
+        self._remote.begin_reads(len(moves))
+        self._jobs.append(self._transfers.add(JobKind.PROMOTE, moves, details, epoch=self._state.epoch).job.id)
+
+    def reset(self) -> None:
+        """Forget all: the keys have another meaning."""
+        self._loaded.clear()
+        self._queue.clear()
