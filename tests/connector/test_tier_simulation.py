@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from obstore.store import from_url
 from support.drive_blocks import bytes_for
+from support.s3_server import S3Server
 from support.tiering import TOKENS
 from test_tier import ROW_BYTES, Bench, Make
 from test_tier import make as make  # noqa: PLC0414 - a fixture
@@ -28,6 +31,7 @@ from kvdisk.store import BlockKind, Result
 SEEDS = 120
 MORE_SEEDS = 2000
 DRIVE_SEEDS = 16
+BUCKET_SEEDS = 4
 STEPS = 120
 STEP_S = 0.01
 WAIT_S = 0.5
@@ -231,8 +235,11 @@ class DriveWorld(World):
 
     def open(self) -> None:
         nvme_bytes = bytes_for([BlockKind(ROW_BYTES, TOKENS)] * 2, self.random.choice([40, 400]))
-        self.bench = self.make(rows=self.rows, lookup_wait_s=2.0, nvme_bytes=nvme_bytes)
+        self.bench = self.make(rows=self.rows, lookup_wait_s=2.0, nvme_bytes=nvme_bytes, **self.settings())
         self.stopped = False
+
+    def settings(self) -> dict[str, Any]:
+        return {}
 
     def step(self) -> None:
         super().step()
@@ -286,6 +293,64 @@ def test_on_a_real_drive(make_on_drive, tmp_path, seed):  # noqa: F811
         getattr(world, act)()
     world.finish()
     world.bench.close()
+
+
+class BucketWorld(DriveWorld):
+    """The same on hosts that share a bucket: a start may be on another one, whose drive is empty.
+    ``loaded_bytes``: from the bucket, in all."""
+
+    server: S3Server
+    loaded_bytes = 0
+
+    def __init__(self, make: Make, seed: int, folder: Path, server: S3Server) -> None:
+        self.server, self.url = server, f"s3://kvdisk-tests/{folder.name}"
+        self.bucket = from_url(self.url, config=server.options, client_options={"allow_http": True})
+        super().__init__(make, seed, folder)
+
+    def settings(self) -> dict[str, Any]:
+        return {"remote": self.url, "remote_options": self.server.options, "remote_admission": "all"}
+
+    def restart(self) -> None:
+        self.note_loaded()
+        super().restart()
+
+    def forget_weights(self) -> None:
+        super().forget_weights()
+        self.is_elsewhere = self.random.random() < 0.5
+
+    def open(self) -> None:
+        if getattr(self, "is_elsewhere", False):
+            shutil.rmtree(self.folder / "store")
+        super().open()
+
+    def note_loaded(self) -> None:
+        stats = self.bench.tier._store_stats()
+        self.loaded_bytes += stats.sum_of("transfer_bytes.remote_to_cpu")
+
+    def spoil(self) -> None:
+        """A bit of some slot, or of some object, is flipped."""
+        super().spoil()
+        names = [each["path"] for page in self.bucket.list() for each in page]
+        for name in self.random.sample(names, min(2, len(names))):
+            body = bytearray(bytes(self.bucket.get(name).bytes()))
+            body[self.random.randrange(len(body))] ^= 1 << self.random.randrange(8)
+            self.bucket.put(name, bytes(body))
+
+
+@pytest.mark.torture
+def test_on_hosts_that_share_a_bucket(make_on_drive, tmp_path, s3_server):  # noqa: F811
+    loaded_bytes, often = 0, OFTEN | {"restart": 8, "reset": 0.3}
+    for seed in range(BUCKET_SEEDS):
+        world = BucketWorld(make_on_drive, seed, tmp_path, s3_server)
+        for _ in range(2 * STEPS):
+            (act,) = world.random.choices(list(often), list(often.values()))
+            getattr(world, act)()
+        world.finish()
+        world.note_loaded()
+        loaded_bytes += world.loaded_bytes
+        world.bench.close()
+        shutil.rmtree(tmp_path / "store")
+    assert loaded_bytes > 8 * ROW_BYTES, "little came from another host"
 
 
 @pytest.mark.torture
