@@ -123,7 +123,9 @@ class Copies:
 
 
 parents_of = st.tuples(*(st.integers(-1, number - 1) for number in range(8))).map(list)
-steps = st.lists(st.tuples(st.sampled_from(["store", "use", "lose", "pin", "evict"]), st.integers(0, 7)), max_size=50)
+ACTS = ("store", "store", "store", "use", "lose", "pin", "evict")
+"""Trees must grow for a head to have several tails."""
+steps = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 7)), min_size=20, max_size=50)
 STANDINGS = {"first": DEMOTED, "late": RETAINED, "stays": PINNED}
 hints = st.lists(
     st.tuples(st.sampled_from(["store", "use", "lose", "evict", *STANDINGS, "wait"]), st.integers(0, 7)), min_size=20
