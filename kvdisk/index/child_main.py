@@ -20,7 +20,7 @@ from kvdisk.blocks import BlockKey
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import ForeignCopy
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.index.records import Operation, Table, decode_blocks, decode_segments, encode_block_key
+from kvdisk.index.records import Operation, Packed, Table, decode_blocks, decode_segments, encode_block_key
 
 MOST_OPEN = 64
 """Indexes of others that the process keeps open. It closes the oldest first."""
@@ -54,7 +54,7 @@ class Server:
                 pass
         yield None
 
-    def scan(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    def scan(self, table: Table) -> Iterator[Packed]:
         """See ``LmdbTables.scan``."""
         return self._tables.scan(table)
 
@@ -101,16 +101,16 @@ class Server:
                 raise
             yield {}
 
-    def read(self, path: str) -> Iterator[tuple[Table, list[bytes], list[bytes]]]:
+    def read(self, path: str) -> Iterator[tuple[Table, Packed]]:
         """Yield all records of an index, blocks before segments; nothing where there is no
         index."""
         try:
             with closing(LmdbTables(Path(path), readonly=True)) as tables:
                 # A segment's record is committed before those of its blocks.
                 for table in (Table.BLOCKS, Table.SEGMENTS):
-                    yield table, [], []
-                    for keys, values in tables.scan(table):
-                        yield table, keys, values
+                    yield table, Packed.of((), ())
+                    for packed in tables.scan(table):
+                        yield table, packed
         except KvdiskError as error:
             if not _is_missing(error):
                 raise
@@ -142,9 +142,9 @@ def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]
     found = [
         (name, value) for name, value in zip(names, tables.get(Table.BLOCKS, names), strict=True) if value is not None
     ]
-    records = list(decode_blocks([name for name, _ in found], [value for _, value in found]).records())
+    records = list(decode_blocks(Packed.of([name for name, _ in found], [value for _, value in found])).records())
     wanted = {record.slot.segment for record in records}
-    found_segments = [each for part in tables.scan(Table.SEGMENTS) for each in decode_segments(*part)]
+    found_segments = [each for part in tables.scan(Table.SEGMENTS) for each in decode_segments(part)]
     segments = {each.segment: each for each in found_segments if each.segment in wanted}
     return {
         record.key: ForeignCopy(

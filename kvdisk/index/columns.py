@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.index.base import BlockColumns
-from kvdisk.index.records import decode_blocks
+from kvdisk.index.records import Packed, decode_blocks
 
 _RUN_GENERATIONS = 4096
 _SPREAD_S = 3600
@@ -65,7 +65,7 @@ def stored_times(
 def join_columns(parts: Sequence[BlockColumns]) -> BlockColumns:
     """Return the rows of all parts as one, in order."""
     if not parts:
-        return decode_blocks([], [])
+        return decode_blocks(Packed.of((), ()))
     epochs, keys, segments, indices, generations, parents, parent_bytes, stored_s, tenants = zip(*parts, strict=True)
     return BlockColumns(
         np.concatenate(epochs),

@@ -21,7 +21,7 @@ from kvdisk.index.child import MAIN, REAP_S, Child, ChildEnded
 from kvdisk.index.commit_writer import CommitWriter, IndexGone
 from kvdisk.index.map_size import MIN_MAP_BYTES, map_bytes_for
 from kvdisk.index.record_index import Index, Part
-from kvdisk.index.records import Operation, Table, encode_block, encode_segment
+from kvdisk.index.records import Operation, Packed, Table, encode_block, encode_segment
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "TablesProcess", "map_bytes_for", "write_index"]
 
@@ -89,13 +89,13 @@ class TablesProcess:
         """The number of the process, None while there is none."""
         return self._child.pid
 
-    def read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
+    def read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
         """See ``Index._read``. Raises IndexGone, also for a record that does not decode."""
         with self._asking, closing(self._child.parts(math.inf, "scan", table)) as parts:
             if self._gone is not None:
                 raise self._gone
             try:
-                return [decode(keys, values) for keys, values in parts]
+                return [decode(packed) for packed in parts]
             except (ChildEnded, CorruptRecord) as error:
                 raise self._given_up(error) from error
 
@@ -238,7 +238,7 @@ class LmdbIndex(Index):
             raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended")
         self._tables.close()
 
-    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
+    def _read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
         assert not self._closed
         return self._tables.read(table, decode)
 

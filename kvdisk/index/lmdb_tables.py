@@ -25,7 +25,7 @@ import lmdb
 
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
 from kvdisk.index.map_size import MAX_TRANSACTION, RESERVE_UNITS, STEP_BYTES, planned_bytes
-from kvdisk.index.records import Operation, Table
+from kvdisk.index.records import Operation, Packed, Table
 
 LOCK_WAIT_S = 15.0
 """Seconds that an owner waits for the owner before it: the process of a killed engine ends its
@@ -119,15 +119,15 @@ class LmdbTables:
             database = self._databases[table]
             return [txn.get(key, db=database) for key in keys]
 
-    def scan(self, table: Table) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """Yield lists of keys and of values, ascending, in one read transaction, part by part."""
+    def scan(self, table: Table) -> Iterator[Packed]:
+        """Yield the records of a table, ascending, in one read transaction, part by part."""
         with self._reading() as txn:
             if not self._databases:
                 return
             keys = txn.cursor(self._databases[table]).iternext(keys=True, values=False)
             values = txn.cursor(self._databases[table]).iternext(keys=False, values=True)
             while part := list(islice(keys, _PART_RECORDS)):
-                yield part, list(islice(values, _PART_RECORDS))
+                yield Packed.of(part, list(islice(values, _PART_RECORDS)))
 
     def commit(self, operations: Sequence[Operation]) -> None:
         """See ``Tables.commit``."""

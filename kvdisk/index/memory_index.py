@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvdisk.index.base import IndexState, Progress
 from kvdisk.index.record_index import Index, Part
-from kvdisk.index.records import Operation, Table
+from kvdisk.index.records import Operation, Packed, Table
 
 
 class MemoryIndex(Index):
@@ -82,10 +82,10 @@ class MemoryIndex(Index):
         survivor._tables = {table: dict(items) for table, items in self._tables.items()}
         return survivor
 
-    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
+    def _read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
         assert not self._closed
         items = sorted(self._tables[table].items())
-        return [decode([key for key, _ in items], [value for _, value in items])]
+        return [decode(Packed.of([key for key, _ in items], [value for _, value in items]))]
 
     def _takes_puts(self) -> bool:
         return not (self.refuse_puts or self.is_gone) and self._queued_count < self._max_queued

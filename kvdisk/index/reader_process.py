@@ -69,12 +69,12 @@ class ReaderProcess(Child):
         blocks: list[BlockColumns] = []
         segments: list[SegmentRecord] = []
         try:
-            for table, keys, values in self.parts(math.inf, "read", str(index_path)):
+            for table, packed in self.parts(math.inf, "read", str(index_path)):
                 exists = True
                 if table is Table.BLOCKS:
-                    blocks.append(decode_blocks(keys, values))
+                    blocks.append(decode_blocks(packed))
                 else:
-                    segments += decode_segments(keys, values)
+                    segments += decode_segments(packed)
         except (CorruptRecord, DeviceError) as error:
             raise _without_path(error, index_path) from error
         return IndexContent(tuple(segments), join_columns(blocks)) if exists else IndexContent(exists=False)

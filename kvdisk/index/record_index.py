@@ -18,6 +18,7 @@ from kvdisk.index.base import BlockColumns, BlockRecord, Progress, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.records import (
     Operation,
+    Packed,
     Table,
     decode_blocks,
     decode_segments,
@@ -42,9 +43,8 @@ class Index(ABC):
         self._last_ticket = 0
 
     @abstractmethod
-    def _read(self, table: Table, decode: Callable[[list[bytes], list[bytes]], Part]) -> list[Part]:
-        """Return what ``decode`` makes of the keys and values of each part of what is committed, in
-        ascending order."""
+    def _read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
+        """Return what ``decode`` makes of each part of what is committed, in ascending order."""
 
     @abstractmethod
     def _takes_puts(self) -> bool:

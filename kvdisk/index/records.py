@@ -15,8 +15,9 @@ of its range is a programmer's error.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -62,6 +63,33 @@ class Operation(NamedTuple):
         return self.value is not None and self.table is Table.BLOCKS
 
 
+class Packed(NamedTuple):
+    """Encoded records of one table, ascending: the bytes of all keys, joined, those of all values,
+    and the length of each key and value. Many records are one object, and quick to send."""
+
+    keys: bytes
+    key_bytes: NDArray[np.uint32]
+    values: bytes
+    value_bytes: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], values: Sequence[bytes]) -> Packed:
+        """Return these records, packed."""
+        return cls(b"".join(keys), _lengths(keys), b"".join(values), _lengths(values))
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield each record's key and value."""
+        return zip(_split(self.keys, self.key_bytes), _split(self.values, self.value_bytes), strict=True)
+
+
+def _lengths(texts: Sequence[bytes]) -> NDArray[np.uint32]:
+    return np.fromiter(map(len, texts), np.uint32, len(texts))
+
+
+def _split(text: bytes, lengths: NDArray[np.uint32]) -> Iterator[bytes]:
+    return (text[start:end] for start, end in pairwise(accumulate(lengths.tolist(), initial=0)))
+
+
 def encode_block_key(epoch: int, key: BlockKey) -> bytes:
     """Return the key bytes of a block's record."""
     assert 0 <= epoch < EPOCH_LIMIT, epoch
@@ -79,25 +107,22 @@ def encode_block(record: BlockRecord) -> tuple[bytes, bytes]:
     return encode_block_key(record.epoch, record.key), fixed + parent + tenant
 
 
-def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumns:
-    """Return the records of these key and value bytes, in their order.
+def decode_blocks(packed: Packed) -> BlockColumns:
+    """Return the blocks of these records, in their order.
 
     The caller sees to the order that ``BlockColumns`` requires. Raises CorruptRecord for the first
     bytes that no record encodes to.
     """
-    key_bytes, value_bytes = _lengths(keys), _lengths(values)
-    # A value that is too short reads as version 0.
-    joined, ends = np.frombuffer(b"".join((*values, bytes(_BLOCK.size))), np.uint8), np.cumsum(value_bytes)
-    places = (ends - value_bytes)[:, np.newaxis] + np.arange(_BLOCK.size)
-    fixed = np.where(value_bytes[:, np.newaxis] < _BLOCK.size, np.uint8(0), joined[places]).view(_BLOCKS)[:, 0]
-    heads = b"".join([key[:_EPOCH_BYTES].ljust(_EPOCH_BYTES, b"\0") for key in keys])
-    epochs = np.frombuffer(heads, ">u8").astype(np.uint64)
+    key_bytes, value_bytes = packed.key_bytes.astype(np.int64), packed.value_bytes.astype(np.int64)
+    key_starts, ends = np.cumsum(key_bytes) - key_bytes, np.cumsum(value_bytes)
+    starts, values = ends - value_bytes, packed.values + bytes(_BLOCK.size)
+    fixed = _pieces(values, starts, _BLOCK.size).view(_BLOCKS)
+    fixed[value_bytes < _BLOCK.size] = 0  # too short: version 0, which there is not
+    epochs = _pieces(packed.keys + bytes(_EPOCH_BYTES), key_starts, _EPOCH_BYTES).view(">u8").astype(np.uint64)
     parent_bytes = fixed["parent_bytes"].astype(np.int64)
     has_tenant = fixed["version"] == TENANT_VERSION
-    tenants = np.zeros(len(keys), np.uint64)
-    rows = np.flatnonzero(has_tenant)
-    found = b"".join([values[row][-_TENANT.size :].rjust(_TENANT.size, b"\0") for row in rows.tolist()])
-    tenants[rows] = np.frombuffer(found, ">u8")
+    tenants = np.zeros(len(key_bytes), np.uint64)
+    tenants[has_tenant] = _pieces(values, ends[has_tenant] - _TENANT.size, _TENANT.size).view(">u8")
     sound = (
         ((fixed["version"] == RECORD_VERSION) | (tenants != 0))
         & (epochs < EPOCH_LIMIT)
@@ -113,24 +138,33 @@ def decode_blocks(keys: Sequence[bytes], values: Sequence[bytes]) -> BlockColumn
             f"epoch {epochs[bad]}, key of {key_bytes[bad]} bytes, value of {value_bytes[bad]} with a parent key of "
             f"{parent_bytes[bad]}"
         )
-    is_parent = np.ones(len(joined), np.bool_)
-    is_parent[places] = is_parent[len(joined) - _BLOCK.size :] = False
-    is_parent[ends[rows, np.newaxis] - np.arange(1, _TENANT.size + 1)] = False
+    followers = np.flatnonzero(parent_bytes)
     return BlockColumns(
         epochs,
-        cast("list[BlockKey]", [key[_EPOCH_BYTES:] for key in keys]),
+        cast("list[BlockKey]", _texts(packed.keys, key_starts + _EPOCH_BYTES, key_bytes - _EPOCH_BYTES)),
         fixed["segment"].astype(np.uint32),
         fixed["index"].astype(np.uint32),
         fixed["generation"].astype(np.uint64),
-        joined[is_parent].tobytes(),
+        b"".join(_texts(values, starts[followers] + _BLOCK.size, parent_bytes[followers])),
         parent_bytes,
         fixed["stored_s"].astype(np.uint32),
         tenants,
     )
 
 
-def _lengths(texts: Sequence[bytes]) -> NDArray[np.int64]:
-    return np.fromiter(map(len, texts), np.int64, len(texts))
+def _pieces(text: bytes, starts: NDArray[np.int64], size: int) -> NDArray[np.void]:
+    """Return the ``size`` bytes of a text that begin at each of these places."""
+    found: NDArray[np.void] = np.ndarray((max(0, len(text) - size + 1),), f"V{size}", text, strides=(1,))[starts]
+    return found
+
+
+def _texts(text: bytes, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[bytes]:
+    """Return parts of a text, by where they start and how long they are: quicker where all are as
+    long."""
+    if len(lengths) and (lengths == lengths[0]).all():
+        found: list[bytes] = _pieces(text, starts, int(lengths[0])).tolist()
+        return found
+    return [text[start:end] for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
 
 
 def encode_segment_key(segment: int) -> bytes:
@@ -144,9 +178,9 @@ def encode_segment(record: SegmentRecord) -> tuple[bytes, bytes]:
     return encode_segment_key(record.segment), value
 
 
-def decode_segments(keys: Sequence[bytes], values: Sequence[bytes]) -> list[SegmentRecord]:
-    """Return the records of these key and value bytes. Raises CorruptRecord."""
-    return list(map(decode_segment, keys, values))
+def decode_segments(packed: Packed) -> list[SegmentRecord]:
+    """Return the segments of these records. Raises CorruptRecord."""
+    return list(starmap(decode_segment, packed.items()))
 
 
 def decode_segment(key: bytes, value: bytes) -> SegmentRecord:

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
-from kvdisk.manager.parents import parents_among, without_circles
+from kvdisk.manager.parents import KeyBytes, parents_among, without_circles
 
 NONE: Final = -1
 """No row."""
@@ -336,8 +336,9 @@ class Catalog:
             columns.grow(count)
         self._is_placeholder += bytes(count)
 
-    def fill(self, tier: Tier, blocks: BlockColumns) -> None:
-        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet."""
+    def fill(self, tier: Tier, blocks: BlockColumns, keys: KeyBytes | None) -> None:
+        """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet.
+        ``keys``: the ``bytes_of`` theirs."""
         assert not self.generations
         count = len(blocks.keys)
         self._grow(count)
@@ -348,7 +349,7 @@ class Catalog:
         np.frombuffer(self.epochs, np.uint64)[:] = blocks.epochs
         np.frombuffer(self.stored_s, np.uint32)[:] = blocks.stored_s
         np.frombuffer(self.tenants, np.uint64)[:] = blocks.tenants
-        parent_rows = parents_among(blocks, self._rows)
+        parent_rows = parents_among(blocks, keys, self._rows)
         lacking = (parent_rows == NONE) & (blocks.parent_bytes > 0)
         parent_rows = without_circles(parent_rows)
         np.frombuffer(self.parent_rows, np.int32)[:] = parent_rows

@@ -42,7 +42,8 @@ class Demand:
 
     def __init__(self, history: ReuseHistory, admissions: Sequence[AdmissionPolicy]) -> None:
         self._history = history
-        self._admissions = admissions
+        self._admissions = [each for each in admissions if type(each).want is not AdmissionPolicy.want]
+        """Those that are told: others' ``want`` does nothing."""
         self._uncounted: dict[tuple[RequestState, int], None] = {}
         """Requests, with a group, whose prompts are not counted to their end, the earliest
         first."""
@@ -100,7 +101,7 @@ class Demand:
             times = times._replace(most=max(1, self._history.known(keys[start - 1])[0]))
         stop = request.counted[group] = min(stop, end)
         request.origin[group] = self._history.count(keys, start, stop, request.origin[group], times)
-        self._want(request, keys[start:stop])
+        self._want(request, keys, start, stop)
         if stop < end:
             self._uncounted[request, group] = None
         else:
@@ -114,7 +115,7 @@ class Demand:
             start, late.start = late.start, min(late.stop, late.start + left)
             keys = late.request.keys[late.group]
             late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
-            self._want(late.request, keys[start : late.start])
+            self._want(late.request, keys, start, late.start)
             left -= late.start - start
             if late.start == late.stop:
                 self._put_off.popleft()
@@ -143,8 +144,8 @@ class Demand:
 
     def _want_state(self, request: RequestState, key: BlockKey) -> None:
         self._history.count((key,), 0, 1, STATES)
-        self._want(request, (key,))
+        self._want(request, (key,), 0, 1)
 
-    def _want(self, request: RequestState, keys: Sequence[BlockKey]) -> None:
+    def _want(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> None:
         for admission in self._admissions:
-            admission.want(keys, request.request_id)
+            admission.want(keys[start:stop], request.request_id)

@@ -203,12 +203,15 @@ class EvictionPolicy:
         what was there before a restart. ``uses``: how often each was used since it was stored;
         ``is_tail``: of each row."""
         # Keys are read in the order in which they lie: in that of their last use each is far away.
-        ascending = np.sort(rows)
+        count = int(rows.max(initial=-1)) + 1
+        are_here, places = np.zeros(count, np.bool_), np.zeros(count, np.intp)
+        are_here[rows] = True
+        ascending = np.flatnonzero(are_here)
+        places[ascending] = np.arange(len(ascending))
         keys = np.asarray(self._keys, np.object_)[ascending].tolist()
-        found = self._history.restore(keys, np.searchsorted(ascending, rows), uses)
+        found = self._history.restore(keys, places[rows], uses)
         if self.classes != CLASSES:
             found = np.array(self.classes_of(rows.tolist()), np.uint8)
-        count = int(rows.max(initial=-1)) + 1
         last, numbers = np.zeros(count, np.uint64), np.full(count, _NOT_HERE, np.uint8)
         last[rows] = np.maximum(np.arange(1 - len(rows), 1) + self.now, 0)
         numbers[rows] = found

@@ -230,6 +230,8 @@ class HitCounts:
     def _tokens_by_tier(self, start_tokens: int, tokens: int, blocks: LoadedBlocks) -> dict[Tier, int]:
         """Return how a load divides: a token is of the slowest tier that a block of its groups is
         in. A state that is alone stands for all tokens before it."""
+        if not tokens:
+            return dict.fromkeys(self._sources, 0)
         groups = self._geometry.groups
         grain = math.gcd(*(group.block_tokens for group in groups))
         slowest = np.full(tokens // grain, self._tiers.first.tier, np.uint8)

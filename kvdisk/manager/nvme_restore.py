@@ -15,13 +15,14 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier
+from kvdisk.blocks import GROUP_BYTES, BlockKey, Slot, Tier, groups_of
 from kvdisk.device.uses import Uses, UsesRecords
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import BlockColumns, SegmentRecord
 from kvdisk.index.record_index import Index
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager.parents import KeyBytes, bytes_of
 
 _Flags = NDArray[np.bool_]
 
@@ -51,7 +52,8 @@ def restore_blocks(
     With ``uses``, which has none yet either: of ``known_uses`` what is of these blocks.
     """
     columns = index.block_columns()
-    groups = np.frombuffer(b"".join([key[-GROUP_BYTES:] for key in columns.keys]), ">u2").astype(np.int64)
+    keys = bytes_of(columns.keys)
+    groups = _groups_of(columns.keys, keys)
     fresh, fits, used = _place(geometry, columns, groups, segments)
     kept = fresh & fits & (columns.epochs == FILE_EPOCH)
     stale = np.flatnonzero(~kept)
@@ -61,8 +63,8 @@ def restore_blocks(
         [Slot(int(columns.segments[row]), int(columns.indices[row])) for row in stale if fresh[row]],
     )
     if len(stale):
-        columns, groups = _only(columns, kept), groups[kept]
-    catalog.fill(Tier.NVME, columns)
+        columns, groups, keys = _only(columns, kept), groups[kept], None if keys is None else keys[kept]
+    catalog.fill(Tier.NVME, columns, keys)
     uses.fill(columns.generations, known_uses)
     # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
     # leaves first.
@@ -74,6 +76,13 @@ def restore_blocks(
         rows = rows_by_use[classes == size_class]
         order.fill(rows, counts[rows])
     return restored
+
+
+def _groups_of(names: Sequence[BlockKey], keys: KeyBytes | None) -> NDArray[np.int64]:
+    """Return the group of each block. ``keys``: the ``bytes_of`` these names."""
+    if keys is None:
+        return np.array(groups_of(names), np.int64)
+    return keys[:, -GROUP_BYTES:].copy().view(">u2")[:, 0].astype(np.int64)
 
 
 def _place(
@@ -109,6 +118,9 @@ def _never_rising(uses: NDArray[np.uint32], parent_rows: Sequence[int]) -> NDArr
     evicted and stored again has fewer of its own."""
     found, ahead = uses.copy(), np.array(parent_rows[: len(uses)], np.int32)
     ahead[ahead >= len(uses)] = NONE
+    on_way = np.flatnonzero(ahead != NONE)
+    if (found[ahead[on_way]] >= found[on_way]).all():  # as it mostly is
+        return found
     while len(on_way := np.flatnonzero(ahead != NONE)):  # twice as far each time
         np.maximum.at(found, ahead[on_way], found[on_way])
         ahead[on_way] = ahead[ahead[on_way]]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -15,54 +15,68 @@ from kvdisk.index.base import BlockColumns
 
 _NO_ROW: Final = -1
 _AT_ONCE: Final = 1 << 16
-"""Keys that are hashed or compared at once: bounds what that takes of memory."""
-_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+"""Keys that are compared at once: bounds what that takes of memory."""
+_BEGIN_BYTES: Final = 8
+_MOST_ALIKE: Final = 32
+"""Keys with one beginning that are looked at: as many groups may have blocks of one hash."""
+
+KeyBytes = NDArray[np.uint8]
+"""The bytes of keys, with a row for each."""
 
 
-def parents_among(blocks: BlockColumns, rows: Mapping[BlockKey, int]) -> NDArray[np.int32]:
+def bytes_of(keys: Sequence[BlockKey]) -> KeyBytes | None:
+    """Return the bytes of keys, None where not all have the same length."""
+    if len(set(map(len, keys))) != 1:
+        return None
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+
+
+def parents_among(blocks: BlockColumns, keys: KeyBytes | None, rows: Mapping[BlockKey, int]) -> NDArray[np.int32]:
     """Return the row of each block's parent; -1 where it has none, or the parent is not among the
-    blocks. ``rows``: of each key.
+    blocks. ``keys``: the ``bytes_of`` theirs. ``rows``: of each key.
 
-    Where all keys have the same length, arrays find them by a hash, and then compare all bytes:
-    looking up millions one by one takes seconds.
+    Where all keys have the same length, arrays find them by their first bytes, by which they
+    ascend, and then compare all bytes: looking up millions one by one takes longer.
     """
-    count, key_bytes = len(blocks.keys), len(blocks.keys[0]) if blocks.keys else 0
-    followers = np.flatnonzero(blocks.parent_bytes)
-    lengths = np.fromiter(map(len, blocks.keys), np.int64, count)
-    if (lengths != key_bytes).any() or (blocks.parent_bytes[followers] != key_bytes).any():
+    count, followers = len(blocks.keys), np.flatnonzero(blocks.parent_bytes)
+    if keys is None or (blocks.parent_bytes[followers] != keys.shape[1]).any():
         return np.fromiter(map(rows.get, blocks.each_parent(), repeat(_NO_ROW)), np.int32, count)
     found = np.full(count, _NO_ROW, np.int32)
-    if not len(followers):
-        return found
-    keys = np.frombuffer(b"".join(blocks.keys), np.uint8).reshape(-1, key_bytes)
-    parents = np.frombuffer(blocks.parents, np.uint8).reshape(-1, key_bytes)
-    hashes, wanted = _hashes_of(keys), _hashes_of(parents)
-    order, wanted_order = np.argsort(hashes), np.argsort(wanted)  # so that one pass goes through both
-    places = np.searchsorted(hashes[order], wanted[wanted_order])
+    parents = np.frombuffer(blocks.parents, np.uint8).reshape(-1, keys.shape[1])
+    begins, wanted = _begins(keys), _begins(parents)
+    order = np.argsort(wanted)  # so that one pass goes through both
+    places = np.searchsorted(begins, wanted[order])
+    odd = [order[:0]]
+    """Parents that are not found that way: keys that have more than a beginning in common, or that
+    are not there."""
     for start in range(0, len(parents), _AT_ONCE):
-        some = wanted_order[start : start + _AT_ONCE]
-        parent_rows = order[np.minimum(places[start : start + _AT_ONCE], count - 1)]
-        are_right = (keys[parent_rows] == parents[some]).all(1)
-        found[followers[some[are_right]]] = parent_rows[are_right]
-        for at in some[~are_right].tolist():  # another key has its hash, or it is not there
-            found[followers[at]] = rows.get(BlockKey(parents[at].tobytes()), _NO_ROW)
+        left, at = order[start : start + _AT_ONCE], places[start : start + _AT_ONCE]
+        for _ in range(_MOST_ALIKE):
+            at = np.minimum(at, count - 1)
+            are_right = _texts(keys.take(at, 0)) == _texts(parents.take(left, 0))
+            found[followers[left[are_right]]] = at[are_right]
+            left, at = left[~are_right], at[~are_right] + 1
+            are_alike = begins.take(at, mode="clip") == wanted[left]
+            odd.append(left[~are_alike])
+            left, at = left[are_alike], at[are_alike]
+            if not len(left):
+                break
+        odd.append(left)
+    for each in np.concatenate(odd).tolist():
+        found[followers[each]] = rows.get(BlockKey(parents[each].tobytes()), _NO_ROW)
     return found
 
 
-def _hashes_of(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return a hash of each row of bytes."""
-    count, key_bytes = keys.shape
-    found = np.zeros(count, np.uint64)
-    for start in range(0, count, _AT_ONCE):
-        some = keys[start : start + _AT_ONCE]
-        words = np.zeros((len(some), -(-key_bytes // 8) * 8), np.uint8)
-        words[:, :key_bytes] = some
-        hashed = np.zeros(len(some), np.uint64)
-        for word in words.view(np.uint64).T:
-            hashed = (hashed ^ word) * _ODD
-            hashed ^= hashed >> np.uint64(32)
-        found[start : start + _AT_ONCE] = hashed
-    return found
+def _begins(keys: KeyBytes) -> NDArray[np.uint64]:
+    """Return the first bytes of each key as a number: those of keys that ascend ascend."""
+    words = np.zeros((len(keys), _BEGIN_BYTES), np.uint8)
+    words[:, : keys.shape[1]] = keys[:, :_BEGIN_BYTES]
+    return words.view(">u8")[:, 0].astype(np.uint64)
+
+
+def _texts(keys: KeyBytes) -> NDArray[np.void]:
+    """Return each row of bytes as one value."""
+    return keys.view(f"V{keys.shape[1]}")[:, 0]
 
 
 def without_circles(parent_rows: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -136,7 +136,11 @@ class ReuseHistory:
         of logarithms of likelihood ratios since the last time that it was 0."""
         self._past: list[tuple[int, _Floats, _Floats]] = [(0, np.zeros(CLASSES), np.zeros(CLASSES * _BUCKETS))]
         """Earlier values of ``now`` and of both counts, the earliest first."""
+        self._undrawn: tuple[_Floats, _Floats, float] | None = None
+        """Of what is learnt and not drawn yet, by class and bucket: how much came to it, and how
+        much of this was wanted; and the mean of blocks a request."""
         self._learn()
+        self._draw()
 
     def reserve(self, slots: int) -> None:
         """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
@@ -185,9 +189,12 @@ class ReuseHistory:
         """
         if visit is None:
             visit = self.begin(start, stop, is_prompt=origin != STATES)
-        hashes = list(map(key_hash, keys[start:stop]))
-        add = self._count_many if len(hashes) >= _MANY else self._count_few
-        least, origin, new, again = add(hashes, origin, visit)
+        hashes = map(key_hash, keys[start:stop])
+        if stop - start >= _MANY:
+            counted = self._count_many(np.fromiter(hashes, np.uint64, stop - start), origin, visit)
+        else:
+            counted = self._count_few(list(hashes), origin, visit)
+        least, origin, new, again = counted
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
                 part = (stop - start) / (visit.now - visit.before)
@@ -236,10 +243,12 @@ class ReuseHistory:
                 marks[place] = mark
         return least, origin, new, again
 
-    def _count_many(self, hashes: list[int], origin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
+    def _count_many(
+        self, hashes: NDArray[np.uint64], origin: int, visit: Visit
+    ) -> tuple[int, int, list[int], list[int]]:
         """Do what ``_count_few`` does, by arrays."""
         share, known_ages = visit.share, visit.before - self._restored
-        places, ages, origins, origin = self._find_or_insert_many(np.array(hashes, np.uint64), hashes, origin, visit)
+        places, ages, origins, origin = self._find_or_insert_many(hashes, origin, visit)
         marks, is_known, has_place = np.frombuffer(self._marks, np.uint16), ages != _NEW, places != _NOWHERE
         of_key = np.where(has_place & is_known, marks[places], _ORIGINS + origins).astype(np.intp)
         is_timed = is_known & (ages < known_ages)
@@ -286,23 +295,24 @@ class ReuseHistory:
         moved = False
         for at in lacking:  # once the others are held: none of them gives way to these
             tag = hashes[at] >> 32 | 1
-            places[at], has_moved = self._enter(hashes[at] & mask, tag, time, _ORIGINS + origins[at], since)
-            moved |= has_moved
+            written = self._enter(hashes[at] & mask, tag, time, _ORIGINS + origins[at], since)
+            places[at] = written[0][0]
+            moved |= len(written) > 1
         if moved:
             found = map(self._find, hashes)
             places = [place if is_known else _NOWHERE for place, is_known in found]
         return places, ages, origins, origin
 
     def _find_or_insert_many(
-        self, numbers: NDArray[np.uint64], hashes: list[int], origin: int, visit: Visit
+        self, hashes: NDArray[np.uint64], origin: int, visit: Visit
     ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.intp], int]:
-        """Do what ``_find_or_insert`` does, by arrays. ``numbers``: the hashes as an array."""
+        """Do what ``_find_or_insert`` does, by arrays."""
         tags, times, marks = (np.frombuffer(each, each.typecode) for each in (self._tags, self._times, self._marks))
         time, now, since, mask = visit.now & _BITS, self.now, self.now - visit.before, self._places - 1
-        places = (numbers & np.uint64(mask)).astype(np.intp)
-        upper = (numbers >> np.uint64(32)).astype(np.int64) | 1
-        others = places ^ (upper * _SPREAD >> 16 & mask | 1)
-        places = np.where(tags[places] == upper, places, others)
+        firsts = (hashes & np.uint64(mask)).astype(np.intp)
+        upper = (hashes >> np.uint64(32)).astype(np.int64) | 1
+        others = firsts ^ (upper * _SPREAD >> 16 & mask | 1)
+        places = np.where(tags[firsts] == upper, firsts, others)
         is_known = tags[places] == upper
         held = places[is_known]
         ages = np.full(len(hashes), _NEW, np.int64)
@@ -316,21 +326,64 @@ class ReuseHistory:
             np.intp
         )
         origin = origin if last[-1] < 0 else _ORIGIN_BEHIND[own[last[-1]]]
-        moved = False
-        for at in np.flatnonzero(~is_known).tolist():  # once the others are held: none of them gives way to these
-            hashed = hashes[at]
-            places[at], has_moved = self._enter(
-                hashed & mask, hashed >> 32 | 1, time, _ORIGINS + int(origins[at]), since
-            )
-            moved |= has_moved
-        if moved:
-            found = map(self._find, hashes)
-            places = np.array([place if is_there else _NOWHERE for place, is_there in found], np.intp)
+        # Once the others are held: none of them gives way to these.
+        new = np.flatnonzero(~is_known)
+        if not len(new):
+            return places, ages, origins, origin
+        entered = self._enter_many(firsts[new], others[new], upper[new], time, _ORIGINS + origins[new], since)
+        if entered is not None:
+            places[new] = entered
+        else:  # some have moved
+            places = np.where(tags[firsts] == upper, firsts, others)
+            places[tags[places] != upper] = _NOWHERE
         return places, ages, origins, origin
 
-    def _enter(self, place: int, tag: int, time: int, mark: int, since: int) -> tuple[int, bool]:
-        """Write a key that is not known to one of its two places; return that, and whether others
-        have moved.
+    def _enter_many(
+        self,
+        firsts: NDArray[np.intp],
+        others: NDArray[np.intp],
+        upper: NDArray[np.int64],
+        time: int,
+        marks: NDArray[np.intp],
+        since: int,
+    ) -> NDArray[np.intp] | None:
+        """Do what ``_enter`` does for each of these keys in turn. ``firsts``, ``others``: the two
+        places of each; ``upper``: its tag. Return which it took; None: others have moved.
+
+        Keys that may take a free place or an old key's, and share neither place with others of
+        these, are entered at once: in which order does not matter.
+        """
+        tags, times = np.frombuffer(self._tags, np.uint32), np.frombuffer(self._times, np.uint32)
+        both = np.stack((firsts, others))
+        is_taken, ages = tags[both] != 0, self.now - times[both].astype(np.int64) & _BITS
+        takes_other = is_taken[0] & (~is_taken[1] | (ages[1] > ages[0]))
+        places = np.where(takes_other, others, firsts)
+        are_simple = ~(is_taken & (ages < since))[takes_other.astype(np.intp), np.arange(len(places))]
+        in_order = np.sort(both, axis=None)
+        shared = in_order[1:][in_order[1:] == in_order[:-1]]
+        if len(shared):
+            are_simple &= ~np.isin(both, shared).any(0)
+        rest, moved = np.flatnonzero(~are_simple), False
+        written: list[tuple[int, int, int, int]] = []
+        for at in rest.tolist():
+            own = self._enter(int(firsts[at]), int(upper[at]), time, int(marks[at]), since)
+            places[at] = own[0][0]
+            moved |= len(own) > 1
+            written += own
+        if moved and np.isin(both[:, are_simple], [each[0] for each in written]).any():
+            for place, tag, wanted, mark in reversed(written):
+                self._tags[place], self._times[place], self._marks[place] = tag, wanted, mark
+            for first, tag, mark in zip(firsts.tolist(), upper.tolist(), marks.tolist(), strict=True):
+                self._enter(first, tag, time, mark, since)
+            return None
+        taken = places[are_simple]
+        tags[taken], times[taken] = upper[are_simple], time
+        np.frombuffer(self._marks, np.uint16)[taken] = marks[are_simple]
+        return None if moved else places
+
+    def _enter(self, place: int, tag: int, time: int, mark: int, since: int) -> list[tuple[int, int, int, int]]:
+        """Write a key that is not known to one of its two places. Return each place that was
+        written to, that one first, with the tag, time and mark that were there.
 
         It takes one where none is, or that of the older. That one is forgotten, unless it was
         wanted ``since`` as many blocks, too: then it moves to its own other place, and so on.
@@ -339,16 +392,16 @@ class ReuseHistory:
         other = self._other(place, tag)
         if tags[place] and (not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)):
             place = other
-        first, has_moved = place, False
+        written: list[tuple[int, int, int, int]] = []
         for _ in range(_MOST_MOVES):
             is_held = tags[place] and (now - times[place] & _BITS) < since
-            before = tags[place], times[place], marks[place]
+            written.append((place, tags[place], times[place], marks[place]))
             tags[place], times[place], marks[place] = tag, time, mark
             if not is_held:
                 break
-            (tag, time, mark), has_moved = before, True
+            _, tag, time, mark = written[-1]
             place = self._other(place, tag)
-        return first, has_moved
+        return written
 
     def _other(self, place: int, tag: int) -> int:
         """Return the other place of what is, or might be, at a place."""
@@ -443,6 +496,8 @@ class ReuseHistory:
     def rate(self, number: int, age: int) -> float:
         """Return how many hits a copy of a class and age brings for each block that requests come
         to while it is kept, if it is kept for as long as pays best."""
+        if self._undrawn is not None:
+            self._draw()
         at = number * _BUCKETS + min(age.bit_length(), _BUCKETS - 1)
         return self._rates[at] + self._slopes[at] * age
 
@@ -453,6 +508,8 @@ class ReuseHistory:
         Of new blocks what was learnt holds only as far as they still come back as often: a scan is
         over before the ages of its blocks tell.
         """
+        if self._undrawn is not None:
+            self._draw()
         bucket, still = age.bit_length(), 1.0
         if number < _ORIGINS and self._scan_score[number] > _SCAN_SCORE:
             still = math.exp(_SCAN_SCORE - self._scan_score[number])
@@ -470,12 +527,8 @@ class ReuseHistory:
         return entered
 
     def _learn(self) -> None:
-        """Learn from the counts the chances of classes.
-
-        Of what came to be in a class at least an age ago, and was not wanted before that age, how
-        much was wanted at it (Kaplan and Meier's estimate): what came lately does not count as
-        never wanted.
-        """
+        """Take what has been counted so far as what the chances of classes are learnt from
+        (``_draw``)."""
         now, memory = self.now, 8 * self._places
         entered, reused = np.array(self._entered, np.float64), np.array(self._reused, np.float64)
         by_edge, by_memory = self._entered_by(np.stack((now - _EDGES, now - _EDGES - memory)))
@@ -486,8 +539,24 @@ class ReuseHistory:
         )
         wanted = (reused - old[2]).reshape(CLASSES, _BUCKETS)
         self._returned = (wanted[:_ORIGINS].sum(1) / np.maximum(come_to[:_ORIGINS, 0], 1.0)).tolist()
+        self._undrawn = (risk, wanted, self._prompt_blocks)
+        self._learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
+        self._past.append((now, entered, reused))
+        if len(self._past) > _MOST_PAST:
+            del self._past[1 : _MOST_PAST // 2 : 2]
+
+    def _draw(self) -> None:
+        """Draw the curves of what was learnt last. Only once somebody asks: of a prompt with many
+        groups each is counted, and learnt from, before that.
+
+        Of what came to be in a class at least an age ago, and was not wanted before that age, how
+        much was wanted at it (Kaplan and Meier's estimate): what came lately does not count as
+        never wanted.
+        """
+        assert self._undrawn is not None
+        (risk, wanted, prompt_blocks), self._undrawn = self._undrawn, None
         widths = _WIDTHS.copy()
-        widths[0] = self._prompt_blocks  # what the next request wants is kept for as long as that comes
+        widths[0] = prompt_blocks  # what the next request wants is kept for as long as that comes
         chance, all_left, left = _FIRST_CHANCE, 1.0, np.ones(CLASSES)
         owns, lefts = np.empty((_BUCKETS, CLASSES)), np.empty((_BUCKETS, CLASSES))
         # By bucket: one row for each step of the loop.
@@ -512,10 +581,6 @@ class ReuseHistory:
         self._slopes: list[float] = slopes.ravel().tolist()
         self._rates: list[float] = (rates[:, :-1] - slopes * _EDGES[:-1]).ravel().tolist()
         """By class and bucket: on a line from age 0 that has the slope of the bucket."""
-        self._learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
-        self._past.append((now, entered, reused))
-        if len(self._past) > _MOST_PAST:
-            del self._past[1 : _MOST_PAST // 2 : 2]
 
 
 def _add_share(counts: list[float], places: NDArray[np.intp], share: float) -> None:

@@ -78,7 +78,7 @@ def test_a_segment_in_an_index_may_be_of_any_size(whole: Path, tmp_path: Path, c
     for index in path.glob("homes/*/index"):
         tables = LmdbTables(index, 1 << 24)
         records = [
-            record._replace(**changed) for part in tables.scan(Table.SEGMENTS) for record in decode_segments(*part)
+            record._replace(**changed) for part in tables.scan(Table.SEGMENTS) for record in decode_segments(part)
         ]
         tables.commit([Operation(Table.SEGMENTS, *encode_segment(record)) for record in records])
         tables.close()

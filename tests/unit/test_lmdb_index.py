@@ -107,8 +107,8 @@ def test_an_environment_that_has_panicked_is_opened_anew(tmp_path: Path) -> None
             tables.commit([Operation(Table.BLOCKS, *encode_block(record_of(2)))])
     tables.recover()
     tables.commit([Operation(Table.BLOCKS, *encode_block(record_of(3)))])
-    ((keys, _),) = tables.scan(Table.BLOCKS)
-    assert keys == [encode_block(record_of(number))[0] for number in (1, 3)]
+    (packed,) = tables.scan(Table.BLOCKS)
+    assert [key for key, _ in packed.items()] == [encode_block(record_of(number))[0] for number in (1, 3)]
     tables.close()
 
 

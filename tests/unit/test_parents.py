@@ -14,7 +14,7 @@ from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager import parents as module
 from kvdisk.manager.catalog import NONE, TierColumns
-from kvdisk.manager.parents import parents_among, without_circles
+from kvdisk.manager.parents import bytes_of, parents_among, without_circles
 
 ODD_ENDS = st.sampled_from([b"\0\0", b"\0a", b"a\0", b"ab"])
 
@@ -29,25 +29,30 @@ def columns_of(keys: list[bytes], parents: list[bytes]) -> BlockColumns:
 
 @st.composite
 def blocks(draw: st.DrawFn, lengths: st.SearchStrategy[int]) -> tuple[list[bytes], list[bytes]]:
-    """Keys, and for each a parent among them, another key, or none."""
+    """Keys that ascend, and for each a parent among them, another key, or none."""
     key = lengths.flatmap(lambda length: st.binary(min_size=length, max_size=length))
     keys = draw(st.lists(st.builds(bytes.__add__, key, ODD_ENDS), unique=True, max_size=40))
+    keys.sort()
     parent = st.builds(bytes.__add__, key, ODD_ENDS) | st.just(b"")
     some = st.sampled_from(keys) | parent if keys else parent
     return keys, [draw(some) for _ in keys]
 
 
-@given(blocks(st.just(3)) | blocks(st.just(14)) | blocks(st.integers(0, 4)), st.sampled_from([0, 1, 2**64 - 1]))
+@given(
+    blocks(st.just(3)) | blocks(st.just(14)) | blocks(st.integers(0, 4)),
+    st.sampled_from([0, 1 << 63, 0xFF << 56, 2**64 - 1]),
+)
 def test_arrays_find_what_a_dictionary_does(found, mask):
-    """Where hashes agree for many keys, and where keys differ in length, too."""
+    """Where many keys begin alike, and where keys differ in length, too."""
     keys, parents = found
     rows = {key: row for row, key in enumerate(keys)}
-    hashes_of = module._hashes_of
+    begins = module._begins
     with (
         mock.patch.object(module, "_AT_ONCE", 7),
-        mock.patch.object(module, "_hashes_of", lambda keys: hashes_of(keys) & np.uint64(mask)),
+        mock.patch.object(module, "_MOST_ALIKE", 5),
+        mock.patch.object(module, "_begins", lambda keys: begins(keys) & np.uint64(mask)),
     ):
-        got = parents_among(columns_of(keys, parents), rows)
+        got = parents_among(columns_of(keys, parents), bytes_of([BlockKey(key) for key in keys]), rows)
     assert got.tolist() == [rows.get(parent, NONE) for parent in parents]
 
 

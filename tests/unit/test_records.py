@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Slot, make_block_key
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.index.records import decode_blocks, decode_segment, encode_block, encode_block_key, encode_segment
+from kvdisk.index.records import Packed, decode_blocks, decode_segment, encode_block, encode_block_key, encode_segment
 
 u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -22,7 +22,7 @@ BLOCK = BlockRecord(7, make_block_key(b"h" * 32, 1), Slot(2, 3), 4, make_block_k
 
 
 def decode_block(key: bytes, value: bytes) -> BlockRecord:
-    (record,) = decode_blocks([key], [value]).records()
+    (record,) = decode_blocks(Packed.of([key], [value])).records()
     return record
 
 
@@ -40,7 +40,7 @@ def test_the_layout_is_the_one_written_down() -> None:
 @given(st.lists(blocks, max_size=6), segments)
 def test_records_come_back_as_they_were(records: list[BlockRecord], segment: SegmentRecord) -> None:
     items = [encode_block(record) for record in records]
-    assert list(decode_blocks([key for key, _ in items], [value for _, value in items]).records()) == records
+    assert list(decode_blocks(Packed.of([key for key, _ in items], [value for _, value in items])).records()) == records
     assert decode_segment(*encode_segment(segment)) == segment
 
 
@@ -81,7 +81,7 @@ def test_any_bytes_decode_to_the_record_they_encode_or_are_corrupt(item: tuple[b
         except CorruptRecord:
             if decode is decode_block:
                 with pytest.raises(CorruptRecord):
-                    decode_blocks([SOUND[0], item[0]], [SOUND[1], item[1]])
+                    decode_blocks(Packed.of([SOUND[0], item[0]], [SOUND[1], item[1]]))
             continue
         assert encode(record) == item
 

@@ -86,7 +86,7 @@ def test_a_record_that_names_a_segment_as_none_is_numbered_has_the_index_made_an
     """A flipped bit of its key. The numbers behind it would be those of neighbours' segments."""
     expected = make_store(path, clean=False)
     tables = LmdbTables(home_path(path) / "index", 8 << 20)
-    key, value = encode_segment(decode_segments(*next(tables.scan(Table.SEGMENTS)))[0])
+    key, value = encode_segment(decode_segments(next(tables.scan(Table.SEGMENTS)))[0])
     tables.commit([Operation(Table.SEGMENTS, key, None), Operation(Table.SEGMENTS, b"\x80" + key[1:], value)])
     tables.close()
     assert served(path) == expected

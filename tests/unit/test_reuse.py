@@ -283,7 +283,7 @@ def test_one_long_prompt_is_no_scan():
     assert history.gain(history.known(key_of(1000))[1], 1, 1e-4) > 0.2
 
 
-@pytest.mark.parametrize("places", [1 << 8, 1 << 12])
+@pytest.mark.parametrize("places", [1 << 8, 1 << 12, 1 << 15])
 @pytest.mark.parametrize("seed", range(3))
 def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed):
     rng = random.Random(seed)
@@ -304,6 +304,7 @@ def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed
                 origins[at] = histories[at].count(prompt, start, stop, origins[at], visits[at])
             start = stop
         assert origins[0] == origins[1]
+        assert histories[0].rate(0, 0) == histories[1].rate(0, 0)
         for name in ("_tags", "_times", "_marks", "_entered", "_reused", "_scan_score", "_rates", "_slopes"):
             first, second = (getattr(history, name) for history in histories)
             assert first == second, name

@@ -14,6 +14,7 @@ from tier_bench import TierBench
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
+from kvdisk.manager.parents import bytes_of
 from kvdisk.messages import JobKind
 
 MANY = 2000
@@ -86,5 +87,5 @@ def test_a_reset_does_not_look_at_each_copy():
         stored_s=nothing,
         tenants=nothing.astype(np.uint64),
     )
-    bench.catalog.fill(Tier.NVME, blocks)
+    bench.catalog.fill(Tier.NVME, blocks, bytes_of(blocks.keys))
     assert calls_of(lambda: bench.manager.reset(7)) < MANY // 10
