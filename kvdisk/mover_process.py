@@ -203,6 +203,8 @@ class MoverProcess:
         self._flush()
 
     def _flush(self) -> None:
+        if not self._unsent:
+            return
         with suppress(BlockingIOError, ConnectionError):  # its end is seen where its answers are read
             while self._unsent and not self._ended:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -352,8 +354,10 @@ def main(descriptor: int) -> None:
     except (KvdiskError, OSError) as error:
         answers.send(error if isinstance(error, KvdiskError) else DeviceError(error.errno or errno.EIO, str(error)))
         return
-    answers.send(_STARTED)
     threading.Thread(target=_report, args=(parts.mover, answers, parent), daemon=True).start()
+    with suppress(OSError):  # this thread alone: a plan that wakes it shall not cost its step the core
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    answers.send(_STARTED)
     with suppress(EOFError, ConnectionError):
         while True:
             parts.mover.submit(pickle.load(plans))  # noqa: S301

@@ -115,6 +115,12 @@ def test_it_imports_no_torch(rank):
     assert "libtorch" not in Path(f"/proc/{rank.mover.pid}/maps").read_text()
 
 
+def test_a_plan_does_not_take_the_core_of_the_step_that_sends_it(rank):
+    policies = [os.sched_getscheduler(int(each)) for each in os.listdir(f"/proc/{rank.mover.pid}/task")]
+    assert os.sched_getscheduler(rank.mover.pid) == os.SCHED_BATCH, "the thread that reads plans"
+    assert policies.count(os.SCHED_OTHER) == len(policies) - 1, "those that move blocks do not wait"
+
+
 @pytest.fixture
 def records_of_another_kind() -> Iterator[None]:
     """As vLLM has them: its formatter asks for more than a record of the other process has."""
