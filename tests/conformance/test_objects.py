@@ -332,6 +332,10 @@ class TestMooncakeFailures(MooncakeCase):
             small.kill()
 
     def test_where_its_process_is_killed_the_batch_fails_and_another_is_started(self, body, caplog) -> None:
+        self.objects.close()
+        self.deadline_s = PATIENT_S  # on a busy machine its end may be seen late
+        self.objects = self.make_objects()
+        self.until(Result.OK, ObjectOp.GET, 1, bytearray(len(body)))
         (child,) = (each for each in psutil.Process().children() if "mooncake_process" in " ".join(each.cmdline()))
         self.store.hold_node()
         try:
