@@ -136,7 +136,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("sent_blocks", _C, "blocks that were sent to the remote store, or were there already"),
         Metric("loaded_blocks", _C, "blocks loaded to the GPU"),
         Metric("loaded_blocks_foreign", _C, "blocks loaded to the GPU that were read from another engine's store"),
-        Metric("promoted_blocks", _C, "blocks read from NVMe into CPU slots"),
+        Metric("promoted_blocks", _C, "blocks read into CPU slots, or brought from the remote store to NVMe"),
         Metric(
             "prefetched_blocks", _C, "blocks read from NVMe into CPU slots ahead, for requests that waited in the queue"
         ),

@@ -101,7 +101,7 @@ class Settlement:
         ready = sum(map(len, self._copies.end_targets(record, now_s).values()))
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
-            self._stats.add("prefetched_blocks", ready)
+            self._stats.add("prefetched_blocks", ready if self._tiers.landing_tier is not None else 0)
             self._stats.add("failed_promotions", failed - self._gone_from_others(record))
 
     def _gone_from_others(self, record: JobRecord) -> int:
