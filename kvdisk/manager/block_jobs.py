@@ -345,7 +345,7 @@ class BlockJobs:
         moves, details = [reads[at].move for at in found], [reads[at].detail for at in found]
         record = self._transfers.add(JobKind.LOAD, moves, details, epoch=self._state.epoch, arrival=arrival)
         record.by_key = True
-        self.fetches.loaded([move.key for move in moves if self._hints.remote.tier in move.slots])
+        self.fetches.note_loads([move.key for move in moves if self._hints.remote.tier in move.slots])
         return record, found
 
     # -- a new epoch ---------------------------------------------------------------------------

@@ -43,8 +43,8 @@ class Fetches:
         """Blocks to fetch, and the one before each in its chain."""
         self._jobs: list[JobId] = []
 
-    def loaded(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks are to be loaded from the remote store."""
+    def note_loads(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks are being loaded from the remote store."""
         if self._target.in_memory:
             return
         self._loaded.update(dict.fromkeys(keys))

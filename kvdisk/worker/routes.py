@@ -164,7 +164,7 @@ def route_between(kind: JobKind, *tiers: Tier) -> Route | None:
     in_memory = fast is not None and fast.medium is Medium.MEMORY
     wrong = f"a move without a target, or with one too many: {kind.name} in {[tier.name for tier in tiers]}"
     relays = len(tiers) == 2 and not in_memory
-    assert len(tiers) <= 2 and (kind in _RELAYS and tiers[-1].medium is Medium.OBJECTS if relays else True), wrong
+    assert len(tiers) <= 2 and (not relays or (kind in _RELAYS and tiers[1].medium is Medium.OBJECTS)), wrong
     memory: Memory = fast if fast is not None and in_memory else Staging.HOST
     legs: tuple[Leg, ...]
     match kind:
