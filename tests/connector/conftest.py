@@ -14,6 +14,8 @@ from forked_engines import Forked
 from schedulers import Engines
 from torture_rounds import answers_alone
 
+from kvdisk.connector import lora
+
 ROOT = Path(__file__).resolve().parents[2]
 Models = Callable[[str], Path]
 EngineChild.start = Forked  # most of a start is the import of vLLM
@@ -23,7 +25,10 @@ EngineChild.start = Forked  # most of a start is the import of vLLM
 def engines(tmp_path: Path) -> Iterator[Engines]:
     """Makes schedulers with real workers. All that they began has ended when the test has."""
     made = Engines(tmp_path)
-    yield made
+    with pytest.MonkeyPatch.context() as patience:  # a drive may hold up a look for longer than it is worth
+        patience.setattr(lora, "LOOK_WAIT_S", 60.0)
+        patience.setattr(lora, "CHECK_WAIT_S", 60.0)
+        yield made
     made.end()
 
 
