@@ -9,8 +9,10 @@ calls nothing but ``SegmentFiles``: the device hears of a file on the mover's th
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -31,6 +33,8 @@ from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog
 from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
 from kvdisk.worker.routes import OpenFile
+
+logger = logging.getLogger("kvdisk.worker")
 
 _MOST_FILES = 65536
 GIVE_BACK_S = 30.0
@@ -90,6 +94,7 @@ class HomeFiles:
         self._open: dict[int, segments.SegmentFile] = {}
         self._mine: set[int] = set()
         """Those of them that this rank writes."""
+        self._log = QuietLog(time.monotonic, logger)
 
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
@@ -151,8 +156,12 @@ class HomeFiles:
         removed = []
         if self._joined is not None and self._joined[1].is_guest:
             store, home = self._joined
-            with suppress(KvdiskError):  # it is tried again
+            try:
                 store.tend(home)
+            except KvdiskError as error:  # it is tried again
+                self._log.warn(
+                    "tend", f"what this rank has on its machine of the engine store cannot be looked after: {error}"
+                )
         for segment in sorted(self._mine):
             fd = self._open[segment].fd
             status = os.fstat(fd)

@@ -370,6 +370,19 @@ def test_ranks_look_after_their_guest(hosts):
     home.close(clean=True)
 
 
+def test_a_rank_says_that_it_cannot_look_after_its_guest(hosts, caplog):
+    home = acquire(hosts.one)
+    files = join(hosts.two, 2, spec_of(home))
+    path = next(hosts.two.glob("homes/*/HOME"))
+    record = path.read_bytes()
+    path.unlink()
+    assert not files.give_back()
+    assert "cannot be looked after" in caplog.text
+    path.write_bytes(record)
+    files.close()
+    home.close(clean=True)
+
+
 def test_a_guest_that_was_moved_away_is_left_alone(hosts):
     home = acquire(hosts.one)
     store = Store.open(hosts.two)
