@@ -44,8 +44,8 @@ logger = logging.getLogger("kvdisk.worker")
 START_S = 120.0
 """What the process may take to start, on a machine that may be busy: it also tries the drive."""
 GRACE_S = 10.0
-"""Beside twice ``io_deadline_s``, within which every job has its answer: how long nothing may come
-of a process that has jobs."""
+"""Beside twice ``io_deadline_s``, and ``remote_deadline_s`` where there is a remote store, within
+which every job has its answer: how long nothing may come of a process that has jobs."""
 CLOSE_S = 10.0
 """How long what has begun is waited for at the end; then the process is killed."""
 REAP_S = 1.0
@@ -118,7 +118,8 @@ class MoverProcess:
     """
 
     def __init__(self, config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> None:
-        self._answer_s = 2 * config.io_deadline_s + GRACE_S
+        remote_s = 0.0 if config.remote is None else config.remote_deadline_s
+        self._answer_s = 2 * config.io_deadline_s + remote_s + GRACE_S
         self._out: dict[JobId, int] = {}
         """Moves of each job that has no answer."""
         self._unsent, self._unread = bytearray(), bytearray()

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import compress, count
+from itertools import chain, compress, count
 from typing import Any
 
 import numpy as np
@@ -238,10 +238,11 @@ class BlockStore(BlockStoreFace):
             for number, (prompt, until_s) in self._questions.items()
             if now >= until_s or not self._blocks.is_asking(prompt)
         ]
-        if over:
-            for number in over:
-                del self._questions[number]
-            self._asked = {key: number for key, number in self._asked.items() if number in self._questions}
+        for number in over:
+            prompt, _ = self._questions.pop(number)
+            for key in chain.from_iterable(prompt.keys):
+                if self._asked.get(key) == number:
+                    del self._asked[key]
 
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
         """See ``BlockStoreFace``."""

@@ -124,15 +124,13 @@ class BlockJobs:
     # -- what there is -------------------------------------------------------------------------
 
     def presences(self, keys: Sequence[BlockKey]) -> bytes:
-        """As ``Catalog.presences``; READY is also what others are thought to have."""
+        """As ``Catalog.presences``; READY is also what others are thought to have, though it may be
+        on its way to a tier: that may take long."""
         found = self._catalog.presences(keys)
-        usable = self._hints.usable if ABSENT in found else ()
+        usable = self._hints.usable if found.count(READY) < len(found) else ()
         if not usable:
             return found
-        return bytes(
-            READY if presence == ABSENT and key in usable else presence
-            for key, presence in zip(keys, found, strict=True)
-        )
+        return bytes(READY if key in usable else presence for key, presence in zip(keys, found, strict=True))
 
     def ask(self, keys: Sequence[BlockKey]) -> Prompt:
         """Ask others for what is missing of a prompt."""
@@ -168,6 +166,11 @@ class BlockJobs:
                 self._uncounted.append(_Wanted(request, uncounted, visit))
             self._want(request, uncounted)
         self.go_on()
+
+    @property
+    def has_counted_all(self) -> bool:
+        """Whether all that requests reached is counted."""
+        return not self._uncounted
 
     def go_on(self) -> None:
         """Go on with the blocks that requests reached. Once a step, too."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from itertools import compress
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, groups_of
+from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.copies import Copies
-from kvdisk.manager.jobs import MoveDetail
+from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.tiers import Tiers
@@ -25,6 +26,8 @@ MOST_QUEUED = 16384
 """Blocks that wait to be fetched. What comes then is not."""
 MOST_FETCH_MOVES = 64
 MOST_FETCH_JOBS = 2
+MOST_BATCHES = 8
+"""Batches of so many moves that a step looks at: of those that are not admitted no job comes."""
 
 
 class Fetches:
@@ -51,6 +54,13 @@ class Fetches:
         while len(self._loaded) > MOST_LOADED:
             self._loaded.popitem(last=False)
 
+    def forget_failed(self, record: JobRecord) -> None:
+        """What a job has failed to load is not fetched: it would be read in vain again."""
+        for at in record.failed:
+            key = record.job.moves[at].key
+            self._loaded.pop(key, None)
+            self._queue.pop(key, None)
+
     def reached(self, keys: Sequence[BlockKey]) -> None:
         """A request wants these blocks of one kind, which follow each other: queue what was loaded
         from the remote store."""
@@ -68,20 +78,24 @@ class Fetches:
 
     def plan(self, now: float) -> None:
         """Plan jobs that fetch what is queued, as far as it is admitted and there is room now; the
-        rest is left to the next load."""
+        rest is left to the next load. Call it when all that requests reached is counted: admission
+        goes by these counts."""
         if not self.has_work():
             return
         if not self._target.update_writable(now):
             self._queue.clear()
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        while self._queue and len(self._jobs) < MOST_FETCH_JOBS:
-            self._fetch([self._queue.popitem(last=False) for _ in range(min(MOST_FETCH_MOVES, len(self._queue)))])
+        for _ in range(MOST_BATCHES):
+            if self._queue and len(self._jobs) < MOST_FETCH_JOBS:
+                self._fetch([self._queue.popitem(last=False) for _ in range(min(MOST_FETCH_MOVES, len(self._queue)))])
 
     def _fetch(self, wanted: list[tuple[BlockKey, BlockKey | None]]) -> None:
         """Plan a job for some blocks, each with the one before it in its chain."""
         target, source, generations = self._target, self._remote.tier, self._catalog.generations
-        places, _ = self._copies.missing(target, [key for key, _ in wanted])
-        wanted = [wanted[at] for at in places]
+        places, rows = self._copies.missing(target, [key for key, _ in wanted])
+        states = self._catalog.columns(target.tier).states
+        # A copy that cannot be read now, or not any more, may still have a slot.
+        wanted = [wanted[at] for at, row in zip(places, rows, strict=True) if row == NONE or states[row] == ABSENT]
         wanted = list(compress(wanted, target.admits([key for key, _ in wanted], [parent for _, parent in wanted])))
         groups, parents = groups_of(key for key, _ in wanted), [parent for _, parent in wanted]
         slots, _, _ = self._copies.take_slots(target, groups, parents, [0] * len(wanted), in_order=False)

@@ -280,7 +280,8 @@ class TierManager:
             demotions.plan(now)
         if self._may_send:
             self._remote.plan(now)
-        self.blocks.fetches.plan(now)
+        if self.blocks.has_counted_all:
+            self.blocks.fetches.plan(now)
         self._promotions.plan()
         self._demand.step()
         self.blocks.go_on()
@@ -311,6 +312,8 @@ class TierManager:
                 self._stores.sources.end(record)
         for record in ended.settled:
             self._settlement.settle(record, now, now_s)
+            if record.by_key:
+                self.blocks.fetches.forget_failed(record)
         for record in ended.released:
             self._copies.release(record)
         if report.removed:

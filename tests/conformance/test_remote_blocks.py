@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from obstore.store import S3Store, from_url
 from support.drive_blocks import bytes_for, gated_device, make_room, open_drive
 from support.s3_server import S3Server
 
+from kvdisk import mover_process
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import HEADER_BYTES
+from kvdisk.manager.fetches import MOST_BATCHES, MOST_FETCH_MOVES
 from kvdisk.mover_process import MoverProcess
 from kvdisk.store import BlockStore, Presence, Put, Result, Rows, StartMover
 from kvdisk.testing.store_conformance import (
@@ -168,10 +172,52 @@ def test_a_drive_that_hangs_while_it_gets_blocks_of_another(hosts: Callable[...,
         run_until(there.store, lambda: bool(transfers._zombies), [])
         assert get_all(there.store, KEYS, tag=3) == [Result.DONE] * len(KEYS)
         assert all(holds(there.rows, at, key, KINDS) for at, key in enumerate(KEYS))
+        run_until(there.store, lambda: nvme.update_writable(time.monotonic()), [])
+        there.store.reached("another", KEYS)
+        there.settle()
         device.opens.set()
         run_until(there.store, lambda: not transfers._zombies, [])
     there.settle()
     assert not there.store._manager._catalog.rows_in(Tier.NVME)
+
+
+def test_what_a_drive_that_hangs_has_or_gets_is_loaded_from_the_bucket(hosts: Callable[..., Host]) -> None:
+    here = hosts()
+    put_all(here.store, here.rows, KEYS)
+    here.settle()
+    with gated_device() as device:
+        there = hosts()
+        there.ask(KEYS)
+        get_all(there.store, KEYS)
+        device.plan.hold = True
+        there.store.reached("a request", KEYS)
+        run_until(there.store, lambda: device.held > 0, [])
+        assert there.ask(KEYS) == KEYS, "they are on their way to it"
+        assert get_all(there.store, KEYS, tag=3) == [Result.DONE] * len(KEYS)
+        device.opens.set()
+        there.settle()
+    assert len(there.store._manager._catalog.rows_in(Tier.NVME)) == len(KEYS)
+
+
+def test_what_lies_on_a_drive_that_is_not_read_for_a_while_stays_there(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    """It is loaded from the bucket, and not fetched into another slot: it has one."""
+    host = hosts(store_dirs=[str(tmp_path / "one"), str(tmp_path / "other")])
+    put_all(host.store, host.rows, KEYS)
+    host.settle()
+    nvme, catalog = host.store._parts.nvme, host.store._manager._catalog
+    assert nvme is not None
+    rows = catalog.rows_in(Tier.NVME)
+    drives = {nvme.segments.specs[catalog.slot(row, Tier.NVME).segment].drive for row in rows}
+    for drive in drives:
+        nvme.segments.drives.note_read_result(drive, time.monotonic(), hangs=True)
+    run_until(host.store, lambda: Presence.READY not in host.store.presence(KEYS) or not host.store.step(0), [])
+    assert host.ask(KEYS) == KEYS
+    assert get_all(host.store, KEYS) == [Result.DONE] * len(KEYS)
+    host.store.reached("a request", KEYS)
+    host.settle()
+    assert sorted(catalog.rows_in(Tier.NVME)) == sorted(rows)
 
 
 def test_what_was_there_before_a_restart_is_sent_when_it_is_wanted(hosts: Callable[..., Host]) -> None:
@@ -216,6 +262,50 @@ def test_objects_that_are_bad_or_gone_are_results(hosts: Callable[..., Host], ob
     assert sorted(results[1:]) == [Result.DONE, Result.DONE, Result.ABSENT]
     assert there.store.presence(keys[:1])[0] != Presence.READY
     assert all(holds(there.rows, at, keys[at], KINDS) for at in range(4) if results[at] is Result.DONE)
+    rejects = there.counted("remote_rejects")
+    there.store.reached("a request", keys)
+    there.settle()
+    assert len(there.store._manager._catalog.rows_in(Tier.NVME)) == 2
+    assert there.counted("remote_rejects") == 0 and rejects, "what is bad is not read again"
+
+
+def test_what_is_fetched_is_admitted_by_what_all_requests_so_far_have_reached(hosts: Callable[..., Host]) -> None:
+    """Which takes some steps to count; and no step looks at all of a long prompt."""
+    new, known = ([key_of(first + at) for at in range(count)] for first, count in ((1000, 2000), (5000, 40)))
+    here, store = hosts(), hosts(nvme_admission="reuse(2)").store
+    put_all(here.store, here.rows, known)
+    here.settle()
+    blocks, manager = store._manager.blocks, store._manager
+    store.reached("before", known)
+    while not blocks.has_counted_all:
+        store.step(time.monotonic())
+    blocks.fetches.note_loads([*new, *known])
+    store.reached("long", new)
+    store.reached("again", known)
+    left = [len(blocks.fetches._queue)]
+    while store.step(time.monotonic()):
+        left.append(len(blocks.fetches._queue))
+        store.poll(0.01)
+    assert max(before - after for before, after in pairwise(left)) <= MOST_BATCHES * MOST_FETCH_MOVES
+    catalog = manager._catalog
+    assert sorted(catalog.rows_in(Tier.NVME)) == sorted(catalog.find_all(known))
+
+
+def test_a_bucket_that_does_not_answer_is_no_mover_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline may be longer than that of drives."""
+    monkeypatch.setattr(mover_process, "GRACE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = {"endpoint": f"http://127.0.0.1:{silent.getsockname()[1]}", "region": "us-east-1"}
+        options |= {"access_key_id": "a", "secret_access_key": "b", "allow_http": "true"}
+        deadlines = {"remote_deadline_s": 4.0, "io_deadline_s": 0.5, "lookup_wait_s": 0.1}
+        bucket = {"remote": "s3://bucket/prefix", "remote_options": options, **deadlines}
+        host = Host(tmp_path, bucket, MoverProcess)
+        assert put_all(host.store, host.rows, KEYS[:2]) == [Result.DONE] * 2
+        host.settle()
+        assert not host.store._is_off and host.store.presence(KEYS[:2]) == bytes([Presence.READY] * 2)
+        host.store.close()
 
 
 def test_a_block_that_the_drive_has_lost_is_not_sent_and_is_dropped(hosts: Callable[..., Host]) -> None:
