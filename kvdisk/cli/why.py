@@ -260,7 +260,7 @@ class _Searched:
         self.namespace, self.facts = namespace, namespace.record.description.get("facts")
         self.geometry = _geometry(namespace)
         algorithm, seed = _hash_of(self.facts)
-        hash_tokens = self.geometry.hash_tokens
+        hash_tokens = _tokens_per_hash(self.facts, self.geometry.hash_tokens)
         hashes = chain_hashes(tokens, hash_tokens, algorithm, seed, salt)
         scales = [(group.group, group.block_tokens // hash_tokens) for group in self.geometry.groups]
         self.keys = [make_block_keys(hashes[scale - 1 :: scale], group) for group, scale in scales]
@@ -363,6 +363,16 @@ def _geometry(namespace: ReadNamespace) -> Geometry:
 def _tokens(group: dict[str, Any], name: str) -> int | None:
     tokens = group.get(name)
     return tokens if isinstance(tokens, int) and tokens > 0 else None
+
+
+def _tokens_per_hash(facts: object, block_tokens: int) -> int:
+    """Return the tokens of one of vLLM's hashes, of which a chunk of its own offloading has several
+    and is known by the last. ``block_tokens``: of all groups the greatest common divisor."""
+    with suppress(AttributeError, TypeError, ValueError):
+        tokens, _ = json.loads(facts.get("row_tokens"))  # type: ignore[attr-defined]
+        if isinstance(tokens, int) and tokens > 0 and block_tokens % tokens == 0:
+            return tokens
+    return block_tokens
 
 
 def _hash_of(facts: object) -> tuple[str, str | None]:

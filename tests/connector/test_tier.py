@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -667,12 +668,16 @@ def test_weights_that_nobody_names_are_refused(tmp_path):
         Bench(tmp_path, namespace=None)
 
 
-def _rows_of(tensor: int, *, row_bytes: int = 4096, **changes: Any) -> bytes:
+def _rows_of(tensor: int, **changes: Any) -> bytes:
     """Return the fingerprint of the rows of an engine with so many ranks."""
+    return fingerprint_of_rows(_config_of(tensor, **changes), 4096, None, "a name")[0]
+
+
+def _config_of(tensor: int, **changes: Any) -> OffloadingConfig:
     parallel = OffloadingParallelConfig(0, tensor, tensor, 1, 1, 1, 0, 1, None, changes.pop("agnostic", False))
-    config = OffloadingConfig(
+    return OffloadingConfig(
         groups=(OffloadingGroupConfig(TOKENS, ("layer",), 0),),
-        worker_kv_bytes_per_block=changes.pop("worker_bytes", row_bytes),
+        worker_kv_bytes_per_block=changes.pop("worker_bytes", 4096),
         enable_kv_cache_events=False,
         extra_config={},
         engine_id="engine",
@@ -682,7 +687,17 @@ def _rows_of(tensor: int, *, row_bytes: int = 4096, **changes: Any) -> bytes:
         kv_cache_layout="LBNHC",
         **changes,
     )
-    return fingerprint_of_rows(config, row_bytes, None, "a name")[0]
+
+
+def test_prompts_can_be_hashed_where_a_name_identifies_the_rows(monkeypatch):
+    """By ``kvdisk why``. The fingerprint is as it would be without."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", enable_prefix_caching=True)
+    settings = {"cache_config": cache, "model_config": SimpleNamespace(multimodal_config=None)}
+    engine = SimpleNamespace(**settings, parallel_config=SimpleNamespace(nnodes_within_dp=1))
+    fingerprint, described = fingerprint_of_rows(_config_of(1), 4096, (engine, None), "a name")
+    assert described["facts"]["hash"] == '["sha256_cbor", "7"]'
+    assert fingerprint == _rows_of(1)
 
 
 def test_ranks_find_each_others_rows_where_these_are_laid_out_alike():

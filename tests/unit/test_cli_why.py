@@ -129,6 +129,17 @@ def test_groups_of_several_sizes_need_what_an_engine_needs(path: Path) -> None:
     assert found["found"]["hit_tokens"] == 0 and "another KV-cache group lacks blocks for tokens 0 on" in found["ends"]
 
 
+def test_a_chunk_of_several_hashes_is_known_by_the_last(path: Path) -> None:
+    """As behind vLLM's own connector, where its blocks are smaller than its chunks."""
+    geometry = Geometry((GroupGeometry(0, 4 * SIZE, 4000),), rank_count=2, hash_tokens=4 * SIZE)
+    model = Model(b"", geometry, PLAIN.description | describe_geometry(geometry))
+    layer = Layer(path, described(model, b"\x01" * 32, row_tokens="[16, 4]"))
+    put(layer, PROMPT)
+    layer.leave()
+    assert answered(path, PROMPT)["found"]["hit_tokens"] == 64
+    assert answered(path, PROMPT[:63] + PROMPT[64:])["found"]["hit_tokens"] == 0
+
+
 def test_of_a_chunked_group_only_the_last_chunk_is_needed(path: Path) -> None:
     geometry = Geometry((GroupGeometry(0, 16, 4000), GroupGeometry(1, 16, 4000, chunk_tokens=64)), 1, 16)
     chunked = HYBRID._replace(geometry=geometry, description={"geometry": describe_geometry(geometry)})
