@@ -49,7 +49,7 @@ check: install-dev ## format, lint, types and imports
 	$(call quiet,$(BIN)/lint-imports)
 	@echo "kvdisk: format, lint, types and imports are in order"
 
-test: check ## the checks and every test that needs no GPU
+test: check ## the checks and every short test that needs no GPU
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "not gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LONGEST_FACT = 80
-_WITHOUT = "leave out store_dirs"
+_WITHOUT = "leave out store_dirs and remote"
 """What a user does whose weights cannot be told."""
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
 _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
