@@ -31,7 +31,7 @@ from kvdisk.store import BlockKind, Result
 SEEDS = 120
 MORE_SEEDS = 2000
 DRIVE_SEEDS = 16
-BUCKET_SEEDS = 4
+BUCKET_SEEDS, MOST_BUCKET_SEEDS = 4, 24
 STEPS = 120
 STEP_S = 0.01
 WAIT_S = 0.5
@@ -339,8 +339,9 @@ class BucketWorld(DriveWorld):
 
 @pytest.mark.torture
 def test_on_hosts_that_share_a_bucket(make_on_drive, tmp_path, s3_server):  # noqa: F811
+    """How much comes from another host depends on how fast the bucket answers."""
     loaded_bytes, often = 0, OFTEN | {"restart": 8, "reset": 0.3}
-    for seed in range(BUCKET_SEEDS):
+    for seed in range(MOST_BUCKET_SEEDS):
         world = BucketWorld(make_on_drive, seed, tmp_path, s3_server)
         for _ in range(2 * STEPS):
             (act,) = world.random.choices(list(often), list(often.values()))
@@ -350,7 +351,9 @@ def test_on_hosts_that_share_a_bucket(make_on_drive, tmp_path, s3_server):  # no
         loaded_bytes += world.loaded_bytes
         world.bench.close()
         shutil.rmtree(tmp_path / "store")
-    assert loaded_bytes > 8 * ROW_BYTES, "little came from another host"
+        if seed + 1 >= BUCKET_SEEDS and loaded_bytes > 8 * ROW_BYTES:
+            return
+    raise AssertionError(f"only {loaded_bytes:.0f} bytes came from another host")
 
 
 @pytest.mark.torture
