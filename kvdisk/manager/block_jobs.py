@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
 from kvdisk.manager.ages import Ages
-from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import MOST_COUNTED
 from kvdisk.manager.fetches import Fetches
@@ -295,11 +295,11 @@ class BlockJobs:
     ) -> tuple[list[int], list[int], list[Slot]]:
         """Return the positions of what has got slots, the row of each in the catalog, and the
         slots."""
-        target, states = self._target, self._catalog.columns(self._target.tier).states
+        target = self._target
         if not target.update_writable(now):
             answer.hopeless += places
             return [], [], []
-        vacant = [(at, row) for at, row in zip(places, rows, strict=True) if row == NONE or states[row] == ABSENT]
+        vacant = list(compress(zip(places, rows, strict=True), self._copies.may_begin(target, rows)))
         some = offers.at([at for at, _ in vacant])
         slots, _, _ = self._copies.take_slots(target, some.groups, some.parents, [0] * len(vacant), in_order=False)
         has_slot = [slot is not None for slot in slots]

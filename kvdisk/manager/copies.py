@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, Slot, Tier
-from kvdisk.manager.catalog import NONE, READY
+from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
@@ -131,6 +131,12 @@ class Copies:
         places = [at for at, presence in enumerate(presences) if not presence and keys[at] not in near]
         return places, rows if len(places) == len(rows) else [rows[at] for at in places]
 
+    def may_begin(self, target: TierSpace, rows: Sequence[int]) -> list[bool]:
+        """Return of each row whether it has no copy in ``target``; NONE has none. One that is being
+        dropped, or cannot be read for a while, is not present, and has its slot still."""
+        states = self._catalog.columns(target.tier).states
+        return [row == NONE or states[row] == ABSENT for row in rows]
+
     def take_slots(
         self,
         target: TierSpace,
@@ -186,7 +192,7 @@ class Copies:
     ) -> list[int]:
         """Begin the first copies of blocks that no tier has; return their rows.
 
-        ``parents``: of each the key before it in its chain. ``rows``: NONE where it has none yet.
+        ``parents``: of each the key before it in its chain. ``rows``: see ``may_begin``.
         ``tenants``: of each.
         """
         catalog = self._catalog

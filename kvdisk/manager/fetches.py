@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import compress
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, groups_of
-from kvdisk.manager.catalog import ABSENT, NONE
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -93,9 +92,7 @@ class Fetches:
         """Plan a job for some blocks, each with the one before it in its chain."""
         target, source, generations = self._target, self._remote.tier, self._catalog.generations
         places, rows = self._copies.missing(target, [key for key, _ in wanted])
-        states = self._catalog.columns(target.tier).states
-        # A copy that cannot be read now, or not any more, may still have a slot.
-        wanted = [wanted[at] for at, row in zip(places, rows, strict=True) if row == NONE or states[row] == ABSENT]
+        wanted = [wanted[at] for at in compress(places, self._copies.may_begin(target, rows))]
         wanted = list(compress(wanted, target.admits([key for key, _ in wanted], [parent for _, parent in wanted])))
         groups, parents = groups_of(key for key, _ in wanted), [parent for _, parent in wanted]
         slots, _, _ = self._copies.take_slots(target, groups, parents, [0] * len(wanted), in_order=False)

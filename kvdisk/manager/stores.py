@@ -593,8 +593,7 @@ class StorePlanner:
             self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))
         if not admitted:
             return None, []
-        states = self._catalog.columns(self._target.tier).states
-        storable = [(offer, row) for offer, row in admitted if row == NONE or states[row] == ABSENT]
+        storable = list(compress(admitted, self._copies.may_begin(self._target, [row for _, row in admitted])))
         taken, beyond_share = self._take_slots(storable, now, in_order=request is not None)
         refused = []
         if len(taken) < len(admitted):
