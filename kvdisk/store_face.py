@@ -72,11 +72,11 @@ class Result(IntEnum):
     """What became of one block of a job; a closed list.
 
     Of any job: DONE; IO_ERROR: the drive, or the remote store, failed; DEADLINE: it took longer
-    than ``io_deadline_s``; CANCELLED: ``forget`` or ``close`` came first, or the mover is gone. Of
-    a put: PRESENT: it is there, or being written; REFUSED: admission does not want it; NO_ROOM:
-    none came in time, or the write budget is spent; NO_SPACE: the drive is full. Of a get: ABSENT:
-    it is not there (any more); HEADER, CHECKSUM: other bytes were there than were written, and are
-    dropped.
+    than ``io_deadline_s``, or ``remote_deadline_s`` there; CANCELLED: ``forget`` or ``close`` came
+    first, or the mover is gone. Of a put: PRESENT: it is there, or being written; REFUSED:
+    admission does not want it; NO_ROOM: none came in time, or the write budget is spent; NO_SPACE:
+    the drive is full. Of a get: ABSENT: it is not there (any more); HEADER, CHECKSUM: other bytes
+    were there than were written, and are dropped.
     """
 
     DONE = 0

@@ -366,8 +366,11 @@ def _tokens(group: dict[str, Any], name: str) -> int | None:
 
 
 def _tokens_per_hash(facts: object, block_tokens: int) -> int:
-    """Return the tokens of one of vLLM's hashes, of which a chunk of its own offloading has several
-    and is known by the last. ``block_tokens``: of all groups the greatest common divisor."""
+    """Return how many tokens each hash of vLLM covers.
+
+    A chunk of vLLM's own offloading may have several hashes, and the last one names it. Elsewhere
+    it is ``block_tokens``, the greatest common divisor of the groups' blocks.
+    """
     with suppress(AttributeError, TypeError, ValueError):
         tokens, _ = json.loads(facts.get("row_tokens"))  # type: ignore[attr-defined]
         if isinstance(tokens, int) and tokens > 0 and block_tokens % tokens == 0:

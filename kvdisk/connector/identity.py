@@ -193,7 +193,7 @@ def fingerprint_of_rows(
     text = json.dumps(facts, sort_keys=True, default=str)
     description["door"] = facts["door"]
     if whose is not None:
-        # For tools alone, which hash prompts: a name leaves it to the user what identifies them.
+        # Not in the fingerprint: ``kvdisk why`` hashes prompts with it.
         facts["hash"] = [whose[0].cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")]
     description["facts"] |= _named_facts({"model_config": {}} | facts)
     return hashlib.sha256(digest + text.encode()).digest(), description

@@ -160,7 +160,7 @@ class HomeFiles:
                 store.tend(home)
             except KvdiskError as error:  # it is tried again
                 self._log.warn(
-                    "tend", f"what this rank has on its machine of the engine store cannot be looked after: {error}"
+                    "tend", f"a rank cannot look after its part of the engine store on this machine: {error}"
                 )
         for segment in sorted(self._mine):
             fd = self._open[segment].fd
