@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,13 @@ from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, write_uses
 from kvdisk.engine_store import EngineStore, nvme_layout_in, open_engine_store, short
-from kvdisk.errors import ConfigError, DeviceError, StoreLocked
+from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
+from kvdisk.identity import Identity, Named
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.neighbour_reader import NeighbourReader
+from kvdisk.late_identity import LOOK_S as IDENTITY_LOOK_S
+from kvdisk.late_identity import LateIdentity
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.eviction import EvictionPolicy
@@ -102,6 +105,8 @@ _EASY_BYTES = 64 << 10
 """Bytes of a block that is assumed where the model's blocks are smaller or not known: the index of
 small blocks takes more, so the least store is larger."""
 _UPKEEP_INTERVAL_S = 30.0
+IDENTITY_WAIT_S = 5.0
+"""How long a start waits for the identity of the weights. Small models are read in that time."""
 USES_S = 600.0
 """Seconds between two writings of the USES file while uses go on changing."""
 USES_LOOK_S = 5.0
@@ -217,35 +222,37 @@ def assemble_scheduler(
     config: Config,
     geometry: Geometry,
     context: SchedulerContext,
-    fingerprint: bytes | None,
-    description: dict[str, Any],
+    identity: Identity | None,
     data_parallel_rank: int | None = None,
 ) -> SchedulerHalf:
     """Build the scheduler's wing. With ``store_dirs``, take an engine store and fill the catalog
     from its index.
 
-    ``fingerprint``: the namespace's; None where there is neither an NVMe tier nor a remote store.
-    ``data_parallel_rank``: of this engine among those with its settings; None where it is alone.
-    Waits for the drive, so for the start only. Where a drive refuses an engine store, the CPU tier
-    serves alone. Raises ConfigError, StoreLocked, DeviceError.
+    ``identity``: None where there is neither an NVMe tier nor a remote store. One that is not known
+    within IDENTITY_WAIT_S is taken in once it is. ``data_parallel_rank``: of this engine among
+    those with its settings; None where it is alone. Waits for the drive, so for the start only.
+    Where a drive refuses an engine store, the CPU tier serves alone. Raises ConfigError,
+    StoreLocked, DeviceError.
     """
     parts = Parts.make(config, geometry, context)
+    known = None if identity is None else _wait_for(identity, parts)
     memory = _make_memory_tiers(parts)
-    model = str(description.get("model", ""))
+    model = "" if identity is None else str(identity.guess.description.get("model", ""))
     trace = _make_trace(config.trace_file, data_parallel_rank, geometry, model)
     engine_store = neighbours = None
     salts, others = SaltDigests(make_salt_key(), is_kept=False), 0
     if config.store_dirs:
-        assert fingerprint is not None
+        assert identity is not None
         store = Store.open(config.store_dirs)
         try:
-            engine_store = open_engine_store(store, parts, fingerprint, description)
+            engine_store = open_engine_store(store, parts, known or identity.guess, is_known=known is not None)
             home = engine_store.home
+            parts.state.fingerprint = home.fingerprint
             salts = _keep_salts(store, salts)
             engine_store.nvme.keeps_tenants = salts.is_kept
             find_others = partial(readable_indexes, store, home.record.description, home)
             neighbours = NeighbourReader(find_others)
-            others = of_other_namespaces(store, fingerprint, model) if home.fresh and model else 0
+            others = of_other_namespaces(store, home.fingerprint, model) if home.fresh and model and known else 0
         except DeviceError as error:
             if not memory or error.is_of_process:
                 raise
@@ -253,10 +260,9 @@ def assemble_scheduler(
     nvme = None if engine_store is None else engine_store.nvme
     remote = None
     if config.remote is not None:
-        assert fingerprint is not None
-        remote = _make_remote_reader(config, geometry, fingerprint)
-        if nvme is None:
-            parts.transfers.add(JobKind.OPEN_HOME, [], [], home=HomeSpec("", fingerprint))
+        remote = _make_remote_reader(config, parts)
+    if identity is not None and (nvme is None or known is None):
+        parts.transfers.add(JobKind.OPEN_HOME, [], [], home=HomeSpec("", parts.state.fingerprint))  # for slot headers
     tell = partial(log_request, logging.INFO if config.log_requests else logging.DEBUG)
     policy = make_store_policy(config.store_policy)
     manager = TierManager(parts, Tiers(*memory, nvme), policy, time.time_ns(), neighbours, tell, remote)
@@ -269,7 +275,21 @@ def assemble_scheduler(
     backgrounds = _start_backgrounds(telemetry, manager, engine_store, mailbox, geometry.shard_count)
     if trace is not None:
         backgrounds.append(Background([(TRACE_S, trace.write)], last=[trace.close]))
+    if identity is not None and known is None:
+        late = LateIdentity(identity, parts, manager, engine_store, mailbox)
+        backgrounds.append(Background([(IDENTITY_LOOK_S, late.look)]))
     return SchedulerHalf(manager, engine_store, neighbours, remote, telemetry, trace, backgrounds, mailbox, salts)
+
+
+def _wait_for(identity: Identity, parts: Parts) -> Named | None:
+    """Return what is known of an engine's identity; None where it is still looked for, or cannot be
+    found in this run: ``LateIdentity`` says what comes of that."""
+    known = None
+    with suppress(KvdiskError, OSError):
+        known = identity.wait(IDENTITY_WAIT_S)
+    parts.state.is_identified = known is not None
+    parts.state.fingerprint = (known or identity.guess).fingerprint
+    return known
 
 
 def _start_backgrounds(
@@ -302,11 +322,13 @@ def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
         return otherwise
 
 
-def _make_remote_reader(config: Config, geometry: Geometry, fingerprint: bytes) -> RemoteReader:
+def _make_remote_reader(config: Config, parts: Parts) -> RemoteReader:
     """Return the reader that asks the remote store for the first rank's objects: a load fails where
     one rank's object is missing."""
-    namespace, parts = Namespace(fingerprint, FILE_EPOCH), geometry.shard_count
-    return RemoteReader(open_remote(config), lambda key: object_name(namespace, key, 0, parts))
+    state, count = parts.state, parts.geometry.shard_count
+    return RemoteReader(
+        open_remote(config), lambda key: object_name(Namespace(state.fingerprint, FILE_EPOCH), key, 0, count)
+    )
 
 
 def open_remote(config: Config) -> BucketObjects:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,12 @@ from typing import Any
 from kvdisk.config import Config
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.home import Home
+from kvdisk.device.listing import latest_like
 from kvdisk.device.store import Store
 from kvdisk.device.uses import read_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.geometry import Geometry
+from kvdisk.identity import Named
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import make_admission
@@ -72,7 +73,7 @@ class EngineStore:
             logger.warning(text, error)
 
 
-def open_engine_store(store: Store, parts: Parts, fingerprint: bytes, description: Mapping[str, Any]) -> EngineStore:
+def open_engine_store(store: Store, parts: Parts, named: Named, *, is_known: bool = True) -> EngineStore:
     """Take over the fullest engine store of a namespace that nobody owns, or make one; its blocks
     are in the catalog then.
 
@@ -84,17 +85,19 @@ def open_engine_store(store: Store, parts: Parts, fingerprint: bytes, descriptio
 
     An index that looked sound and cannot be read is rebuilt, once. A home that can never be rebuilt
     is deleted, and one that its drive does not let us rebuild now is left for the next start; then
-    another one is taken. ``description``: what HOME shall say of model and facts. Waits for the
-    disk. Raises ConfigError, StoreLocked, DeviceError.
+    another one is taken. ``named``: what HOME shall say; unless ``is_known`` it is a guess, and the
+    namespace that was used last with this guess is assumed. Waits for the disk. Raises ConfigError,
+    StoreLocked, DeviceError.
     """
     config, geometry = parts.config, parts.geometry
     assert config.nvme_bytes is not None
     layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
-    described = {**description, "geometry": describe_geometry(geometry)}
+    described = {**named.description, "geometry": describe_geometry(geometry)}
+    fingerprint = None if is_known else latest_like(store, described)
     left_alone: set[str] = set()
     while True:
         home = store.acquire_home(
-            fingerprint,
+            fingerprint or named.fingerprint,
             described,
             config.nvme_bytes,
             index_bytes=layout.index_bytes,

@@ -27,6 +27,7 @@ from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
+from kvdisk.identity import Identity
 from kvdisk.manager.block_jobs import Offers, Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.events import Journal, Taken
@@ -186,6 +187,19 @@ class BlockStore(BlockStoreFace):
         Waits for the drive. Raises ConfigError, StoreLocked, DeviceError.
         """
         assert len(namespace) == FINGERPRINT_BYTES, "a namespace has 32 bytes"
+        return cls.open_for(config, Identity.certain(namespace, dict(facts)), kinds, memory, start_mover)
+
+    @classmethod
+    def open_for(
+        cls,
+        config: Config,
+        identity: Identity,
+        kinds: Sequence[BlockKind],
+        memory: Rows,
+        start_mover: StartMover | None = None,
+    ) -> BlockStore:
+        """As ``open``, for a namespace that may become known later: nothing is found or stored
+        before."""
         assert memory.ndim == 2 and memory.dtype == np.uint8 and memory.strides[1] == 1, "rows are rows of bytes"
         assert memory.flags.writeable, "what is read comes into rows"
         assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
@@ -197,7 +211,7 @@ class BlockStore(BlockStoreFace):
         geometry = geometry_of(kinds)
         warn_of_file_systems(config)
         check_sizes(config, Deployment(1), geometry)
-        parts = assemble_scheduler(config, geometry, NoPool(), namespace, dict(facts))
+        parts = assemble_scheduler(config, geometry, NoPool(), identity)
         try:
             mover = (start_mover or ThreadMover)(config, geometry, memory)
         except BaseException:

@@ -27,6 +27,7 @@ from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, check_slot, seal_slot
 from kvdisk.errors import KvdiskError
 from kvdisk.geometry import HEADER_BYTES, Geometry, Namespace, slot_offset
+from kvdisk.identity import Identity
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits
 from kvdisk.messages import Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
 from kvdisk.worker.files import FILE_KINDS, HomeFiles
@@ -419,7 +420,8 @@ class Engine:
         self._block_tokens = geometry.groups[0].block_tokens
         step_blocks = settings.step_tokens // self._block_tokens * settings.at_once
         self.pool = _Pool(settings.gpu_blocks, step_blocks, caches=True)
-        self.parts: SchedulerHalf = assemble_scheduler(config, geometry, self.pool, fingerprint, {"model": "week"})
+        identity = Identity.certain(fingerprint, {"model": "week"})
+        self.parts: SchedulerHalf = assemble_scheduler(config, geometry, self.pool, identity)
         self.manager = self.parts.manager
         self.journal = self.manager.publish()
         self.worker = Worker(config, geometry, fingerprint, drive, settings.gpu_blocks, faults)

@@ -38,7 +38,7 @@ from kvdisk.connector.adapter import (
     units_of,
     wanted_layout,
 )
-from kvdisk.connector.identity import refuse_nameless
+from kvdisk.connector.identity import read_weights_early, refuse_nameless
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
@@ -117,6 +117,7 @@ def refuse_early(transfer: KVTransferConfig, vllm_config: VllmConfig | None) -> 
     units_of(config, vllm_config)
     if config.store_dirs or config.remote is not None:
         refuse_nameless(vllm_config)
+        read_weights_early(vllm_config)
     _refuse_gds_that_sleeps(config, vllm_config)
     if config.device == "gds" and (why := _why_no_gds()):
         raise ConfigError(f"device 'gds' cannot be used: {why}.")

@@ -8,7 +8,6 @@ that began after it arrived. The results of its stores wait for a look that bega
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import queue
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
-from kvdisk.connector.weights import digest_file
+from kvdisk.connector.weights import content_digest
 from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
@@ -122,9 +121,7 @@ class Looks:
         content, before = self._known.get(path, ("", []))
         read = ""
         if [each.changed_ns for each in _statuses(folder, files)] != [each.changed_ns for each in before]:
-            digest = hashlib.sha256(files[0].read_bytes())
-            digest_file(weights, digest)
-            read = digest.hexdigest()
+            read = content_digest(files)
         # Asked last, so that it holds for what was read.
         now = _statuses(folder, files)
         if before:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
@@ -32,10 +32,11 @@ from kvdisk.connector.adapter import (
 )
 from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
-from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.identity import fingerprint_of, identity_of
 from kvdisk.connector.lora import Adapters
 from kvdisk.connector.off import SchedulerOff
 from kvdisk.errors import ConfigError
+from kvdisk.identity import Identity
 from kvdisk.mailbox import Mailbox
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
@@ -77,7 +78,8 @@ class SchedulerSide:
                 "them after parts of a block of %d tokens: leave out prefix_match_unit.",
                 max(group.block_tokens for group in self._geometry.groups),
             )
-        self._namespace = self._make_namespace() if sizes_are_certain(vllm_config, kv_cache_config) else None
+        self._has_sizes = sizes_are_certain(vllm_config, kv_cache_config)
+        self._identity = self._find_identity() if self._has_sizes else None
         self._context: BlockPoolContext | None = None
         self._parts: SchedulerHalf | None = None
         self._mailbox = Mailbox()
@@ -116,8 +118,8 @@ class SchedulerSide:
             step_blocks_of(self._vllm_config, self._geometry),
             self._adapters.void,
         )
-        if self._namespace is not None:
-            self._assemble(self._namespace)
+        if self._has_sizes:
+            self._assemble(self._identity)
 
     def take_worker_groups(self, by_worker: Sequence[list[list[KVCacheGroupSpec]]], others: Sequence[str] = ()) -> None:
         """Take the KV-cache groups of all stages, as workers sent them: these have every layer's
@@ -127,7 +129,7 @@ class SchedulerSide:
         It is called after the pool is bound and before the first request, and again, with the same,
         after a sleep. Raises ConfigError where sizes do not agree.
         """
-        if self._namespace is None and others:
+        if not self._has_sizes and others:
             raise ConfigError(
                 f"kvdisk does not support {' and '.join(others)} beside it in MultiConnector where layers of a "
                 "KV-cache group differ in size, nor under pipeline parallelism: both need a handshake, and vLLM passes "
@@ -137,22 +139,24 @@ class SchedulerSide:
             geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages, self._unit_tokens)
             if self._parts is None and self._context is not None:
                 self._geometry = geometry
-                self._assemble(self._make_namespace(stages))
+                self._assemble(self._find_identity(stages))
             elif geometry != self._geometry:
                 ours, theirs = ([group.payload_bytes for group in each.groups] for each in (self._geometry, geometry))
                 raise ConfigError(f"kvdisk has blocks of {ours} bytes, by KV-cache group, and a worker of {theirs}.")
         assert self._manager  # or it says what is missing
 
-    def _make_namespace(self, stages: Sequence[list[KVCacheGroupSpec]] = ()) -> tuple[bytes | None, dict[str, Any]]:
+    def _find_identity(self, stages: Sequence[list[KVCacheGroupSpec]] = ()) -> Identity | None:
         if not self._config.store_dirs and self._config.remote is None:
-            return None, {}
+            return None
         units = [group.gpu_blocks for group in self._geometry.groups]
-        return fingerprint_of(self._vllm_config, self._kv_cache_config, stages, units)
+        return identity_of(
+            lambda digest: fingerprint_of(self._vllm_config, self._kv_cache_config, stages, units, digest=digest)
+        )
 
-    def _assemble(self, namespace: tuple[bytes | None, dict[str, Any]]) -> None:
+    def _assemble(self, identity: Identity | None) -> None:
         assert self._context is not None
         rank = data_parallel_rank_of(self._vllm_config)
-        self._parts = assemble_scheduler(self._config, self._geometry, self._context, *namespace, rank)
+        self._parts = assemble_scheduler(self._config, self._geometry, self._context, identity, rank)
         self._mailbox = self._parts.mailbox
         if self._writer is not None:
             self._journal = self._parts.manager.publish()

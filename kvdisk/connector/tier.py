@@ -33,13 +33,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
 from kvdisk.connector.adapter import offloading_being_built, refuse_version
-from kvdisk.connector.identity import fingerprint_of_rows
+from kvdisk.connector.identity import fingerprint_of_rows, identity_of
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.off import say_off
 from kvdisk.connector.plugin import join_log
 from kvdisk.connector.tier_settings import TierSettings
 from kvdisk.errors import DeviceError
 from kvdisk.geometry import Geometry
+from kvdisk.identity import Identity
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
 from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
@@ -199,11 +200,15 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def _open(self, config: OffloadingConfig, view: memoryview) -> BlockStore | None:
         """Open the store. Where the drive does not let us have one, memory serves alone."""
         row_bytes, whose = self.block_size_bytes, offloading_being_built()
-        fingerprint, description = fingerprint_of_rows(config, row_bytes, whose, self._settings.namespace)
+        name = self._settings.namespace
+        if name is not None or whose is None:
+            identity = Identity.certain(*fingerprint_of_rows(config, row_bytes, whose, name))
+        else:
+            identity = identity_of(lambda digest: fingerprint_of_rows(config, row_bytes, whose, name, digest))
         kinds = [BlockKind(row_bytes, tokens) for tokens in self._chunk_tokens]
         rows: Rows = np.asarray(view).view(np.uint8)
         try:
-            return BlockStore.open(self._config, fingerprint, description, kinds, rows, self._start_mover)
+            return BlockStore.open_for(self._config, identity, kinds, rows, self._start_mover)
         except DeviceError as error:
             if error.is_of_process:
                 raise

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvdisk.assembly import check_settings, warn_of_file_systems
 from kvdisk.config import Config
 from kvdisk.connector.adapter import refuse_version
-from kvdisk.connector.identity import refuse_nameless_rows, refuse_other_machines, refuse_unstable
+from kvdisk.connector.identity import (
+    read_weights_early,
+    refuse_nameless_rows,
+    refuse_other_machines,
+    refuse_unstable,
+)
 from kvdisk.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,3 +132,4 @@ def refuse_tiers_early(vllm_config: VllmConfig) -> None:
     refuse_other_machines(vllm_config)
     if settings.namespace is None:
         refuse_nameless_rows(vllm_config)
+        read_weights_early(vllm_config)

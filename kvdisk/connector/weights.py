@@ -1,44 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digest by which weight files are known: of names, sizes, headers, and 4 KiB of every tensor.
+"""The digest by which weight files are known: of every byte. And a sample, which costs little and
+proves nothing.
 
-Network storage takes milliseconds for each read, and a model has tens of thousands of tensors. So
-many samples are read at once, and the digest is remembered until a file changes.
+Weights take seconds to minutes to read. So many reads go on at once, each start reads beside the
+loading of the weights, one process of a machine reads for all, and the digest is remembered for as
+long as the file system shows that no file has changed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
 import tempfile
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvdisk.errors import ConfigError
+from xxhash import xxh3_128
+
+from kvdisk.device.mounts import kind_of
+from kvdisk.errors import ConfigError, KvdiskError
 
 logger = logging.getLogger("kvdisk.connector")
 
-Read = Callable[[int, int, int], bytes]
-"""A function like ``os.pread``: descriptor, length, offset."""
+Read = Callable[[int, Sequence[bytearray | memoryview], int], int]
+"""A function like ``os.preadv``: descriptor, buffers, offset."""
 
-_SAMPLE_BYTES = 4096
-_SAMPLE_EVERY_BYTES = 1 << 20
+_PIECE_BYTES = 16 << 20
+_THREADS = 16
+"""Threads that read and hash: what one waits for, another one hashes."""
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Of each file, evenly spread."""
 _MOST_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
-_THREADS = 64
-"""Threads that wait for storage: 90,000 reads of 5 ms take 7 s."""
-_AT_ONCE = 16
-"""Samples of a file that a thread reads before it takes others."""
-_SAID_AFTER_S = 3.0
+_SAID_AFTER_S, _LOOK_S = 3.0, 1.0
 _WORTH_S = 1.0
 """Seconds that a digest must take to be remembered: a quicker one is read again rather than
 trusted."""
@@ -46,149 +52,200 @@ _SETTLED_NS = 2 * 10**9
 """A file that changed a shorter time ago may change once more at the same time of its clock."""
 _MOST_MEMORY_BYTES = 4096
 """Bytes of a file that remembers a digest that are read at most."""
+_BY_KERNEL = frozenset(
+    (
+        *("bcachefs", "btrfs", "ceph", "ext2", "ext3", "ext4", "f2fs", "gfs2", "gpfs", "jfs"),
+        *("lustre", "nfs", "nfs4", "ocfs2", "reiserfs", "xfs", "zfs"),
+    )
+)
+"""File systems on which each change of a file moves its change time, which no program sets. In
+images (squashfs, erofs, iso9660), of lower layers (overlay) and of FUSE it is whatever their maker
+wrote: two files may have all alike, and differ."""
+_LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+"""Of this process, by what is remembered: locks of a file are the process's own."""
+os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
-def known_digest(files: Sequence[Path], memory: Path, read: Read = os.pread, worth_s: float = _WORTH_S) -> str:
-    """Return the digest of files, read or remembered. ``memory``: a directory of this user's, made
-    where that is possible. Where it cannot be written, or belongs to another user, nothing is
-    remembered.
+_EARLY_BYTES = 1 << 30
+"""Weights from which on they are read beside their loading: fewer are read in a second."""
 
-    Raises ConfigError where a file is damaged, OSError.
+
+class WeightsChanged(KvdiskError):
+    """Files changed while they were read, or loaded: which ones the model has is not known."""
+
+
+def known_digest(
+    files: Sequence[Path],
+    memory: Path,
+    *,
+    seen: Sequence[Facts] | None = None,
+    read: Read = os.preadv,
+    worth_s: float = _WORTH_S,
+) -> str:
+    """Return the digest of files, read or remembered, and log how long that took, unless it was
+    quick. Any thread; waits for the drive, and for another process of this user that is reading the
+    same files.
+
+    ``memory``: a directory of this user's, made where that is possible. Where it cannot be written,
+    or belongs to another user, nothing is remembered, nor where change times say nothing
+    (``_BY_KERNEL``). ``seen``: the ``facts`` that the files must still have; None: those of now.
+    Raises WeightsChanged, OSError.
     """
-    facts, began_ns, began_s = _facts(files), time.time_ns(), time.monotonic()
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    place = memory / f"weights-{hashlib.sha256(json.dumps([fact.path for fact in facts]).encode()).hexdigest()[:32]}"
-    if remembered := _recall(place, key):
-        return remembered
-    digest = hashlib.sha256()
-    digest_files(files, digest, read)
-    taken_s = time.monotonic() - began_s
-    found = digest.hexdigest()
-    settled = max(max(fact.changed_ns, fact.inode_changed_ns) for fact in facts) < began_ns - _SETTLED_NS
-    if taken_s >= worth_s and settled and _facts(files) == facts:
-        _remember(place, key, found)
-    return found
+    began_ns, began_s = time.time_ns(), time.monotonic()
+    found = facts(files)
+    if seen is not None and found != seen:
+        raise WeightsChanged(f"weight files in {files[0].parent} have changed since they were loaded")
+    place = memory / f"weights-{hashlib.sha256(json.dumps([each.path for each in found]).encode()).hexdigest()[:32]}"
+    key = hashlib.sha256(json.dumps(found).encode()).hexdigest() if _may_remember(files, found, began_ns) else ""
+    with ExitStack() as stack:
+        if key:
+            stack.enter_context(_alone(place))
+            if (remembered := _recall(place, key)) is not None:
+                logger.info("kvdisk knows the weights: they have not changed since it read them.")
+                return remembered
+        digest = content_digest(files, read)
+        taken_s = time.monotonic() - began_s
+        if facts(files) != found:
+            raise WeightsChanged(f"weight files in {files[0].parent} changed while they were read")
+        if key and taken_s >= worth_s:
+            _remember(place, key, digest)
+    if taken_s >= worth_s:
+        size = sum(each.size for each in found)
+        logger.info("kvdisk knows the weights: it read %.1f GB in %.1f s.", size / 1e9, taken_s)
+    return digest
 
 
-def digest_file(file: Path, digest: Any) -> None:
-    """Add one file to a digest. Raises ConfigError where it is damaged, OSError."""
-    digest_files([file], digest)
+def read_early(files: Sequence[Path], memory: Path) -> None:
+    """Begin to read large weights, for this process and those that it starts, while they are
+    loaded. Where it could not be remembered that would be in vain, and nothing is read."""
+    found = facts(files)
+    if sum(each.size for each in found) < _EARLY_BYTES or not _may_remember(files, found, time.time_ns()):
+        return
+
+    def read() -> None:
+        with suppress(OSError, KvdiskError):  # who needs the digest meets the same
+            known_digest(files, memory)
+
+    threading.Thread(target=read, name="kvdisk-weights", daemon=True).start()
 
 
-def digest_files(
-    files: Sequence[Path], digest: Any, read: Read = os.pread, clock: Callable[[], float] = time.monotonic
-) -> None:
-    """Add each file's name, size, header and samples to a digest, in order, however many are read
-    at once.
-
-    Logs a line where it takes longer than a start should be silent. Raises ConfigError where a file
-    is damaged, OSError.
-    """
+def content_digest(files: Sequence[Path], read: Read = os.preadv, clock: Callable[[], float] = time.monotonic) -> str:
+    """Return a digest of names, sizes and every byte of files, in order. Logs a line where it takes
+    longer than a start should be silent. Raises OSError."""
+    sizes = [file.stat().st_size for file in files]
+    pieces = [(file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, size, _PIECE_BYTES)]
     began_s, said = clock(), False
-    with ThreadPoolExecutor(_THREADS, "kvdisk-weights") as pool:
+    reading = _Reading(pieces, read)
+    while not reading.ended.wait(_LOOK_S):
+        if not said and clock() - began_s >= _SAID_AFTER_S:
+            said = True
+            done_bytes = len(reading.hashes) * _PIECE_BYTES
+            text = "kvdisk reads the weights, to know them again: %.1f of %.1f GB so far."
+            logger.info(text, done_bytes / 1e9, sum(sizes) / 1e9)
+    digest = hashlib.sha256(json.dumps([[file.name for file in files], sizes, _PIECE_BYTES]).encode())
+    digest.update(b"".join(reading.result()))
+    return digest.hexdigest()
+
+
+class _Reading:
+    """Threads that read and hash pieces of files. They are daemons: nothing waits for a drive when
+    the process ends. ``hashes``: by number of the piece, as far as they are known. ``ended``: they
+    are done, or have failed."""
+
+    def __init__(self, pieces: Sequence[tuple[Path, int]], read: Read) -> None:
+        self.hashes: dict[int, bytes] = {}
+        self.ended = threading.Event()
+        self._pieces = pieces
+        self._read = read
+        self._next = count()
+        self._error: Exception | None = None
+        if not pieces:
+            self.ended.set()
+        for _ in range(min(_THREADS, len(pieces))):
+            threading.Thread(target=self._run, name="kvdisk-weights", daemon=True).start()
+
+    def result(self) -> Iterator[bytes]:
+        """Return the hash of each piece, in order; call it once they have ended. Raises OSError."""
+        if self._error is not None:
+            raise self._error
+        return map(self.hashes.__getitem__, range(len(self._pieces)))
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(_PIECE_BYTES))
         try:
-            for number, part in _in_order(pool, _parts(pool, files, read)):
-                digest.update(part)
-                if not said and clock() - began_s >= _SAID_AFTER_S:
-                    said = True
-                    text = "kvdisk reads 4 KiB of each tensor, to know the weights again: %d of %d files so far."
-                    logger.info(text, number, len(files))
-        finally:
-            pool.shutdown(cancel_futures=True)
-    if said:
-        logger.info("kvdisk knows the weights after %.0f s.", clock() - began_s)
+            while not self.ended.is_set() and (number := next(self._next)) < len(self._pieces):
+                self.hashes[number] = self._hash(*self._pieces[number], buffer)
+                if len(self.hashes) == len(self._pieces):
+                    self.ended.set()
+        except Exception as error:  # who waits raises it
+            self._error = error
+            self.ended.set()
+
+    def _hash(self, file: Path, offset: int, buffer: memoryview) -> bytes:
+        """Return the hash of a piece of a file, which is shorter at its end."""
+        length = 0
+        with file.open("rb", buffering=0) as stream:
+            while length < _PIECE_BYTES and (more := self._read(stream.fileno(), [buffer[length:]], offset + length)):
+                length += more
+        return xxh3_128(buffer[:length]).digest()
 
 
-class _Plan(NamedTuple):
-    """What is to be read of a file. ``head``: what comes before the samples in the digest.
-    ``samples``: offset and length of each."""
-
-    file: Path
-    head: bytes
-    samples: Sequence[tuple[int, int]]
-
-
-_Job = Callable[[], Any]
+def sample_digest(files: Sequence[Path]) -> str:
+    """Return a digest of each file's name, size, header, and some of its bytes: files of which this
+    differs differ. Raises ConfigError where a file is damaged, OSError."""
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_THREADS, "kvdisk-sample") as pool:
+        digest.update(b"".join(pool.map(_sample, files)))
+    return digest.hexdigest()
 
 
-def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[_Job], most: int = 2 * _THREADS) -> Iterator[Any]:
-    """Run jobs, many at once; yield their results in order."""
-    running: deque[Future[Any]] = deque()
-    for job in jobs:
-        running.append(pool.submit(job))
-        if len(running) >= most:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
+def _sample(file: Path) -> bytes:
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        if file.suffix == ".safetensors":
+            digest.update(_read_header(file, stream.fileno(), size))
+        for offset in sorted({at * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1) for at in range(_SAMPLES)}):
+            digest.update(_read_all(stream.fileno(), _SAMPLE_BYTES, offset))
+    return digest.digest()
 
 
-def _parts(pool: ThreadPoolExecutor, files: Sequence[Path], read: Read) -> Iterator[_Job]:
-    """Yield jobs that return a file's number and the next bytes of the digest."""
-    plans = _in_order(pool, (partial(_plan, file, read) for file in files), _THREADS)
-    for number, plan in enumerate(plans):
-        yield partial(_said, number, plan.head)
-        for first in range(0, len(plan.samples), _AT_ONCE):
-            yield partial(_read_samples, number, plan, first, read)
-
-
-def _said(number: int, head: bytes) -> tuple[int, bytes]:
-    return number, head
-
-
-def _read_samples(number: int, plan: _Plan, first: int, read: Read) -> tuple[int, bytes]:
-    with plan.file.open("rb", buffering=0) as stream:
-        samples = plan.samples[first : first + _AT_ONCE]
-        return number, b"".join(_read_all(stream.fileno(), length, offset, read) for offset, length in samples)
-
-
-def _read_all(fd: int, length: int, offset: int, read: Read) -> bytes:
+def _read_all(fd: int, length: int, offset: int) -> bytes:
     """Read so many bytes, or up to the end of the file."""
     found = b""
-    while len(found) < length and (more := read(fd, length - len(found), offset + len(found))):
+    while len(found) < length and (more := os.pread(fd, length - len(found), offset + len(found))):
         found += more
     return found
 
 
-def _plan(file: Path, read: Read) -> _Plan:
-    with file.open("rb", buffering=0) as stream:
-        file_bytes = os.fstat(stream.fileno()).st_size
-        head = f"{file.name}:{file_bytes}:".encode()
-        if file.suffix == ".safetensors":
-            header, samples = _read_header(file, stream.fileno(), file_bytes, read)
-            return _Plan(file, head + header, samples)
-    # The tensors of such a file cannot be told apart without unpickling it: some of every MiB is
-    # read.
-    return _Plan(file, head, [(offset, _SAMPLE_BYTES) for offset in range(0, file_bytes, _SAMPLE_EVERY_BYTES)])
-
-
-def _read_header(file: Path, fd: int, file_bytes: int, read: Read) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header, and offset and length of each tensor's sample. The safetensors format is:
-    u64 length, JSON, data.
-
-    Raises ConfigError where the file is not of that format.
-    """
-    header_bytes = int.from_bytes(_read_all(fd, 8, 0, read), "little")
+def _read_header(file: Path, fd: int, file_bytes: int) -> bytes:
+    """Return a file's header. The safetensors format is: u64 length, JSON, data. Raises ConfigError
+    where the file is not of that format."""
+    header_bytes = int.from_bytes(_read_all(fd, 8, 0), "little")
     data_bytes = file_bytes - 8 - header_bytes
     fits = data_bytes >= 0 and header_bytes <= _MOST_HEADER_BYTES
-    header = _read_all(fd, header_bytes, 8, read) if fits else b""
+    header = _read_all(fd, header_bytes, 8) if fits else b""
     try:
-        tensors = sorted((name, tensor) for name, tensor in json.loads(header).items() if name != "__metadata__")
-        spans = [tuple(map(index, tensor["data_offsets"])) for _, tensor in tensors]
+        tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+        spans = [tuple(map(index, tensor["data_offsets"])) for tensor in tensors]
         sound = all(0 <= start <= end <= data_bytes for start, end in spans)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise ConfigError(f"kvdisk needs sound weight files, and {file} is a damaged one.")
-    return header, [(8 + header_bytes + start, min(_SAMPLE_BYTES, end - start)) for start, end in spans]
+    return header
 
 
 # -- what is remembered --------------------------------------------------------------------------
 
 
-class _Facts(NamedTuple):
-    """What changes when a file does. ``inode_changed_ns``: no program can set it back."""
+class Facts(NamedTuple):
+    """What changes when a file does. ``inode_changed_ns``: no program can set it back. ``system``:
+    the id that the file system has of its own: numbers of devices are given again."""
 
     path: str
+    system: int
     device: int
     inode: int
     size: int
@@ -196,13 +253,42 @@ class _Facts(NamedTuple):
     inode_changed_ns: int
 
 
-def _facts(files: Sequence[Path]) -> list[_Facts]:
+def facts(files: Sequence[Path]) -> list[Facts]:
+    """Return the facts of files. Raises OSError."""
     found = []
     for file in files:
-        now = file.stat()
-        path = str(file.absolute())
-        found.append(_Facts(path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+        now, path = file.stat(), str(file.absolute())
+        system = os.statvfs(file).f_fsid
+        found.append(Facts(path, system, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
     return found
+
+
+def _may_remember(files: Sequence[Path], found: Sequence[Facts], now_ns: int) -> bool:
+    """Return whether equal facts mean equal files from now on."""
+    mounts = {file.resolve().parent for file in files}
+    kinds = {mount.kind if (mount := kind_of(place)) else "" for place in mounts}
+    # A change time in whole seconds was written by a tool that makes images, or by a file system
+    # that keeps no finer one.
+    fine = all(each.inode_changed_ns % 10**9 for each in found)
+    settled = max(max(each.changed_ns, each.inode_changed_ns) for each in found) < now_ns - _SETTLED_NS
+    return kinds <= _BY_KERNEL and fine and settled
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Hold what is remembered, so that others of this machine wait for it and read nothing. Where
+    files cannot be locked, each reads for itself."""
+    with _LOCKS[place]:
+        fd = -1
+        with suppress(OSError):
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(fd, fcntl.LOCK_EX)  # a process's own: one that is forked meanwhile does not hold it
+        try:
+            yield
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
 
 def _recall(place: Path, key: str) -> str | None:

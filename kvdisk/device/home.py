@@ -7,12 +7,12 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvdisk.device import paths
 from kvdisk.device.control import INDEX, LOCK_FILE, HomePaths, HomeRecord, write_record
@@ -180,6 +180,16 @@ class Home(_HeldHome):
         with self._ending:
             if self._lock.is_held:
                 self._write(replace(self.record, last_use_s=self._now_s()))
+
+    def name(self, fingerprint: bytes, description: Mapping[str, Any]) -> None:
+        """Have HOME say of which fingerprint the home is: one that has no blocks, and no rank has
+        joined. ``description``: replaces the entries that it has. Any thread. Raises
+        DeviceError."""
+        with self._ending:
+            if self._lock.is_held:
+                described = {**self.record.description, **description}
+                self._write(replace(self.record, fingerprint=fingerprint, description=described))
+                self.fingerprint = fingerprint
 
     # -- the index -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from kvdisk.device.home_lock import HomeLock
 from kvdisk.device.segment import DriveFolder, scan_folders
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord
+from kvdisk.identity import GUESS
 
 
 class HomeOwner(NamedTuple):
@@ -91,6 +92,18 @@ def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:
         record.fingerprint != fingerprint and record.description.get("model") == model
         for _, record in _readable_records(store)
     )
+
+
+def latest_like(store: Store, description: Mapping[str, Any]) -> bytes | None:
+    """Return the fingerprint of the engine store that was used last of those whose description has
+    the same guess and geometry; None where there is none. Takes no lock. Raises DeviceError."""
+    wanted = json.loads(json.dumps(dict(description)))
+    alike = [
+        record
+        for _, record in _readable_records(store)
+        if not record.guest and all(record.description.get(name) == wanted[name] for name in (GUESS, "geometry"))
+    ]
+    return max(alike, key=lambda record: record.last_use_s).fingerprint if alike else None
 
 
 def readable_indexes(store: Store, description: dict[str, Any], mine: Home) -> dict[str, Path]:

@@ -355,8 +355,19 @@ class TierManager:
         assert self._catalog.journal is None
         journal = self._catalog.journal = Journal(self.stats)
         for tier in KEPT_TIERS:
-            journal.note(tier, True, self._catalog.ready_keys(tier))
+            if tier is not Tier.NVME or self._state.is_identified:
+                journal.note(tier, True, self._catalog.ready_keys(tier))
         return journal
+
+    def identify(self, fingerprint: bytes) -> None:
+        """Use what outlives the process from now on: the engine's fingerprint is known. Where
+        another was assumed, what is in memory names that one, and is forgotten."""
+        if fingerprint != self._state.fingerprint:
+            self.clear_memory()
+            self._state.fingerprint = fingerprint
+        self._state.is_identified = True
+        if self._catalog.journal is not None:
+            self._catalog.journal.note(Tier.NVME, True, self._catalog.ready_keys(Tier.NVME))
 
     def commit(self) -> None:
         """Free the slots whose deletion is committed by now. Waits for no commit."""
@@ -449,7 +460,9 @@ class TierManager:
     def _may_send(self) -> bool:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
-        return not any(demotions.total and not demotions.blocked for demotions in self._demotions)
+        return self._state.is_identified and not any(
+            demotions.total and not demotions.blocked for demotions in self._demotions
+        )
 
 
 def _make_remote(parts: Parts, index: RemoteIndex | None, source: Tier) -> RemoteCopies:

@@ -88,6 +88,9 @@ class NvmeSpace(TierSpace):
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
         self._slots_per_block = parts.geometry.shard_count
+        self._is_identified = parts.state.is_identified
+        """Whether it is known that its blocks are of this engine's weights: before that nobody sees
+        them, and nothing is written."""
         self.keeps_tenants = True
         """Whether records say whose blocks they are: False where no digest would mean the same
         after a restart."""
@@ -103,8 +106,8 @@ class NvmeSpace(TierSpace):
         known_uses: UsesRecords | None = None,
         guests: GuestSpec | None = None,
     ) -> None:
-        """Fill the catalog from the index and plan the jobs that open the engine store and its
-        segments.
+        """Fill the catalog from the index and, where the engine is identified, plan the jobs that
+        open the engine store and its segments.
 
         ``known_uses``: what the engine store's USES file says, if it says anything. ``guests``: see
         ``HomeSpec``.
@@ -118,10 +121,22 @@ class NvmeSpace(TierSpace):
         )
         if restored.stale:
             self._ticket = self._index.delete(restored.stale)
-        self.segments.restore(records, HomeSpec(home_id, fingerprint, guests=guests))
+        self.segments.restore(records)
         for spec in self.segments.specs.values():
             self._enter(spec, restored.used.get(spec.segment))
         self.pool.retain(restored.stale_slots, self._ticket)
+        if self._is_identified:
+            self.identify(HomeSpec(home_id, fingerprint, guests=guests))
+        else:
+            self.segments.writable = []
+            self._hide()
+
+    def identify(self, home: HomeSpec) -> None:
+        """Use the blocks: they are of this engine's weights. Plan the jobs that open the engine
+        store, which ``home`` names, and its segments."""
+        self._is_identified = True
+        self.segments.open_all(home, self._drops)
+        self._hide()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -162,7 +177,7 @@ class NvmeSpace(TierSpace):
         """Fill the budget, and learn which drives may be written. Return whether copies may be: the
         store is open, some drive is in order and not in a back-off, the budget is not spent, and
         the index is not gone: without it no slot that had a copy comes free."""
-        if self._index_state is IndexState.GONE:
+        if self._index_state is IndexState.GONE or not self._is_identified:
             return False
         return self.segments.update_writable(now) and (self._budget is None or self._budget.refresh(now))
 
@@ -188,7 +203,8 @@ class NvmeSpace(TierSpace):
         self._hide()
 
     def _hide(self) -> None:
-        self._catalog.hide(self.tier, self.segments.on_drives(self.segments.drives.quarantined).union(self._ending))
+        unread = self.segments.on_drives(self.segments.drives.quarantined).union(self._ending)
+        self._catalog.hide(self.tier, unread if self._is_identified else frozenset(self.segments.specs))
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""

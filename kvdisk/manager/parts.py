@@ -29,7 +29,9 @@ class StepState:
     offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
     ``landing``: keys of the epoch that are just being read into memory. ``generation``: the last
     that was given to a copy. ``now_s``: seconds since the Unix epoch, as far as a step knows.
-    ``keys_left``: of STEP_KEYS in this step, the one after ``steps`` others.
+    ``keys_left``: of STEP_KEYS in this step, the one after ``steps`` others. ``fingerprint``: of
+    the engine's namespace, or the one that is assumed until ``is_identified``: before that nothing
+    that outlives the process is read or written.
     """
 
     epoch: int = FILE_EPOCH
@@ -41,6 +43,8 @@ class StepState:
     keys_left: int = STEP_KEYS
     steps: int = 0
     now_s: int = 0
+    fingerprint: bytes = b""
+    is_identified: bool = True
 
 
 @dataclass(frozen=True, slots=True)

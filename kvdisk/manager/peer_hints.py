@@ -52,6 +52,8 @@ class PeerHints:
 
     def ask(self, request: Asking) -> None:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
+        if not self._state.is_identified:
+            return
         tiers = request.load_tiers
         if tiers is None or self.neighbours.tier in tiers:
             self.neighbours.ask(request)

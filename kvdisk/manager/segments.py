@@ -270,15 +270,20 @@ class Segments:
 
     # -- from plan to end ----------------------------------------------------------------------
 
-    def restore(self, records: Iterable[SegmentRecord], home: HomeSpec) -> None:
-        """Take over what the index knows; plan the jobs that open the store and its segments."""
+    def restore(self, records: Iterable[SegmentRecord]) -> None:
+        """Take over what the index knows."""
         for record in records:
             self._note(SegmentSpec(*record, create=False))
         self._next = max(self.specs, default=-1) + 1
+
+    def open_all(self, home: HomeSpec, dropping: Collection[int] = ()) -> None:
+        """Plan the jobs that open the store and its segments, but for those that are being
+        dropped."""
         known = home._replace(known_segments=tuple(self.specs))
         self._transfers.add(JobKind.OPEN_HOME, [], [], home=known)
         for spec in self.specs.values():
-            self.open(spec)
+            if spec.segment not in dropping:
+                self.open(spec)
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec

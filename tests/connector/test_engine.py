@@ -8,10 +8,15 @@ run in the order of its script; each assertion names what it shows.
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_child import Answer, EngineChild, EngineError
 from support.needs import why_no_queue
@@ -219,6 +224,38 @@ def test_units_of_two_blocks(tiny_llama, tmp_path):
         assert engine.metrics()["num_preemptions"] > 0
         counters = engine.counters()
         assert counters["hit_tokens.nvme"] > 0 and not counters.get("failed_loads")
+
+
+def _change_last_rows(model: Path, count: int) -> None:
+    """Change some rows of the embedding, which lie far behind the start of that tensor."""
+    file = model / "model.safetensors"
+    header_bytes = int.from_bytes(file.read_bytes()[:8], "little")
+    tensor = json.loads(file.read_bytes()[8 : 8 + header_bytes])["model.embed_tokens.weight"]
+    end, row_bytes = tensor["data_offsets"][1], math.prod(tensor["shape"][1:]) * 2
+    with file.open("r+b") as stream:
+        stream.seek(8 + header_bytes + end - count * row_bytes)
+        rows = np.frombuffer(stream.read(count * row_bytes), np.uint16)
+        stream.seek(-count * row_bytes, os.SEEK_CUR)
+        stream.write((rows ^ 0x8000).tobytes())  # the other sign
+
+
+def test_weights_of_which_a_few_rows_are_others(tiny_llama, tmp_path):
+    """PEFT's trainable tokens are such weights. Their store is another one, and both stay."""
+    model, config = tmp_path / "model", _with_store(tmp_path / "store")
+    shutil.copytree(tiny_llama, model)
+    last = json.loads((model / "config.json").read_text())["vocab_size"] - 1
+    prompt = [token if at % 3 else last - at % 8 for at, token in enumerate(LONG[0])]
+    answers = []
+    for _ in range(2):
+        with EngineChild(model, tmp_path / "log", extra_config=config, **LIMITS) as engine:
+            ((tokens,), (cached,)) = _answer(engine, [prompt])
+            (computed,) = engine.generate([prompt], salt="computed anew")
+            assert (tokens, cached) == (computed.tokens, 0)
+        answers.append(tokens)
+        _change_last_rows(model, 12)
+    assert answers[0] != answers[1], "what was stored before would be wrong"
+    with EngineChild(model, tmp_path / "log", extra_config=config, **LIMITS) as engine:
+        assert _answer(engine, [prompt]) == ([answers[0]], [_whole(prompt)]), "as they were at first"
 
 
 def test_two_ranks_of_which_one_dies(tiny_llama, tmp_path):

@@ -34,6 +34,7 @@ from kvdisk.config import Config
 from kvdisk.device.control import home_ids
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
+from kvdisk.identity import Identity
 
 MIB = 1 << 20
 DRIVE_BYTES = 48 * MIB
@@ -78,7 +79,9 @@ def start_without_anything_to_delete(drive: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
     assert home_ids(drive / "store") == []
     config = Config.from_mapping({"store_dirs": [drive / "store"], "nvme_bytes": stores.CAP, "cpu_bytes": MIB})
-    parts = assemble_scheduler(config, stores.GEOMETRY, stores.NoPool(), stores.MINE, stores.DESCRIPTION)  # type: ignore[arg-type]
+    parts = assemble_scheduler(
+        config, stores.GEOMETRY, stores.NoPool(), Identity.certain(stores.MINE, stores.DESCRIPTION)
+    )
     assert (parts.home, parts.index, parts.nvme, parts.neighbours) == (None, None, None, None)
     parts.close()
     ballast.unlink()

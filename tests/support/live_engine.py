@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
+from kvdisk.identity import Identity
 from kvdisk.messages import JobKind, Plan
 from support.fake_engine import FakeEngine, Watch
 from support.live_model import HashedRequest, LiveModel
@@ -41,8 +42,8 @@ class _Counting(Watch):
 class LiveEngine(FakeEngine):
     """See the module. Takes a home in the store of ``config``; ``ranks`` are its own from here on.
 
-    ``clock``: seconds since the Unix epoch. Raises what ``assemble_scheduler`` raises; the ranks
-    are closed then. One thread calls everything.
+    ``clock``: seconds since the Unix epoch. ``identity``: None: the model's, known at once. Raises
+    what ``assemble_scheduler`` raises; the ranks are closed then. One thread calls everything.
     """
 
     request_type = HashedRequest
@@ -54,15 +55,15 @@ class LiveEngine(FakeEngine):
         make_rank: MakeRank = LocalRank,
         block_count: int = 64,
         clock: Callable[[], float] = time.time,
+        identity: Identity | None = None,
     ) -> None:
         self.model = model
         self._clock = clock
         self._live_ranks: list[LiveRank] = []
         super().__init__(model.geometry, block_count, self._live_ranks)
         self.watch = self.counting = _Counting()
-        self.parts: SchedulerHalf = assemble_scheduler(
-            config, model.geometry, self.pool, model.fingerprint, {"model": model.name}
-        )
+        identity = identity or Identity.certain(model.fingerprint, {"model": model.name})
+        self.parts: SchedulerHalf = assemble_scheduler(config, model.geometry, self.pool, identity)
         self.manager = self.parts.manager
         self._closed = False
         try:

@@ -19,6 +19,7 @@ from kvdisk.device.segment import create_segment
 from kvdisk.device.store import Store
 from kvdisk.engine_store import describe_geometry
 from kvdisk.geometry import HEADER_BYTES, Geometry, GroupGeometry, Namespace, slot_offset
+from kvdisk.identity import Identity
 from kvdisk.index.base import BlockRecord, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.manager.catalog import Catalog
@@ -55,7 +56,9 @@ class NoPool:
 
 
 def start(path: Path | Sequence[Path], *, cap_bytes: int = CAP) -> SchedulerHalf:
-    return assemble_scheduler(config(path, cap_bytes=cap_bytes), GEOMETRY, NoPool(), MINE, DESCRIPTION)  # type: ignore[arg-type]
+    return assemble_scheduler(
+        config(path, cap_bytes=cap_bytes), GEOMETRY, NoPool(), Identity.certain(MINE, DESCRIPTION)
+    )  # type: ignore[arg-type]
 
 
 def rows(parts: SchedulerHalf) -> set[Row]:

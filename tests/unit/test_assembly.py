@@ -16,13 +16,14 @@ from kvdisk.config import Config
 from kvdisk.engine_store import EngineStore
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.identity import Identity
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 8192),), 2, 16)
 
 
 def test_memory_for_no_block_is_refused():
     with pytest.raises(ConfigError, match="cpu_bytes 16383 holds no block of each kind"):
-        assemble_scheduler(Config(cpu_bytes=16383), GEOMETRY, FakePool(4, print), None, {})
+        assemble_scheduler(Config(cpu_bytes=16383), GEOMETRY, FakePool(4, print), None)
 
 
 @pytest.mark.parametrize("with_nvme", [False, True])
@@ -33,7 +34,7 @@ def test_a_start_says_in_three_lines_what_fits(tmp_path, caplog, with_nvme):
     for verb in ("made", "took over"):
         caplog.clear()
         with caplog.at_level(logging.INFO, "kvdisk"):
-            assemble_scheduler(config, GEOMETRY, FakePool(4, print), b"\x3f" * 32, {}).close()
+            assemble_scheduler(config, GEOMETRY, FakePool(4, print), Identity.certain(b"\x3f" * 32, {})).close()
         said = [record.getMessage() for record in caplog.records]
         tokens = f"{GEOMETRY.tokens_in(GEOMETRY.memory_slots(3 << 29)) / 1e6:.1f} M tokens"
         cpu = f"kvdisk ready: CPU 1.5 GiB = {tokens}"
@@ -51,7 +52,8 @@ def test_a_first_start_says_what_of_the_model_is_of_another_namespace(tmp_path, 
     for model, letter in (("one", b"a"), ("two", b"b"), ("one", b"c"), ("one", b"c")):
         caplog.clear()
         with caplog.at_level(logging.INFO, "kvdisk"):
-            assemble_scheduler(config, GEOMETRY, FakePool(4, print), letter * 32, {"model": model}).close()
+            identity = Identity.certain(letter * 32, {"model": model})
+            assemble_scheduler(config, GEOMETRY, FakePool(4, print), identity).close()
         said.append([line for line in caplog.messages if "another namespace" in line])
     line = (
         "kvdisk cannot use other engine stores of this model (1), which are of another namespace: see kvdisk inspect."

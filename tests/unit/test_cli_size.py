@@ -18,6 +18,7 @@ from kvdisk.cli.model_kv import group_layers, model_of
 from kvdisk.cli.size import fit_cpu, fit_nvme, token_bytes
 from kvdisk.config import Config
 from kvdisk.device import store as stores
+from kvdisk.identity import Identity
 
 GIB = 1 << 30
 
@@ -93,7 +94,9 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks, monke
     geometry = model_of(config).geometry(ranks, 64)
     fit, cpu = fit_nvme(geometry, 40 * GIB, 1), fit_cpu(geometry, 8 * GIB)
     given: dict[str, Any] = {"store_dirs": str(tmp_path / "store"), "nvme_bytes": 40 * GIB, "cpu_bytes": 8 * GIB}
-    parts = assemble_scheduler(Config.from_mapping(given), geometry, NoPool(), b"\x01" * 32, {"model": "m"})
+    parts = assemble_scheduler(
+        Config.from_mapping(given), geometry, NoPool(), Identity.certain(b"\x01" * 32, {"model": "m"})
+    )
     slots = sum(parts.nvme.capacity)
     parts.close()
     assert 0 <= slots - fit.blocks <= slots * 0.05

@@ -24,6 +24,7 @@ from kvdisk.device.store import Store
 from kvdisk.engine_store import describe_geometry, guests_of
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
 from kvdisk.geometry import segment_charge_bytes
+from kvdisk.identity import Identity
 from kvdisk.messages import GuestSpec, HomeSpec, SegmentSpec
 from kvdisk.worker.files import HomeFiles
 
@@ -338,7 +339,7 @@ def test_other_hosts_have_room_for_their_ranks_part(hosts, count, monkeypatch, c
     geometry = replace(rebuild_stores.GEOMETRY, hosts=count)
     described = {"model": "m", "geometry": describe_geometry(geometry)}
     config = rebuild_stores.config(hosts.one)
-    parts = assemble_scheduler(config, geometry, rebuild_stores.NoPool(), MINE, described)
+    parts = assemble_scheduler(config, geometry, rebuild_stores.NoPool(), Identity.certain(MINE, described))
     assert parts.home is not None and parts.home.is_spread == (count > 1)
     assert ("has room for" in caplog.text) == (count == 1)
     parts.close()
