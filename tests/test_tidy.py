@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "blake3": ("kvdisk/remote/client.py",),
     "mooncake": ("kvdisk/remote/mooncake_process.py",),
     "numpy": ("kvdisk/",),
-    "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/catalog.py"),
+    "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/catalog.py", "kvdisk/connector/weights.py"),
     "rich": ("kvdisk/cli/",),
     "typer": ("kvdisk/cli/",),
     "pyarrow": ("kvdisk/cli/export.py",),

@@ -38,8 +38,9 @@ from kvdisk.connector.adapter import (
     units_of,
     wanted_layout,
 )
-from kvdisk.connector.identity import read_weights_early, refuse_nameless
+from kvdisk.connector.identity import refuse_nameless
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
+from kvdisk.connector.model_weights import read_weights_early
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
 from kvdisk.connector.plugin import join_log
 from kvdisk.connector.scheduler_side import SchedulerSide

@@ -32,8 +32,9 @@ from kvdisk.connector.adapter import (
 )
 from kvdisk.connector.controls import Controls
 from kvdisk.connector.events import EventWriter
-from kvdisk.connector.identity import fingerprint_of, identity_of
+from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.lora import Adapters
+from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import SchedulerOff
 from kvdisk.errors import ConfigError
 from kvdisk.identity import Identity

@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvdisk.assembly import check_settings, warn_of_file_systems
 from kvdisk.config import Config
 from kvdisk.connector.adapter import refuse_version
-from kvdisk.connector.identity import (
-    read_weights_early,
-    refuse_nameless_rows,
-    refuse_other_machines,
-    refuse_unstable,
-)
+from kvdisk.connector.identity import refuse_nameless_rows, refuse_other_machines, refuse_unstable
+from kvdisk.connector.model_weights import read_weights_early
 from kvdisk.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -50,6 +50,7 @@ from kvdisk.connector import adapter, connector, identity
 from kvdisk.connector.adapter import geometry_of, layer_blocks, rank_of, refuse_unsupported
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.plugin import register
 from kvdisk.errors import ConfigError
 from kvdisk.worker.host_memory import host_memory
@@ -783,5 +784,5 @@ def test_a_weight_file_of_garbage_is_named(folder, content, file_bytes):
     file.write_bytes(content)
     os.truncate(file, max(len(content), file_bytes))
     with pytest.raises(ConfigError, match=r"other\.safetensors") as refusal:
-        _fingerprint(folder)
+        identity_of(lambda digest: fingerprint_of(vllm_config(folder), PLAIN, digest=digest))
     assert str(refusal.value).count("\n") == 0

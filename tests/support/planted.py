@@ -310,7 +310,7 @@ BUGS: dict[str, Bug] = {
     ),
     "weights that are not in the fingerprint": Bug(
         "the fingerprint tells whose bytes are alike",
-        nothing("kvdisk.connector.identity", "weights_digest", "0" * 32),
+        nothing("kvdisk.connector.model_weights", "known_digest", "0" * 32),
         "tests/connector/test_start.py::test_whatever_changes_the_bytes_changes_the_fingerprint",
     ),
     # -- errors --
