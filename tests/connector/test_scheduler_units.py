@@ -59,7 +59,10 @@ def test_of_a_unit_that_the_gpu_has_in_part_the_rest_is_loaded(engines, nvme):
     bench.serve("b", prompt_of(1, TOKENS))
     found = loads(bench, "b")
     assert [blocks.count(NO_BLOCK) for blocks in found] == [1, 0] and found[0][0] == NO_BLOCK
-    assert bench.counters()["loaded_blocks"] == len([*loads(bench, "short"), *found])
+    counters = bench.counters()
+    assert counters["loaded_blocks"] == len([*loads(bench, "short"), *found])
+    tokens = [counters.get(f"{name}.cpu", 0) + counters.get(f"{name}.nvme", 0) for name in ("hit_tokens", "hit_blocks")]
+    assert tokens == [UNIT_TOKENS + 3 * UNIT_TOKENS - 3 * BLOCK_TOKENS, 3], "what was loaded, to the token"
 
 
 def test_a_window_loads_the_units_that_it_reads(engines):
