@@ -355,9 +355,10 @@ class Config:
     ends with a unit, and so loses half of one; it costs the scheduler a fraction, and so do index
     and memory. `"auto"`: up to 128 tokens, in units of 1 MiB on a rank at most, by KV-cache group;
     a number: 16 MiB at most. It pays where a block's share is small and prompts are long
-    ([units](MODELS.md#units)). Another value is another namespace: what is stored is not found
-    under it. Refused with store policies but `"on_compute"` and `"on_preemption"`, and with
-    KV-cache events; `"auto"` is one block there.
+    ([units](MODELS.md#units)). Beside recurrent states a unit must end with each of their blocks,
+    or it is left out: most such models keep vLLM's blocks. Another value is another namespace: what
+    is stored is not found under it. Refused with store policies but `"on_compute"` and
+    `"on_preemption"`, and with KV-cache events; `"auto"` is one block there.
 
     Default: none: vLLM's own blocks
     Example: "auto"

@@ -233,16 +233,21 @@ def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
 def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[GroupGeometry, ...]:
     """Return the groups with blocks that are units: several of the engine's blocks, of
     ``unit_tokens`` tokens together. With ``AUTO`` a unit has at most ``UNIT_BYTES`` on a rank and
-    at most ``MOST_UNIT_TOKENS``.
+    at most ``MOST_UNIT_TOKENS``, and all groups' units end together.
 
     Some groups keep the engine's blocks: recurrent states; groups whose blocks are as large, or do
     not divide ``unit_tokens``; groups whose units would have more than ``MOST_UNIT_BYTES``; and
     groups that read less than two units. The engine frees a block when nobody reads its tokens any
-    more, and all of a unit must be there when its last token is known. Raises ConfigError where a
-    number fits no group.
+    more, and all of a unit must be there when its last token is known. All do where a unit would
+    not end with each block of recurrent states: a hit must end with both, and of a prompt the
+    engine may keep one state alone. With ``AUTO`` a drafter's group does, too: its hits would lose
+    a unit more. Raises ConfigError where a number fits no group.
     """
+    ends = math.gcd(*(group.block_tokens for group in groups if group.state_tokens is not None))  # 0: no states
     if unit_tokens == AUTO:
-        return tuple(_unit_of(group, _fitting(group)) for group in groups)
+        aligned = math.lcm(*(group.block_tokens for group in groups))
+        ends = ends or aligned << max(0, (MOST_UNIT_TOKENS // aligned).bit_length() - 1)
+        return tuple(_unit_of(group, _fitting(group, ends)) for group in groups)
     wanted = int(unit_tokens)
     counts = [wanted // group.block_tokens if wanted % group.block_tokens == 0 else 0 for group in groups]
     if not any(_may_have(group, count) for group, count in zip(groups, counts, strict=True)):
@@ -252,17 +257,19 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
             "a multiple of that, at most half of what a sliding window reads, and have at most "
             f"{MOST_UNIT_BYTES >> 20} MiB on a rank; 'auto' finds one."
         )
+    if ends % wanted:
+        return tuple(groups)
     return tuple(
         _unit_of(group, count if _may_have(group, count) else 1) for group, count in zip(groups, counts, strict=True)
     )
 
 
-def _fitting(group: GroupGeometry) -> int:
-    """Return how many blocks of a group are a unit with ``AUTO``: a power of two, so that the units
-    of several groups end together."""
+def _fitting(group: GroupGeometry, ends: int) -> int:
+    """Return how many blocks of a group are a unit with ``AUTO``: a power of two. ``ends``: a
+    multiple of the group's block, which a unit divides, so that those of all groups end there."""
     most = min(MOST_UNIT_TOKENS // group.block_tokens, UNIT_BYTES // max(1, group.payload_bytes))
-    count = 1 << max(0, most.bit_length() - 1)
-    while not _may_have(group, count):
+    count = 1 << max(0, most.bit_length() - 1) if not group.volatile_tokens else 1
+    while count > 1 and (ends % (count * group.block_tokens) or not _may_have(group, count)):
         count //= 2
     return count
 

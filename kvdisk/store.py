@@ -26,7 +26,7 @@ from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, groups_of, make_
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
+from kvdisk.geometry import EPOCH_LIMIT, FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
 from kvdisk.identity import Identity
 from kvdisk.manager.block_jobs import Offers, Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
@@ -96,7 +96,9 @@ class ThreadMover:
         """See ``RowMover``. Raises, once, what ended the thread: an error of ours."""
         if wait_s > 0:
             self._parts.mover.wait_any(wait_s)
-        return self._parts.mover.poll()
+        report = self._parts.mover.poll()
+        report.off = self._parts.mover.is_gone(wait_s)
+        return report
 
     def close(self) -> None:
         """See ``RowMover``."""
@@ -166,7 +168,8 @@ class BlockStore(BlockStoreFace):
         self._numbers = count(1)
         self._stats = Stats()
         self._journal: Journal | None = None
-        self._is_off = self._is_closed = False
+        self._is_off = self._is_gone = self._is_closed = False
+        """``_is_gone``: the mover touches no row any more."""
 
     @classmethod
     def open(
@@ -359,13 +362,13 @@ class BlockStore(BlockStoreFace):
 
     def _settle(self, wait_s: float) -> None:
         """Take in what the mover has finished, and end the jobs of which nothing is left."""
-        if not self._is_off:
+        if not self._is_gone:
             self._wake()
             report = self._poll_mover(wait_s)
             if not self._is_off:
                 self._manager.settle(report, time.monotonic(), int(time.time()))
         if self._is_off:
-            self._void(self._jobs.values(), also_under_way=True)
+            self._void(self._jobs.values(), also_under_way=self._is_gone)
         for job in list(self._jobs.values()):
             for record, positions in job.take_ended(self._manager.is_under_way):
                 for at, position in enumerate(positions):
@@ -376,15 +379,18 @@ class BlockStore(BlockStoreFace):
 
     def _poll_mover(self, wait_s: float) -> Report:
         """Ask the mover. One that is gone says of all that it had that it was cancelled; that is
-        not settled, or segments that it should have opened would be given up."""
+        not settled, or segments that it should have opened would be given up. One that raises may
+        still have drives that write to rows."""
+        was_off = self._is_off
         try:
             report = self._mover.poll(wait_s)
-            self._is_off = report.off
+            self._is_gone = report.off
+            self._is_off |= report.off
         except BaseException:
             self._is_off = True
             raise
         finally:
-            if self._is_off:
+            if self._is_off and not was_off:
                 logger.error("kvdisk's store is off until it is opened anew: what moves its blocks is gone.")
         return report
 
@@ -416,6 +422,7 @@ class BlockStore(BlockStoreFace):
 
     def forget(self, epoch: int) -> None:
         """See ``BlockStoreFace``."""
+        assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
         if self._is_off:
             return
         self._wake()
@@ -428,7 +435,8 @@ class BlockStore(BlockStoreFace):
 
     def drain(self) -> None:
         """See ``BlockStoreFace``."""
-        while self._jobs:
+        end_s = time.monotonic() + self._config.io_deadline_s
+        while self._jobs and not (self._is_off and time.monotonic() >= end_s):
             self.step(time.monotonic())
             self._settle(_DRAIN_WAIT_S)
 
@@ -441,7 +449,8 @@ class BlockStore(BlockStoreFace):
             end.callback(self._cancel_all)
             end.callback(self._mover.close)
             end.callback(self._shut)
-            self._settle(0.0)  # what comes after this is not settled: the next start looks for itself
+            if not self._is_off:
+                self._settle(0.0)  # what comes after this is not settled: the next start looks for itself
 
     def _shut(self) -> None:
         self._is_closed = self._is_off = True

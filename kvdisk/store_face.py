@@ -112,7 +112,8 @@ class RowMover(Protocol):
     def poll(self, wait_s: float = 0.0) -> Report:
         """Return what was finished since the last call; where that is nothing, wait up to
         ``wait_s`` for something. ``Report.off``: it is gone, touches no row any more, and reports
-        nothing more."""
+        nothing more. What it raises is an error of ours: it may still touch rows until it says
+        that it is gone, or is closed."""
 
     def close(self) -> None:
         """Cancel what has not ended. Waits for what has begun, however long that takes: no row is
@@ -125,8 +126,8 @@ StartMover = Callable[[Config, Geometry, Rows], RowMover]
 class BlockStoreFace(ABC):
     """Blocks of bytes by key. One thread at a time calls everything; it may be another each time.
 
-    What a caller does wrong is an assertion: a row or a kind that there is not, a tag that is in
-    use.
+    What a caller does wrong is an assertion: a row, a kind or an epoch that there is not, a tag
+    that is in use.
     """
 
     @abstractmethod
@@ -165,13 +166,16 @@ class BlockStoreFace(ABC):
     @abstractmethod
     def poll(self, wait_s: float = 0.0) -> list[Ended]:
         """Return the jobs that have ended, each once; where there are none, wait up to ``wait_s``
-        for one. After ``close`` it returns what is left."""
+        for one. After ``close`` it returns what is left. Raises what is an error of ours in what
+        moves bytes: the store is off then, and jobs that had begun end when that is gone, or with
+        ``close``."""
 
     @abstractmethod
     def forget(self, epoch: int) -> None:
         """Serve nothing of before: what keys mean has changed, for this engine. ``epoch``: any
-        number above 0 that was never used. Jobs on their way end as CANCELLED. The next start with
-        the same namespace finds what was written before the first call."""
+        number above 0 and below ``EPOCH_LIMIT`` that was never used. Jobs on their way end as
+        CANCELLED. The next start with the same namespace finds what was written before the first
+        call."""
 
     @abstractmethod
     def drain(self) -> None:

@@ -79,6 +79,14 @@ class SchedulerSide:
                 "them after parts of a block of %d tokens: leave out prefix_match_unit.",
                 max(group.block_tokens for group in self._geometry.groups),
             )
+        states = [group.block_tokens for group in self._geometry.groups if group.state_tokens is not None]
+        if isinstance(self._unit_tokens, int) and any(tokens % self._unit_tokens for tokens in states):
+            logger.warning(
+                "unit_tokens %d is left out: a hit ends with a recurrent state, which this model has after blocks of "
+                "%d tokens, and so would hardly ever end with a unit, too. kvdisk keeps vLLM's blocks.",
+                self._unit_tokens,
+                min(states),
+            )
         self._has_sizes = sizes_are_certain(vllm_config, kv_cache_config)
         self._identity = self._find_identity() if self._has_sizes else None
         self._context: BlockPoolContext | None = None

@@ -289,10 +289,32 @@ class Catalog:
         return rows
 
     def _follow(self, rows: Sequence[int], parents: Sequence[BlockKey]) -> None:
-        parent_rows, child_counts = self.parent_rows, self._child_counts
+        parent_rows, child_counts, followed = self.parent_rows, self._child_counts, list[int]()
         for row, parent_row in zip(rows, self._rows_of(parents), strict=True):
             parent_rows[row] = parent_row
             child_counts[parent_row] += 1
+            if child_counts[row]:
+                followed.append(row)
+        if followed:
+            self._cut_circles(followed)
+
+    def _cut_circles(self, rows: Sequence[int]) -> None:
+        """Let one of these rows follow nothing where the way to the head of its chain comes back,
+        as whoever names the parents can have it: in a circle no copy is the last one, so that none
+        would ever leave. ``rows``: those that others followed before they followed any: each circle
+        has one."""
+        parent_rows, cuttable, walked = self.parent_rows, set(rows), dict[int, int]()
+        for start in rows:
+            row = start
+            while row != NONE and row not in walked:
+                walked[row] = start
+                row = parent_rows[row]
+            if row == NONE or walked[row] != start:
+                continue
+            while row not in cuttable:
+                row = parent_rows[row]
+            self._child_counts[parent_rows[row]] -= 1
+            parent_rows[row] = NONE
 
     def _rows_of(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return the row of each block; where there is none it gets one, as a placeholder."""

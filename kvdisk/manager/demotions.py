@@ -30,8 +30,8 @@ MAX_DEMOTE_JOBS = 4
 """Queued or out, from one tier to the next."""
 MOST_WALKED = 4096
 """Copies that one call looks at for what lies before those that it is given: bounds a step."""
-_TURN_BITS = 32
-"""Turns of one offer."""
+_TURN_BITS = 20
+"""Turns of one offer, of 64: what is left numbers offers for longer than an engine lives."""
 
 
 class Demotions:

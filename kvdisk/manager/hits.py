@@ -4,7 +4,6 @@ Scheduler thread only."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -232,8 +231,8 @@ class HitCounts:
         in. A state that is alone stands for all tokens before it."""
         if not tokens:
             return dict.fromkeys(self._sources, 0)
-        groups = self._geometry.groups
-        grain = math.gcd(*(group.block_tokens for group in groups))
+        # Of a unit the GPU may have a part: what is loaded is whole blocks of the engine's.
+        groups, grain = self._geometry.groups, self._geometry.hash_tokens
         slowest = np.full(tokens // grain, self._tiers.first.tier, np.uint8)
         only_states = all(group.state_tokens is not None for group in groups)
         is_slower = blocks.tiers > self._tiers.first.tier

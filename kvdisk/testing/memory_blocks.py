@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Tier, group_of
+from kvdisk.geometry import EPOCH_LIMIT
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.stats import Stats
 from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
@@ -130,7 +131,7 @@ class MemoryBlocks(BlockStoreFace):
 
     def forget(self, epoch: int) -> None:
         """See ``BlockStoreFace``."""
-        assert epoch > 0
+        assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
         self._cancel()
         self._note(False, list(self._blocks))
         self._blocks.clear()

@@ -290,6 +290,25 @@ class BlockStoreConformance(ABC):
                     assert result in {Result.DONE, Result.ABSENT}  # a search for room may still go on
                     assert result is Result.ABSENT or holds(rows, at, some[at], KINDS)
 
+    @pytest.mark.parametrize("at_once", [True, False])
+    def test_parents_that_name_each_other_leave_like_others(self, tmp_path: Path, at_once: bool) -> None:
+        """In one job, or each in its own. What comes after them finds room."""
+        rows, most = self.make_rows(16), 60
+        with self.opened(tmp_path, rows, most_blocks=most) as store:
+            rings = [key_of(number) for number in range(1000, 1120)]
+            for start in range(0, len(rings), 3):
+                ring = rings[start : start + 3]
+                for at, key in enumerate(ring):
+                    rows[at] = content_of(key)
+                puts = [Put(key, ring[at - 1], at) for at, key in enumerate(ring)]
+                for some in [puts] if at_once else [[put] for put in puts]:
+                    store.put(1, some)
+                    finish(store, 1)
+            keys = [key_of(number) for number in range(160)]
+            for start in range(0, len(keys), 16):
+                put_all(store, rows, keys[start : start + 16])
+            assert len(list(_ready(store, keys))) >= most // 4 > len(list(_ready(store, rings)))
+
     def test_against_a_model(self, tmp_path: Path) -> None:
         """Jobs of both kinds in any order, several at once, beyond what it holds: what is DONE has
         the bytes of its key, and what was never put is never there."""
@@ -348,6 +367,20 @@ class BlockStoreConformance(ABC):
             rows[:] = 0
             assert get_all(store, keys) == [Result.DONE] * 8
             assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
+
+    @pytest.mark.parametrize("epoch", [-1, 0, 1 << 63, 1 << 64])
+    def test_an_epoch_that_there_is_not_is_an_error(self, tmp_path: Path, epoch: int) -> None:
+        """It is an assertion, and forgets nothing; the last one serves like another."""
+        rows, keys = self.make_rows(), [key_of(1), key_of(2)]
+        with self.opened(tmp_path, rows) as store:
+            assert put_all(store, rows, keys) == [Result.DONE] * 2
+            with pytest.raises(AssertionError):
+                store.forget(epoch)
+            assert get_all(store, keys) == [Result.DONE] * 2
+            store.forget((1 << 63) - 1)
+            assert put_all(store, rows, keys, version=1) == [Result.DONE] * 2
+            assert get_all(store, keys) == [Result.DONE] * 2
+            assert holds(rows, 1, keys[1], KINDS, version=1)
 
     def test_close_ends_every_job(self, tmp_path: Path) -> None:
         """Jobs that were asked for end, and jobs under way; ``poll`` returns each once, also after

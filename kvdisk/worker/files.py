@@ -38,7 +38,7 @@ logger = logging.getLogger("kvdisk.worker")
 
 _MOST_FILES = 65536
 GIVE_BACK_S = 30.0
-"""How often a rank that has nothing to open or drop looks for files that others have removed."""
+"""How often a rank looks for files that others have removed, between what it opens and drops."""
 
 
 class SegmentFiles(Protocol):
@@ -65,8 +65,7 @@ class SegmentFiles(Protocol):
 
     def give_back(self) -> Collection[int]:
         """Free the bytes of this rank's files that others have removed; nothing finds them again.
-        Return their segments. Now and then, where nothing else is to be done; a guest is looked
-        after, too (``Store.tend``)."""
+        Return their segments. Now and then; a guest is looked after, too (``Store.tend``)."""
 
     def close(self) -> None:
         """Close all files and leave the home. Idempotent."""
@@ -293,16 +292,17 @@ class FileJobs:
         return True
 
     def _work(self) -> None:
+        next_s = time.monotonic() + GIVE_BACK_S
         while True:
-            try:
-                handed = self._tasks.get(timeout=GIVE_BACK_S)
-            except Empty:
+            with suppress(Empty):
+                handed = self._tasks.get(timeout=max(0.0, next_s - time.monotonic()))
+                if handed is None:
+                    return
+                self._fulfil(*handed)
+            if time.monotonic() >= next_s:
                 with suppress(OSError):  # it is tried again
                     self._removed.put(self._files.give_back())
-                continue
-            if handed is None:
-                return
-            self._fulfil(*handed)
+                next_s = time.monotonic() + GIVE_BACK_S
 
     def _fulfil(self, job: Job, task: Future[OpenFile | None]) -> None:
         if task.set_running_or_notify_cancel():

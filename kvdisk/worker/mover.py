@@ -187,6 +187,14 @@ class Mover:
             self._changed.wait_for(lambda: self._report.results or self._error, timeout_s)
             return bool(self._report.results)
 
+    def is_gone(self, wait_s: float = 0.0) -> bool:
+        """Whether its thread has ended after an error that ``poll`` has raised: no drive writes to
+        any memory of it any more. After the error wait up to ``wait_s`` for that."""
+        if not self._raised or self._thread is None:
+            return False
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """Cancel what has not ended, and close device and files. Idempotent.
 

@@ -291,6 +291,34 @@ def test_a_hung_drive_ends_jobs_and_never_touches_their_rows_again(tmp_path: Pat
         store.close()
 
 
+def test_an_error_of_ours_gives_no_row_back_while_a_drive_may_write_it(tmp_path: Path) -> None:
+    """``poll`` raises it. What the drive has begun ends first, and so does what nobody moves."""
+    rows = make_rows()
+    with gated_device() as device:
+        store = opened(tmp_path, rows)
+        put_all(store, rows, KEYS[:4])
+        device.plan.hold = True
+        store.get(1, [Get(key, at) for at, key in enumerate(KEYS[:4])])
+        store.step(time.monotonic())
+        until(lambda: device.held)
+        store.put(2, [Put(KEYS[5], None, 9)])
+        device.fails = True
+        with pytest.raises(RuntimeError, match="ours"):
+            until(lambda: store.poll(0.01))
+        for _ in range(3):
+            assert [each.tag for each in store.poll(0.01)] in ([2], []), "the drive may still write to rows"
+            assert store.step(time.monotonic())
+        device.opens.set()
+        ended: list[Ended] = []
+        until(lambda: ended.extend(store.poll(0.01)) or ended)
+        assert [(each.tag, each.results) for each in ended] == [(1, [Result.CANCELLED] * 4)]
+        rows[:] = 9  # they are another's
+        assert not store.step(time.monotonic())
+        store.drain()
+        store.close()
+        assert (rows == 9).all()
+
+
 # -- the wait for room ---------------------------------------------------------------------------
 
 

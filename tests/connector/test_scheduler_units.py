@@ -8,8 +8,9 @@ import random
 from typing import Any
 
 import pytest
-from schedulers import BLOCK_TOKENS, Bench, Engines, prompt_of
+from schedulers import BLOCK_TOKENS, SIZES, Bench, Engines, prompt_of
 from test_scheduler_stages import handshakes, tell
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvdisk.blocks import Tier, group_of
 from kvdisk.errors import ConfigError
@@ -25,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "two sizes": {"two_sizes": True},
     "MLA, two ranks": {"latent": True, "ranks": 2},
     "stages": {"by_stage": True, "stages": 2},
-    "states": {"state_tokens": BLOCK_TOKENS},
+    "states": {"state_tokens": UNIT_TOKENS, "other": FullAttentionSpec(block_size=BLOCK_TOKENS, **SIZES)},
     "no prefix cache": {"prefix_caching": False},
     "pipelined": {"pipelined": True},
 }
@@ -58,7 +59,10 @@ def test_of_a_unit_that_the_gpu_has_in_part_the_rest_is_loaded(engines, nvme):
     bench.serve("b", prompt_of(1, TOKENS))
     found = loads(bench, "b")
     assert [blocks.count(NO_BLOCK) for blocks in found] == [1, 0] and found[0][0] == NO_BLOCK
-    assert bench.counters()["loaded_blocks"] == len([*loads(bench, "short"), *found])
+    counters = bench.counters()
+    assert counters["loaded_blocks"] == len([*loads(bench, "short"), *found])
+    tokens = [counters.get(f"{name}.cpu", 0) + counters.get(f"{name}.nvme", 0) for name in ("hit_tokens", "hit_blocks")]
+    assert tokens == [UNIT_TOKENS + 3 * UNIT_TOKENS - 3 * BLOCK_TOKENS, 3], "what was loaded, to the token"
 
 
 def test_a_window_loads_the_units_that_it_reads(engines):
@@ -187,3 +191,42 @@ def test_there_auto_is_one_block(engines, extra, engine):
 def test_auto_goes_by_bytes_and_tokens_of_each_group(engines):
     bench = make(engines, "auto", **WINDOW)
     assert [group.block_tokens for group in bench.connector.scheduler._geometry.groups] == [128, 64]
+
+
+def hit_by_the_next_turn(bench: Bench, prompts: int = 8) -> tuple[int, int]:
+    """Serve prompts of any length, and each one's next turn. Return how many tokens of the first
+    turns hit, and how many they are."""
+    chance, hit, asked = random.Random(3), 0, 0
+    for at in range(prompts):
+        prompt = prompt_of(at, chance.randrange(3 * BLOCK_TOKENS, 13 * BLOCK_TOKENS))
+        bench.serve(f"first {at}", prompt)
+        bench.forget()
+        before = bench.counters().get("hit_tokens.cpu", 0)
+        bench.serve(f"next {at}", prompt + prompt_of(50 + at, 40))
+        bench.forget()
+        hit += bench.counters().get("hit_tokens.cpu", 0) - before
+        asked += len(prompt)
+    return hit, asked
+
+
+@pytest.mark.parametrize("retention_tokens", [0, None])
+@pytest.mark.parametrize("unit_tokens", [UNIT_TOKENS, 2 * UNIT_TOKENS, "auto"])
+def test_beside_states_a_unit_costs_no_hit(engines, unit_tokens, retention_tokens, caplog):
+    """Of a prompt vLLM keeps the state after its last whole block, and a hit must end there."""
+    more = {"state_tokens": BLOCK_TOKENS, "retention_tokens": retention_tokens, "num_blocks": 200}
+    bench = make(engines, unit_tokens, {"cpu_bytes": "32MiB"}, **more)
+    hit, asked = hit_by_the_next_turn(bench)
+    assert hit > asked - 8 * BLOCK_TOKENS
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("unit_tokens")]
+    assert [f"unit_tokens {unit_tokens} is left out" in line for line in lines] == [True] * (unit_tokens != "auto")
+
+
+@pytest.mark.parametrize("kind", [{}, WINDOW, {"drafter": True, "drafts": 3, "method": "eagle"}, {"latent": True}])
+def test_auto_costs_half_a_unit_of_a_prompt(engines, kind):
+    found = []
+    for unit_tokens in (None, "auto"):
+        bench = engines.make(extra={"cpu_bytes": "32MiB", "unit_tokens": unit_tokens}, num_blocks=200, **kind)
+        found.append(hit_by_the_next_turn(bench)[0])
+        longest = bench.connector.scheduler._geometry.alignment_tokens
+        engines.end()
+    assert found[0] - found[1] <= 8 * longest / 2

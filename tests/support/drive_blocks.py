@@ -72,9 +72,14 @@ class GatedDevice(FaultyDevice):
     def __init__(self) -> None:
         super().__init__(PosixDevice())
         self.opens = threading.Event()
+        self.fails = False
+        """The next ``poll`` raises."""
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """See ``Device``."""
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("ours")
         if self.opens.is_set():
             self.plan.hold = False
             self.release()

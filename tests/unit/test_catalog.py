@@ -4,6 +4,8 @@ at once. ``test_lookup`` shows what can be loaded of them."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +95,33 @@ def test_rows_of_an_earlier_epoch_are_given_back_once() -> None:
     assert len(catalog) == 0
     rows = catalog.add([BlockKey(b"%d" % number) for number in range(8)], [9] * 8, 1, [None] * 8)
     assert len({*rows}) == len(rows)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8)), max_size=5), max_size=6), st.data())
+def test_no_chain_comes_back_to_itself_whatever_is_named_as_parents(
+    puts: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    """A parent of 8: none. Blocks come and go between; one that others follow comes back."""
+    keys, catalog = [BlockKey(bytes([number])) for number in range(8)], Catalog()
+    for number, pairs in enumerate(puts):
+        new = {key: parent for key, parent in pairs if catalog.find(keys[key]) < 0 and key != parent}
+        parents = [keys[parent] if parent < 8 else None for parent in new.values()]
+        rows = catalog.add([keys[key] for key in new], range(len(new)), 7, parents)
+        catalog.begin(rows, Tier.NVME, [Slot(number, at) for at in range(len(rows))])
+        catalog.finish(rows, Tier.NVME)
+        for row in catalog.rows_in(Tier.NVME):
+            named, above = catalog.keys[row], [catalog.parent(row)]
+            while above[-1] is not None:
+                assert above[-1] != named and len(above) <= len(keys), "it follows itself"
+                above.append(catalog.parent(catalog._rows[above[-1]]))
+        followers = Counter(catalog.parent(row) for row in catalog.rows_in(Tier.NVME))
+        for row in catalog.rows_in(Tier.NVME):
+            assert catalog.follower_count(row) == followers[catalog.keys[row]]
+        for row in catalog.rows_in(Tier.NVME):
+            if data.draw(st.booleans()):
+                catalog.drop([row], Tier.NVME)
+    # What was named, and no circle, is what they follow.
+    catalog = Catalog()
+    rows = catalog.add(keys[:4], range(4), 7, [keys[3], keys[0], keys[1], keys[7]])
+    assert [catalog.parent(row) for row in rows] == [keys[3], keys[0], keys[1], keys[7]]

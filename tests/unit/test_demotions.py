@@ -178,3 +178,14 @@ def test_a_search_on_the_drive_repeats_no_offers_to_memory(monkeypatch):
     bench.parts.cpu._evictors[0].ended_early = True
     bench.manager.take_plan(bench.now, idle=True)
     assert bench.manager._state.released == before + 1
+
+
+def test_offers_are_numbered_for_longer_than_an_engine_lives():
+    """A thousand in a second are 2**32 in fifty days."""
+    bench = Bench((4096, 16384), LARGE_MEMORY)
+    for demotion in bench.manager._demotions:
+        demotion._offers = (1 << 32) - PROMPTS // 2
+    bench.come_one_by_one(0.01)
+    bench.idle()
+    assert len(bench.whole()) == PROMPTS
+    assert bench.manager._demotions[0]._offers > 1 << 32

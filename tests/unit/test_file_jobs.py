@@ -7,9 +7,10 @@ import threading
 
 import pytest
 from ranks import FINGERPRINT, NamedFiles, Rank, move, segment_of
-from support.waits import WAIT_S
+from support.waits import WAIT_S, until
 
 from kvdisk.messages import HomeSpec, JobKind, Plan, Reason
+from kvdisk.worker import files
 
 SLOW = segment_of(0)._replace(segment=7)
 
@@ -91,3 +92,23 @@ def test_an_error_of_ours_on_the_files_thread_is_raised_on_the_models():
     assert {result.failed[-1] for result in rank.results.values()} == {Reason.CANCELLED}
     assert rank.files.closed
     rank.mover.close()
+
+
+def test_a_rank_looks_after_its_files_also_while_others_are_opened_and_dropped(monkeypatch):
+    """Loads of neighbours' blocks open and drop files all the time."""
+    monkeypatch.setattr(files, "GIVE_BACK_S", 0.0)
+    rank = Rank(threaded=True)
+    try:
+        rank.await_jobs(*rank.opening)
+        rank.files.slow[7] = threading.Event()
+        jobs = [rank.job(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=segment)) for segment in range(7, 12)]
+        rank.mover.submit(Plan(tuple(jobs)))
+        assert rank.files.opening.wait(WAIT_S)
+        until(lambda: len(rank.mover._runner._files._handed) == len(jobs))
+        rank.files.calls.clear()
+        rank.files.slow[7].set()
+        rank.await_jobs(*(job.id for job in jobs))
+        calls = rank.files.calls
+        assert "give back" in calls[: calls.index("open 11")], "though there was always something to open"
+    finally:
+        rank.mover.close()

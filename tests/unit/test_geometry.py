@@ -67,7 +67,9 @@ FULL, WINDOW = GroupGeometry(0, 16, 64 * KIB), GroupGeometry(0, 16, 64 * KIB, wi
         (replace(FULL, block_tokens=256), AUTO, 1),
         (WINDOW, 64, 4),
         (WINDOW, AUTO, 4),
-        (replace(WINDOW, volatile_tokens=3), AUTO, 2),
+        (replace(WINDOW, volatile_tokens=3), 32, 2),
+        (replace(WINDOW, volatile_tokens=3), AUTO, 1),
+        (replace(FULL, volatile_tokens=1), AUTO, 1),
         (replace(FULL, chunk_tokens=96), AUTO, 2),
         (replace(FULL, window_tokens=2, state_tokens=256), AUTO, 1),
     ],
@@ -85,6 +87,33 @@ def test_units(group, unit_tokens, count):
 def test_units_that_no_group_can_have(group, unit_tokens):
     with pytest.raises(ConfigError, match=f"unit_tokens {unit_tokens} fits no KV-cache group"):
         in_units([group], unit_tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "states", "unit_tokens", "found"),
+    [
+        ((16,), (16,), AUTO, (16,)),
+        ((16,), (16,), 64, (16,)),
+        ((16,), (528,), AUTO, (16,)),
+        ((16, 32), (544, 96), AUTO, (32, 32)),
+        ((16,), (512,), AUTO, (128,)),
+        ((16,), (512,), 64, (64,)),
+        ((16,), (512,), 1024, (16,)),
+        ((16, 48), (), AUTO, (32, 96)),
+        ((16, 528), (), AUTO, (16, 528)),
+        ((16, 64), (), AUTO, (128, 128)),
+    ],
+)
+def test_a_unit_ends_with_each_block_of_states_and_with_those_of_other_groups(sizes, states, unit_tokens, found):
+    """A hit ends with one of each group. Of a prompt there may be one state, after its last whole
+    block."""
+    groups = [replace(FULL, block_tokens=tokens, payload_bytes=1024) for tokens in sizes]
+    groups += [replace(FULL, block_tokens=tokens, window_tokens=2, state_tokens=tokens) for tokens in states]
+    groups = [replace(group, group=at) for at, group in enumerate(groups)]
+    units = in_units(groups, unit_tokens)
+    assert tuple(unit.block_tokens for unit in units) == (*found, *states)
+    blocks, hits = (Geometry(tuple(each), 1, 16).alignment_tokens for each in (groups, units))
+    assert hits == blocks or (not states and hits <= 128)
 
 
 def test_groups_that_cannot_have_a_unit_keep_their_blocks():
