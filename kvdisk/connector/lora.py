@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
-from kvdisk.connector.weights import content_digest
+from kvdisk.connector.weights import changes_show, content_digest
 from kvdisk.errors import ConfigError, QuietLog
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
@@ -67,7 +67,7 @@ class Looks:
     Workers read an adapter when they like, and again when they had to drop it. So its content is
     known only while nothing of it has changed since this engine began: then whatever they have read
     is what is there. Where only a change time has moved, as after ``chmod``, the content is read
-    again.
+    again; at each look where files may change in silence.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,8 @@ class Looks:
         files = [folder / _CONFIG, weights]
         content, before = self._known.get(path, ("", []))
         read = ""
-        if [each.changed_ns for each in _statuses(folder, files)] != [each.changed_ns for each in before]:
+        moved = [each.changed_ns for each in _statuses(folder, files)] != [each.changed_ns for each in before]
+        if moved or not changes_show(folder):
             read = content_digest(files)
         # Asked last, so that it holds for what was read.
         now = _statuses(folder, files)
@@ -130,7 +131,7 @@ class Looks:
             same = max(each.changed_ns for each in now) < self._began_ns
         if not same:
             return Look(now_s, None, f"{folder} has changed since this engine began, until the next start", True)
-        if before and read:
+        if before and moved:
             logger.info("kvdisk: the change times of %s have moved, and it is as it was.", folder)
         if read or not before:
             self._known[path] = (read, now)

@@ -61,6 +61,8 @@ _BY_KERNEL = frozenset(
 """File systems on which each change of a file moves its change time, which no program sets. In
 images (squashfs, erofs, iso9660), of lower layers (overlay) and of FUSE it is whatever their maker
 wrote: two files may have all alike, and differ."""
+_WHILE_MOUNTED = _BY_KERNEL | {"erofs", "iso9660", "overlay", "ramfs", "squashfs", "tmpfs"}
+"""The same as long as one is mounted. Elsewhere, as with FUSE, a file may change in silence."""
 _LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 """Of this process, by what is remembered: locks of a file are the process's own."""
 os.register_at_fork(after_in_child=_LOCKS.clear)
@@ -261,6 +263,13 @@ def facts(files: Sequence[Path]) -> list[Facts]:
         system = os.statvfs(file).f_fsid
         found.append(Facts(path, system, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
     return found
+
+
+def changes_show(path: Path) -> bool:
+    """Return whether each change of a file there moves its change time, as long as it is
+    mounted."""
+    mount = kind_of(path)
+    return mount is not None and mount.kind in _WHILE_MOUNTED
 
 
 def _may_remember(files: Sequence[Path], found: Sequence[Facts], now_ns: int) -> bool:

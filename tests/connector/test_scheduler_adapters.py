@@ -20,8 +20,9 @@ from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
 from vllm.lora.request import LoRARequest
 
 from kvdisk.blocks import Tier
-from kvdisk.connector import lora
+from kvdisk.connector import lora, weights
 from kvdisk.connector.lora import _FILES_CLOCK
+from kvdisk.device.mounts import Mount
 from kvdisk.messages import JobKind
 
 
@@ -110,6 +111,32 @@ def test_one_that_was_retrained_under_its_name_misses(engines, tuned):
         bench = start(engines, nvme=True)
         serve(bench, "a", tuned)
         assert bench.loads() == ([("a", BLOCKS)] if hits else [])
+
+
+def _flip_last(folder: Path) -> None:
+    """Change the last number, far behind the start of any tensor."""
+    with (folder / "adapter_model.safetensors").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 0x80]))
+
+
+def test_one_that_changes_in_silence_is_left_alone(engines, tuned, monkeypatch, caplog):
+    """As it may over FUSE: its times stay."""
+    bench, known = start(engines), lora._statuses
+    monkeypatch.setattr(weights, "kind_of", lambda _: Mount("/", "fuse.s3fs"))
+    serve(bench, "a", tuned)
+    before = known(tuned, [tuned / name for name in ("adapter_config.json", "adapter_model.safetensors")])
+    monkeypatch.setattr(lora, "_statuses", lambda *_: before)
+    serve(bench, "again", tuned)
+    assert bench.loads() == [("again", BLOCKS)]
+    _flip_last(tuned)
+    bench.jobs.clear()
+    with caplog.at_level(logging.WARNING):
+        serve(bench, "b", tuned)
+    assert not bench.jobs
+    assert "has changed since this engine began" in caplog.text
 
 
 def _rewrite(folder: Path) -> None:
