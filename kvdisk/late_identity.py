@@ -68,9 +68,7 @@ class LateIdentity:
         if self._engine_store is None:
             return True
         home = self._engine_store.home
-        if home.fingerprint == named.fingerprint:
-            return True
-        if not self._engine_store.nvme.segments.specs:
+        if home.fingerprint == named.fingerprint or not self._engine_store.nvme.segments.specs:
             home.name(named.fingerprint, named.description)
             return True
         home.name(home.fingerprint, {GUESS: ""})

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
 
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 WeightsDigest = Callable[["ModelConfig", "LoadConfig"], str]
 """Returns a digest of a model's weights, which are loaded like that."""
 
+_SAFETENSORS_FIRST = frozenset({"auto", "fastsafetensors", "hf", "instanttensor", "mistral", "safetensors"})
+"""The formats of loading with which vLLM reads no other files where there are safetensors."""
+_OTHER_REPOSITORIES = ("audio_model_id", "text_model_id")
+"""Of a model's configuration. vLLM: Ultravox has its language model's weights from another
+repository."""
 _FILES_CLOCK = 5
 """CLOCK_REALTIME_COARSE, by which Linux sets the times of files: some ms behind the real time."""
 
@@ -32,12 +37,29 @@ _FILES_CLOCK = 5
 def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     """Return the files that a model's weights may be loaded from, and those that say which of them
     are, and how. Raises ConfigError where there are none."""
-    folder = model_folder(model, load)
-    files = sorted(folder.glob("*.safetensors"))
-    files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
-    if not files:
-        raise ConfigError(f"The NVMe tier needs the model's weight files, and there are none in {folder}: {WITHOUT}.")
-    return files + sorted(file for kind in ("*.index.json", "*quant*.json") for file in folder.glob(kind))
+    others = [getattr(model.hf_config, name, None) for name in _OTHER_REPOSITORIES]
+    files = list[Path]()
+    for source in (model, *(_Source(name) for name in others if name)):
+        folder = model_folder(source, load)
+        # vLLM: models of several media have parts of them in directories of their own.
+        look = folder.rglob if model.multimodal_config is not None else folder.glob
+        found = sorted(look("*.safetensors"))
+        if not found or str(load.load_format) not in _SAFETENSORS_FIRST:
+            found += sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in look(kind))
+        if not found:
+            raise ConfigError(
+                f"The NVMe tier needs the model's weight files, and there are none in {folder}: {WITHOUT}."
+            )
+        files += found + sorted(file for kind in ("*.index.json", "*quant*.json") for file in folder.glob(kind))
+    return files
+
+
+class _Source(NamedTuple):
+    """Another repository that weights of a model come from: vLLM loads its main branch."""
+
+    model: str
+    model_weights: str = ""
+    revision: str | None = None
 
 
 def weights_digest(model: ModelConfig, load: LoadConfig, seen: Sequence[Facts] | None = None) -> str:

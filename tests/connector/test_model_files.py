@@ -18,6 +18,7 @@ from vllm.config import LoadConfig, MultiModalConfig
 
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.model_files import drafter_load, model_folder, processor_folder
+from kvdisk.connector.model_weights import weight_files
 from kvdisk.connector.plugin import register
 from kvdisk.errors import ConfigError
 
@@ -133,3 +134,35 @@ def test_processors_are_where_vllm_has_them_from(tiny_llama, tmp_path, hub):
     (downloads / "preprocessor_config.json").write_text("{}")
     seen.add(fingerprint_of(config, PLAIN)[0])
     assert len(seen) == 2
+
+
+def test_all_files_that_may_be_loaded_are_weights(tmp_path):
+    """By the format of loading, of each repository that a model has parts from, and below."""
+    for name in (
+        "model.safetensors",
+        "model.bin",
+        "sub/part.safetensors",
+        "model.safetensors.index.json",
+        "hf_quant_config.json",
+    ):
+        file = tmp_path / "model" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "text.safetensors").touch()
+
+    def found(load_format: str = "auto", *, media: bool = False, **of_model: str) -> list[str]:
+        model: Any = SimpleNamespace(
+            model=str(tmp_path / "model"),
+            model_weights="",
+            revision=None,
+            multimodal_config=MultiModalConfig() if media else None,
+            hf_config=SimpleNamespace(**of_model),
+        )
+        return [str(file.relative_to(tmp_path)) for file in weight_files(model, LoadConfig(load_format=load_format))]
+
+    how = ["model/hf_quant_config.json", "model/model.safetensors.index.json"]
+    assert found() == ["model/model.safetensors", *how]
+    assert found("pt") == ["model/model.safetensors", "model/model.bin", *how]
+    assert found(media=True) == ["model/model.safetensors", "model/sub/part.safetensors", *how]
+    assert found(text_model_id=str(tmp_path / "text")) == ["model/model.safetensors", *how, "text/text.safetensors"]
