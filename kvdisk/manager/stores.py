@@ -157,9 +157,7 @@ class StorePlanner:
                 self._use(keys[start:first])
                 self._use(keys[first:last], are_new=False)
                 self._use(keys[last:stop])
-                if request.tenant and not self._store_policy.offers_all:
-                    self._note_tenant(keys[start:stop], request.tenant)
-                positions = self._store_policy.reached(request.request_id, keys, start, stop)
+                positions = self._reach(request, group.group, start, stop)
                 if first < last and not holds:  # what a load has brought is mostly still in a tier
                     there = self._catalog.presences(keys[first:last])
                     positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
@@ -202,10 +200,17 @@ class StorePlanner:
     def _look_later(self, request: RequestState, group: int, start: int, stop: int, *, are_new: bool = True) -> None:
         """Put off blocks. ``are_new``: as in ``_use``."""
         if start < stop:
-            keys = request.keys[group]
-            positions = self._store_policy.reached(request.request_id, keys, start, stop)
-            blocks = request.held_blocks[group]
+            keys, blocks = request.keys[group], request.held_blocks[group]
+            positions = self._reach(request, group, start, stop)
             self._rest.append(_Rest(group, keys, blocks, positions, start, stop, are_new, request.tenant))
+
+    def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
+        """Return the positions of those blocks of a group that the store policy offers now. Whose
+        they are is remembered where they may be offered when no request has them any more."""
+        keys, is_state = request.keys[group], self._geometry.groups[group].state_tokens is not None
+        if request.tenant and (is_state or not self._store_policy.offers_all):
+            self._note_tenant(keys[start:stop], request.tenant)
+        return self._store_policy.reached(request.request_id, keys, start, stop)
 
     def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
         """Return which blocks of a request are full and computed, and were not before, by group:
@@ -247,7 +252,7 @@ class StorePlanner:
                 and self._storable_tokens(request, tokens) == tokens
             ):
                 self._demand.leave_state(request, keys[at])
-                if self._store_policy.reached(request.request_id, keys, at, at + 1):
+                if self._reach(request, group, at, at + 1):
                     parent = self._before_state(request, group, tokens)
                     offers.append(self._free_offer(keys[at], parent, gpu_block, request.tenant))
         self._leave(self._store(offers, None, now)[1])

@@ -33,6 +33,9 @@ SIZES = {
     "queue": replace(on.QUEUE, block_count=20, cpu_slots=(12,), segment_slots=(8,), segments=2, prompts=_LONG),
     "remote": replace(on.REMOTE, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
     "NVMe alone": replace(on.NVME_ONLY, block_count=20, segment_slots=(6,), segments=2, prompts=_LONG),
+    "shares": replace(
+        on.SHARE_SPILLOVER, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG
+    ),
 }
 
 
