@@ -142,7 +142,7 @@ def test_a_queued_request_finds_its_blocks_in_memory(restarted, prefetch):
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["the head stays", "the head leaves memory"])
 def test_what_comes_to_memory_or_leaves_it_renews_the_answer_of_who_loads_from_there_alone(engines, leaves):
-    """Though the drive has all of it throughout. Requests may wait for longer than the test takes."""
+    """Though the drive has all of it throughout. It may wait for longer than the test takes."""
     bench = engines.make(nvme=True, extra={"nvme_admission": "all"})
     bench.serve("before", PROMPT)
     bench.forget(Tier.CPU)
