@@ -15,7 +15,7 @@ from itertools import compress
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot, group_of
+from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, Slot, group_of, make_block_key
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.ages import Ages
@@ -253,21 +253,9 @@ class StorePlanner:
             ):
                 self._demand.leave_state(request, keys[at])
                 if self._reach(request, group, at, at + 1):
-                    parent = self._before_state(request, group, tokens)
+                    parent = request.parent(group, at)
                     offers.append(self._free_offer(keys[at], parent, gpu_block, request.tenant))
         self._leave(self._store(offers, None, now)[1])
-
-    def _before_state(self, request: RequestState, group: int, tokens: int) -> BlockKey | None:
-        """Return what a state after so many tokens follows: of what else a hit there needs, the
-        last of those that end there too, KV first. So they leave together."""
-        groups, keys = self._geometry.groups, request.keys
-        beside = [other for other in groups if other.reads_all]
-        beside += [other for other in groups[:group] if other.state_tokens is not None]
-        for other in reversed(beside):
-            if tokens % other.block_tokens == 0:
-                return keys[other.group][tokens // other.block_tokens - 1]
-        at = tokens // groups[group].block_tokens - 1
-        return keys[group][at - 1] if at else None
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:
@@ -491,11 +479,17 @@ class StorePlanner:
     def _free_offer(self, key: BlockKey, parent: BlockKey | None, gpu_block: int, tenant: int | None = None) -> _Offer:
         """Return the offer of a block that is no request's now. ``tenant``: None: the one that
         reached it, or that has what is before it."""
+        group, groups = group_of(key), self._geometry.groups
+        if groups[group].state_tokens is not None and (parent is None or group_of(parent) == group):
+            # The policy knows one group. What ends with a state has its hash.
+            size, beside = groups[group].block_tokens, self._geometry.beside(group)
+            others = [other.group for other in beside if size % other.block_tokens == 0]
+            parent = make_block_key(key[:-GROUP_BYTES], others[-1]) if others else parent
         if tenant is None:
             tenant = self._reached_by.get(key, 0)
             if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
                 tenant = self._catalog.tenants[row]
-        return _Offer(key, parent, (gpu_block,), group_of(key), tenant=tenant, gpu_keys=(key,))
+        return _Offer(key, parent, (gpu_block,), group, tenant=tenant, gpu_keys=(key,))
 
     def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
         """Remember whose blocks these are, for when they are free: as many as the engine has, and

@@ -397,7 +397,8 @@ class ManagerWatch(Watch):
                 for move in job.moves:
                     block = self.engine.pool.get_block(*move.gpu_blocks)
                     assert block.key == move.key, "a block is stored under another name than it has"
-                    assert block.ref_cnt == 0, "a block is stored that was not free"
+                    is_again = self._is_state(move.key)  # its store failed: whoever needs it now
+                    assert block.ref_cnt == 0 or is_again, "a block is stored that was not free"
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
         owner = self.parts.transfers._records[job.id].request_id
@@ -551,11 +552,13 @@ class ManagerWatch(Watch):
 
     def _check_copies(self) -> None:
         """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
-        uses never rise; of recurrent states one is wanted, not those that it passes."""
+        uses never rise; a recurrent state, which is wanted alone, follows the KV beside it."""
         catalog, known = self.parts.catalog, self.parts.manager._history.known
         for row in catalog.rows():
-            parent = None if self._is_state(catalog.keys[row]) else catalog.parent(row)
-            rises = parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
+            parent, is_state = catalog.parent(row), self._is_state(catalog.keys[row])
+            follows = not is_state or parent is None or not self._is_state(parent)
+            assert follows, f"{catalog.keys[row]!r} follows {parent!r}, and not what it serves with"
+            rises = not is_state and parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
             assert not rises, f"{catalog.keys[row]!r} was used more often than {parent!r} before it"
             for tier in (Tier.CPU, Tier.NVME):
                 if catalog.state(row, tier) == CopyState.READY:
