@@ -179,6 +179,12 @@ class Geometry:
         """The size class of each group, by group index."""
         return tuple(self.slot_sizes.index(group.slot_bytes) for group in self.groups)
 
+    def beside(self, group: int) -> list[GroupGeometry]:
+        """Return which groups a hit needs beside a recurrent state of this group, where it ends:
+        KV first, then the states of groups before it."""
+        states = [other for other in self.groups[:group] if other.state_tokens is not None]
+        return [other for other in self.groups if other.reads_all] + states
+
     @cached_property
     def alignment_tokens(self) -> int:
         """Tokens of the shortest prefix that ends with a block of every group."""

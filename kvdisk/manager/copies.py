@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import BlockKey, Slot, Tier
+from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -190,12 +190,14 @@ class Copies:
         slots: Sequence[Slot],
         tenants: Sequence[int],
     ) -> list[int]:
-        """Begin the first copies of blocks that no tier has; return their rows.
+        """Begin copies of blocks that no tier has, or only where nobody may read now; return their
+        rows.
 
         ``parents``: of each the key before it in its chain. ``rows``: see ``may_begin``.
         ``tenants``: of each.
         """
         catalog = self._catalog
+        hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in KEPT_TIERS]}
         new = [at for at, row in enumerate(rows) if row == NONE]
         if len(new) == len(rows):
             rows = self._add_new(keys, parents, tenants)
@@ -204,7 +206,8 @@ class Copies:
             added = iter(self._add_new(some_keys, some_parents, [tenants[at] for at in new]))
             rows = [next(added) if row == NONE else row for row in rows]
         for row in rows:
-            catalog.stored_s[row] = self._state.now_s  # no tier has it: its life begins
+            if row not in hidden:  # or an old copy would be younger when it can be read again
+                catalog.stored_s[row] = self._state.now_s
         catalog.begin(rows, tier, slots)
         return list(rows)
 

@@ -302,7 +302,7 @@ class LoadJobs:
                 found.setdefault(tier, []).append(read)
             else:
                 read.tenant = load.request.tenant  # a row says it itself
-                (read.parent,) = load.request.keys[read.group].before((read.position,))
+                read.parent = load.request.parent(read.group, read.position)
                 self._copies.take_from_others(read, load.request.load_tiers)
         for tier in KEPT_TIERS:
             self._copies.read_from(tier, found.get(tier, ()))

@@ -55,10 +55,12 @@ class PeerHints:
         if not self._state.is_identified:
             return
         tiers = request.load_tiers
+        nearer: Collection[BlockKey] = ()
         if tiers is None or self.neighbours.tier in tiers:
             self.neighbours.ask(request)
+            nearer = self.neighbours.hints
         if tiers is None or self.remote.tier in tiers:
-            self.remote.ask(request, self.neighbours.hints)
+            self.remote.ask(request, nearer)
         self._asked.append(request)
 
     def renew(self, request: RequestState) -> None:

@@ -198,7 +198,7 @@ class Promotions:
                 if row >= 0 and catalog.state(row, self._landing.tier) == READY:
                     held.append(row)
                 elif self._is_wanted(keys[position], row, hints):
-                    parent = keys[position - 1] if position else None
+                    parent = request.parent(group.group, position)
                     read = Read(keys[position], parent, tenant=request.tenant)
                     found.append((position * group.block_tokens, read))
         if not found:

@@ -261,6 +261,17 @@ class RequestState:
         if len(self.hashes) > len(self.known_hashes):
             self.known_hashes += self.hashes[len(self.known_hashes) :]
 
+    def parent(self, group: int, at: int) -> BlockKey | None:
+        """Return the key that a block follows: the one before it in its group. A recurrent state
+        follows the last of ``Geometry.beside`` that ends where it does: so they leave together."""
+        own, keys = self.geometry.groups[group], self.keys
+        if own.state_tokens is not None:
+            tokens = (at + 1) * own.block_tokens
+            for other in reversed(self.geometry.beside(group)):
+                if tokens % other.block_tokens == 0:
+                    return keys[other.group][tokens // other.block_tokens - 1]
+        return keys[group][at - 1] if at else None
+
     @property
     def load_tiers(self) -> frozenset[Tier] | None:
         """The tiers that it may load from; None: all."""

@@ -15,7 +15,7 @@ from itertools import compress
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId, Slot, group_of
+from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, Slot, group_of, make_block_key
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.ages import Ages
@@ -157,9 +157,7 @@ class StorePlanner:
                 self._use(keys[start:first])
                 self._use(keys[first:last], are_new=False)
                 self._use(keys[last:stop])
-                if request.tenant and not self._store_policy.offers_all:
-                    self._note_tenant(keys[start:stop], request.tenant)
-                positions = self._store_policy.reached(request.request_id, keys, start, stop)
+                positions = self._reach(request, group.group, start, stop)
                 if first < last and not holds:  # what a load has brought is mostly still in a tier
                     there = self._catalog.presences(keys[first:last])
                     positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
@@ -202,10 +200,17 @@ class StorePlanner:
     def _look_later(self, request: RequestState, group: int, start: int, stop: int, *, are_new: bool = True) -> None:
         """Put off blocks. ``are_new``: as in ``_use``."""
         if start < stop:
-            keys = request.keys[group]
-            positions = self._store_policy.reached(request.request_id, keys, start, stop)
-            blocks = request.held_blocks[group]
+            keys, blocks = request.keys[group], request.held_blocks[group]
+            positions = self._reach(request, group, start, stop)
             self._rest.append(_Rest(group, keys, blocks, positions, start, stop, are_new, request.tenant))
+
+    def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
+        """Return the positions of those blocks of a group that the store policy offers now. Whose
+        they are is remembered where they may be offered when no request has them any more."""
+        keys, is_state = request.keys[group], self._geometry.groups[group].state_tokens is not None
+        if request.tenant and (is_state or not self._store_policy.offers_all):
+            self._note_tenant(keys[start:stop], request.tenant)
+        return self._store_policy.reached(request.request_id, keys, start, stop)
 
     def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
         """Return which blocks of a request are full and computed, and were not before, by group:
@@ -247,22 +252,10 @@ class StorePlanner:
                 and self._storable_tokens(request, tokens) == tokens
             ):
                 self._demand.leave_state(request, keys[at])
-                if self._store_policy.reached(request.request_id, keys, at, at + 1):
-                    parent = self._before_state(request, group, tokens)
+                if self._reach(request, group, at, at + 1):
+                    parent = request.parent(group, at)
                     offers.append(self._free_offer(keys[at], parent, gpu_block, request.tenant))
         self._leave(self._store(offers, None, now)[1])
-
-    def _before_state(self, request: RequestState, group: int, tokens: int) -> BlockKey | None:
-        """Return what a state after so many tokens follows: of what else a hit there needs, the
-        last of those that end there too, KV first. So they leave together."""
-        groups, keys = self._geometry.groups, request.keys
-        beside = [other for other in groups if other.reads_all]
-        beside += [other for other in groups[:group] if other.state_tokens is not None]
-        for other in reversed(beside):
-            if tokens % other.block_tokens == 0:
-                return keys[other.group][tokens // other.block_tokens - 1]
-        at = tokens // groups[group].block_tokens - 1
-        return keys[group][at - 1] if at else None
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:
@@ -486,11 +479,17 @@ class StorePlanner:
     def _free_offer(self, key: BlockKey, parent: BlockKey | None, gpu_block: int, tenant: int | None = None) -> _Offer:
         """Return the offer of a block that is no request's now. ``tenant``: None: the one that
         reached it, or that has what is before it."""
+        group, groups = group_of(key), self._geometry.groups
+        if groups[group].state_tokens is not None and (parent is None or group_of(parent) == group):
+            # The policy knows one group. What ends with a state has its hash.
+            size, beside = groups[group].block_tokens, self._geometry.beside(group)
+            others = [other.group for other in beside if size % other.block_tokens == 0]
+            parent = make_block_key(key[:-GROUP_BYTES], others[-1]) if others else parent
         if tenant is None:
             tenant = self._reached_by.get(key, 0)
             if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
                 tenant = self._catalog.tenants[row]
-        return _Offer(key, parent, (gpu_block,), group_of(key), tenant=tenant, gpu_keys=(key,))
+        return _Offer(key, parent, (gpu_block,), group, tenant=tenant, gpu_keys=(key,))
 
     def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
         """Remember whose blocks these are, for when they are free: as many as the engine has, and

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,18 +21,7 @@ from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.questions import Questions
 from kvdisk.manager.stores import StorePlanner
 
-_LONG = ("aabbccddeeffgghht", "aabbccddeeffgghhii", "aabbccddjjkkllmmt", "nnooppqqrrsstt", "aabbt", "uuvvwwxxyyzzaabbt")
-# In "remote" one chain fills the NVMe tier. Its tail alone may leave there: what memory has just
-# written to get room.
-SIZES = {
-    "one group": replace(on.ONE_GROUP, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
-    "two groups": replace(
-        on.WINDOW, block_count=32, cpu_slots=(6, 10), segment_slots=(4, 6), segments=2, prompts=_LONG
-    ),
-    "queue": replace(on.QUEUE, block_count=20, cpu_slots=(12,), segment_slots=(8,), segments=2, prompts=_LONG),
-    "remote": replace(on.REMOTE, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
-    "NVMe alone": replace(on.NVME_ONLY, block_count=20, segment_slots=(6,), segments=2, prompts=_LONG),
-}
+SIZES = on.LONG_SIZES
 
 
 @pytest.fixture
@@ -85,7 +73,7 @@ ALSO = {
 
 @pytest.mark.parametrize(("name", "sizes"), SIZES.items(), ids=SIZES)
 def test_the_invariants_hold_of_prompts_longer_than_every_bound(name: str, sizes: Sizes, crossed: Counter[str]) -> None:
-    run_machine(sizes, examples=40)
+    run_machine(sizes, examples=35)
     missing = [what for what in (*EVERYWHERE, *ALSO.get(name, ())) if not crossed[what]]
     assert not missing, f"it never happened, so nothing is shown about it: {missing}, of {crossed}"
 

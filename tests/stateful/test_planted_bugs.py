@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 from machines import search
 from support import manager_sizes as on
+from support.low_bounds import lower_bounds
 from support.manager_parts import Sizes
 from support.planting import Plant, Planter
 
 from kvdisk.blocks import Tier
-from kvdisk.manager import prefetch
+from kvdisk.manager import load_jobs, prefetch
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import READY, Catalog
 from kvdisk.manager.copies import Copies
@@ -197,6 +198,13 @@ def forget_losses(real: Real, catalog: Catalog, *args: Any) -> None:
     catalog.losses = losses
 
 
+def load_later_parts_from_anywhere(planter: Planter) -> None:
+    planter.set(load_jobs, "MOST_PLANNED", 1)
+    planter.replace_in(
+        LoadJobs, "go_on", Copies, "take_from_others", lambda real, copies, read, _tiers=None: real(copies, read)
+    )
+
+
 def admit_all_while_reading_ahead(planter: Planter) -> None:
     every = {AdmissionPolicy, *AdmissionPolicy.__subclasses__()}
     for policy in [each for each in every if "admits" in vars(each)]:
@@ -218,6 +226,20 @@ def store_unwatched(planter: Planter) -> None:
         "_store",
         lambda real, *args, **_kwargs: real(*args, watched=False),
     )
+
+
+def forget_whose_long_loads_are(planter: Planter) -> None:
+    lower_bounds(planter.patch)
+    planter.replace_in(StorePlanner, "_look_later", StorePlanner, "_note_tenant", lambda *_: None)
+
+
+def forget_whose_states_are(planter: Planter) -> None:
+    planter.replace_in(StorePlanner, "plan_states", StorePlanner, "_note_tenant", lambda *_: None)
+
+
+def load_parts_that_are_too_old(planter: Planter) -> None:
+    planter.set(load_jobs, "MOST_PLANNED", 1)
+    planter.skip(LoadJobs, "_let_go_unreadable")
 
 
 def hold_more(_stores: StorePlanner, request: RequestState, *_: Any) -> None:
@@ -326,6 +348,12 @@ BUGS = {
     "waiting without end": Bug(nothing(HitLookup, "_is_over", False), (on.NVME_ONLY, on.QUEUE_WINDOW)),
     "neighbour's block kept under a generation of its own": Bug(give_another_generation),
     "lookup remembered after an eviction": Bug(instead(Catalog, "_change", forget_losses), (on.ONE_GROUP,)),
+    "lookup remembered whatever one tier gets or loses": Bug(
+        instead(Catalog, "changes", lambda real, catalog, _tiers: real(catalog)), (on.LIMITED,)
+    ),
+    "lookup remembered though blocks grow too old": Bug(instead(Catalog, "hide_older", forget_losses), (on.AGES,)),
+    "block loaded that is too old": Bug(load_parts_that_are_too_old, (on.LONG_SIZES["ages"],)),
+    "later part of a load from a tier that is left out": Bug(load_later_parts_from_anywhere, (on.LONG_SIZES["ages"],)),
     "reading ahead without bound": Bug(lambda planter: planter.set(prefetch, "PREFETCH_DIVISOR", 1), on.QUEUE_SIZES),
     "reading ahead for those that run": Bug(nothing(Promotions, "leave"), on.QUEUE_SIZES),
     "reading ahead what the tier refuses": Bug(admit_all_while_reading_ahead, (on.QUEUE_REUSE,)),
@@ -354,6 +382,8 @@ BUGS = {
     "free block offered again though nobody reached it": Bug(
         before(Spillover, "free_offers", lambda policy, _context: policy._offered.clear()), on.SPILLOVER_SIZES
     ),
+    "blocks of a long load that are nobody's": Bug(forget_whose_long_loads_are, (on.LONG_SIZES["shares"],)),
+    "states that are nobody's": Bug(forget_whose_states_are, (on.STATES_SPILLOVER,)),
     # -- tiers --
     "slot reused before its deletion is committed": Bug(
         after(SlotPool, "retain", free_at_once), (on.QUEUE, on.ONE_GROUP)

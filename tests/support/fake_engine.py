@@ -18,7 +18,9 @@ from enum import Enum
 from typing import Protocol
 
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.catalog import TierChoice
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Plan, Report
 from support.fake_pool import FakePool
 from support.fake_requests import BlockTables, FakeRequest, Status
@@ -50,6 +52,9 @@ class StepWork:
 
     def add(self, request: FakeRequest, start: int, groups: Sequence[GroupGeometry]) -> None:
         for group, table in zip(groups, request.table, strict=True):
+            if group.state_tokens is not None:
+                self._add_state(request, start, group, table)
+                continue
             for position in range(math.ceil(request.computed / group.block_tokens)):
                 if not table[position]:
                     assert position < start // group.block_tokens, "a token is computed into the null block"
@@ -59,6 +64,17 @@ class StepWork:
                 if end > start:
                     self.writes.append(block)
                 self.reads.append(block)
+
+    def _add_state(self, request: FakeRequest, start: int, group: GroupGeometry, table: Sequence[int]) -> None:
+        """The state at ``start`` is read, and that of the step's end is written, in place or to
+        another block."""
+        before, at = ((tokens - 1) // group.block_tokens for tokens in (start, request.computed))
+        state = (group.group, table[at], request.hash_of(request.computed))
+        self.writes += [state] if request.computed > start else []
+        self.reads.append(state)
+        if start and before != at:
+            assert start % group.block_tokens == 0, "the state of a block's end is lost"
+            self.reads.append((group.group, table[before], request.hash_of(start)))
 
 
 class Rank(Protocol):
@@ -146,13 +162,15 @@ class FakeEngine:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt: str, most_outputs: int) -> FakeRequest:
+    def add(self, request_id: str, prompt: str, most_outputs: int, load_tiers: TierChoice = None) -> FakeRequest:
         table: list[list[int]] = [[] for _ in self._geometry.groups]
         request = self.request_type(request_id, prompt, len(prompt), len(prompt) + most_outputs, table)
         request.extend_hashes(self._geometry.hash_tokens)
+        request.load_tiers = load_tiers
         self.requests[request_id] = request
         self.waiting.append(request)
-        self.manager.new_request(request_id, request.hashes, request.prompt_tokens, tenant=self.tenant_of(prompt))
+        limits = RequestLimits(load_tiers=None if load_tiers is None else frozenset(load_tiers))
+        self.manager.new_request(request_id, request.hashes, len(prompt), limits, self.tenant_of(prompt))
         return request
 
     def abort(self, request: FakeRequest) -> None:
@@ -221,6 +239,9 @@ class FakeEngine:
             if self.manager.note_scheduled(request.id, computed_tokens):
                 self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
             self.watch.offered(request, computed_tokens)
+        for request, new_tokens in self._scheduled.items():
+            if states := self._tables.states_of(request, request.computed + new_tokens) if new_tokens else ():
+                self.manager.plan_states(request.id, states, self.now)
         scheduled_tokens = sum(self._scheduled.values())
         plan = self.manager.take_plan(
             self.now, idle=scheduled_tokens == 0, scheduled_tokens=scheduled_tokens, overwritten=overwritten
@@ -239,7 +260,9 @@ class FakeEngine:
         for request in list(self.running):
             if request not in self.running:
                 continue  # preempted for one before it
-            new_tokens = min(budget_tokens, len(request.tokens) - request.computed)
+            new_tokens = self._tables.step_tokens(request, request.computed, budget_tokens)
+            if not new_tokens and request.computed < len(request.tokens):
+                continue
             while not self._tables.allocate(request, request.computed + new_tokens):
                 victim = self.running.pop()
                 self._preempt(victim)
@@ -271,7 +294,9 @@ class FakeEngine:
                 computed = local_tokens
             else:
                 computed = request.computed
-            new_tokens = min(budget_tokens, len(request.tokens) - computed)
+            new_tokens = self._tables.step_tokens(request, computed, budget_tokens)
+            if not new_tokens and computed < len(request.tokens):
+                return
             if not self._tables.allocate(request, computed + new_tokens, local, computed):
                 return
             request.computed = computed

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvdisk.blocks import BlockKey, group_of, make_block_key
+from kvdisk.context import HandedState
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager.catalog import TierChoice
 from support.fake_pool import FakePool
 
 BESIDE = " | "
@@ -31,7 +33,8 @@ class FakeRequest:
     block ids by group.
 
     ``most_tokens``: it samples up to there, and then waits for somebody to set ``finishing``.
-    ``recved``: ranks that have reported the load under way.
+    ``recved``: ranks that have reported the load under way. ``load_tiers``: that it may load from;
+    None: all.
     """
 
     id: str
@@ -45,6 +48,7 @@ class FakeRequest:
     load_failed: bool = False
     finishing: bool = False
     recved: int = 0
+    load_tiers: TierChoice = None
 
     def hash_of(self, end_tokens: int) -> bytes:
         """Return the hash of a beginning: the text itself."""
@@ -86,13 +90,15 @@ def value_of(key: BlockKey, weights: int, rank: int, group: GroupGeometry | None
 
 
 class BlockTables:
-    """Gives requests blocks of a pool and takes them back."""
+    """Gives requests blocks of a pool and takes them back. Of recurrent states a request has the
+    block that its last step ended in, and the one that its next step ends in."""
 
     def __init__(self, geometry: Geometry, pool: FakePool) -> None:
         self._groups = geometry.groups
         self._pool = pool
         self.alignment_tokens = math.lcm(*(group.block_tokens for group in geometry.groups))
         """A hit is a multiple of this."""
+        self._state_tokens = math.lcm(*(group.block_tokens for group in self._groups if group.state_tokens is not None))
 
     def local_hit(self, request: FakeRequest) -> tuple[list[list[int]], int]:
         """Return the blocks and tokens of the longest prefix that the GPU holds, short of the last
@@ -113,9 +119,31 @@ class BlockTables:
     def missing_blocks(self, request: FakeRequest) -> int:
         """Return how many blocks a request still needs for the tokens it has."""
         return sum(
-            math.ceil(len(request.tokens) / group.block_tokens) - len(table)
+            min(
+                math.ceil(len(request.tokens) / group.block_tokens) - len(table),
+                2**31 if group.state_tokens is None else 2,
+            )
             for group, table in zip(self._groups, request.table, strict=True)
         )
+
+    def step_tokens(self, request: FakeRequest, computed: int, budget_tokens: int) -> int:
+        """Return how many tokens a step computes. With recurrent states it ends where a block does,
+        or behind the last that does: so vLLM keeps a state for each block's end."""
+        total, each = len(request.tokens), self._state_tokens
+        end, last = min(computed + budget_tokens, total), total - total % each
+        if end < last:
+            end -= end % each
+        elif computed < last:
+            end = last
+        return max(0, end - computed)
+
+    def states_of(self, request: FakeRequest, computed: int) -> list[HandedState]:
+        """Return the states that a step keeps which ends here."""
+        return [
+            HandedState(group.group, table[computed // group.block_tokens - 1], computed)
+            for group, table in zip(self._groups, request.table, strict=True)
+            if group.state_tokens is not None and computed % group.block_tokens == 0
+        ]
 
     def allocate(
         self, request: FakeRequest, tokens: int, local: list[list[int]] | None = None, computed: int | None = None
@@ -138,9 +166,10 @@ class BlockTables:
             if local is not None and not old:
                 table = [0] * min(skipped, len(local[at])) + local[at][skipped:]
                 shared += [block for block in table if block]
-            table += [0] * (skipped - len(table))
+            stop = math.ceil(tokens / group.block_tokens)
+            table += [0] * ((skipped if group.state_tokens is None else stop - 1) - len(table))
             tables.append(table)
-            wanted.append(max(0, math.ceil(tokens / group.block_tokens) - len(table)))
+            wanted.append(max(0, stop - len(table)))
         unused = sum(self._pool.get_block(block).ref_cnt == 0 for block in shared)
         if sum(wanted) + unused > self._pool.free_count:
             return False

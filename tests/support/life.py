@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvdisk.blocks import BlockKey
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.recovery import excess
 from support.fake_engine import FakeEngine, Phase
@@ -46,6 +47,7 @@ class Life:
         self.ranks, self.neighbours, self.remote = (), FakeNeighbours([]), self.make_remote()
         self.now = 1000.0
         self.lives = self.request_count = 0
+        self.stored_s: dict[tuple[BlockKey, int], int] = {}
         self.live()
 
     def live(self, segments: int | None = None) -> None:
@@ -64,6 +66,7 @@ class Life:
             limited, self.engine, self.index, self.lives * 10_000, self.neighbours, self.remote
         )
         self.watch = ManagerWatch(sizes, self.parts, self.engine, self.ranks, self.index, self.note)
+        self.watch.stored_s = self.stored_s
         if sizes.config.salt_share is not None:
             self.watch.tenant_of = tenant_of
 
@@ -104,7 +107,8 @@ class Life:
         """A request comes. ``finishing``: it ends with its first token."""
         self.request_count += 1
         self.note(f"request {self.request_count}: {prompt}, {outputs} outputs, finishing {finishing}")
-        request = self.engine.add(f"request {self.request_count}", prompt, outputs)
+        load_tiers = self.sizes.load_tiers[self.request_count % len(self.sizes.load_tiers)]
+        request = self.engine.add(f"request {self.request_count}", prompt, outputs, load_tiers)
         request.finishing = finishing
         return request
 

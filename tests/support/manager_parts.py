@@ -13,7 +13,7 @@ from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
-from kvdisk.manager.catalog import Catalog, CopyState
+from kvdisk.manager.catalog import Catalog, CopyState, TierChoice
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
@@ -49,7 +49,7 @@ class Sizes:
 
     ``segments``: on all ``drives`` together. ``zeroes``: the engine overwrites new blocks before
     urgent copies can begin, as some of vLLM's runners do. ``stored``: so many of the prompts lie on
-    NVMe at the start.
+    NVMe at the start. ``load_tiers``: what requests may load from, in turn; None: all tiers.
     """
 
     geometry: Geometry
@@ -64,6 +64,7 @@ class Sizes:
     zeroes: bool = False
     most_running: int = 2**31
     stored: int = 0
+    load_tiers: tuple[TierChoice, ...] = (None,)
 
     @property
     def largest_bytes(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvdisk.blocks import Tier
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry, in_units
 from support.manager_parts import Sizes, two_tiers
@@ -110,6 +111,16 @@ UNITS_QUEUE = Sizes(
 )
 UNIT_SIZES = (UNITS, UNITS_NVME, UNITS_WINDOW, UNITS_REMOTE, UNITS_ON_PREEMPTION, UNITS_QUEUE)
 """Two of the engine's blocks are one of kvdisk's."""
+_MEMORY_OR_ALL = (frozenset({Tier.CPU}), None)
+_STATES = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096, window_tokens=2, state_tokens=2)), RANKS, 2)
+"""Recurrent states, which have slots of the same size as the KV beside them."""
+STATES = Sizes(_STATES, _config(store_decode=True), 14, (5,), (4,), 2, _PROMPTS)
+STATES_SPILLOVER = Sizes(
+    _STATES, _config(salt_share=0.5, store_policy="spillover"), 12, (6,), (4,), 2, _TENANTS, load_tiers=_MEMORY_OR_ALL
+)
+LIMITED = Sizes(_ONE_GROUP, _config(), 6, (3,), (3,), 2, _PROMPTS, load_tiers=_MEMORY_OR_ALL)
+AGES = Sizes(_ONE_GROUP, _config(**_REMOTE, max_age_s=2.0), 7, (3,), (3,), 2, _PROMPTS, load_tiers=_MEMORY_OR_ALL)
+"""Requests that may load from memory alone, and blocks that grow too old."""
 EVICTION_SIZES = {
     f"{kind}, {name}": replace(sizes, config=replace(sizes.config, eviction=name))
     for name in EVICTIONS
@@ -117,6 +128,18 @@ EVICTION_SIZES = {
     for kind, sizes in (("ONE_GROUP", ONE_GROUP), ("WINDOW", WINDOW))
 }
 """Every other eviction policy, by its name: one that is added to ``EVICTIONS`` runs here too."""
+_LONG = ("aabbccddeeffgghht", "aabbccddeeffgghhii", "aabbccddjjkkllmmt", "nnooppqqrrsstt", "aabbt", "uuvvwwxxyyzzaabbt")
+LONG_SIZES = {
+    "one group": replace(ONE_GROUP, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
+    "two groups": replace(WINDOW, block_count=32, cpu_slots=(6, 10), segment_slots=(4, 6), segments=2, prompts=_LONG),
+    "queue": replace(QUEUE, block_count=20, cpu_slots=(12,), segment_slots=(8,), segments=2, prompts=_LONG),
+    "remote": replace(REMOTE, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
+    "NVMe alone": replace(NVME_ONLY, block_count=20, segment_slots=(6,), segments=2, prompts=_LONG),
+    "ages": replace(AGES, block_count=20, cpu_slots=(12,), segment_slots=(6,), segments=2, prompts=_LONG),
+    "shares": replace(SHARE_SPILLOVER, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
+}
+"""For steps with low bounds. In "remote" one chain fills the NVMe tier. Its tail alone may leave
+there: what memory has just written to get room."""
 QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
 """Requests wait in line, and are read ahead for."""
 ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, LEARNED, BUDGET, NVME_BUDGET)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
-from kvdisk.manager.catalog import NONE, CopyState
+from kvdisk.manager.catalog import NONE, CopyState, TierChoice
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.pool import USED, SlotPool
-from kvdisk.manager.prefix_match import first_needed
+from kvdisk.manager.prefix_match import Lookups, first_needed
 from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
@@ -103,6 +103,8 @@ class ManagerWatch(Watch):
     tenant_of: Callable[[str], int] = lambda _: 0
     _first_held: dict[Tier, Counter[tuple[int, int]]] = field(default_factory=dict)
     """See ``_held_of_tenants``, at the start."""
+    stored_s: dict[tuple[BlockKey, int], int] = field(default_factory=dict)
+    """When each block was first stored, by key and generation, also by processes before."""
     _allowed_bytes: float = 0.0
     """Of the budget of written bytes: an hour's at most, none at the start."""
 
@@ -152,6 +154,7 @@ class ManagerWatch(Watch):
         """
         self.note(f"{request.id} has {local_tokens} tokens and is promised {answer}")
         self.reads.answered(request, answer, now)
+        self._check_memory(request, local_tokens)
         if answer is None:
             return
         limit = self._load_limits.get(request.id)
@@ -162,14 +165,27 @@ class ManagerWatch(Watch):
             for group in self.sizes.geometry.groups:
                 for position in range(first_needed(group, local_tokens, end), end // group.block_tokens):
                     key = key_of(request, group, position)
-                    assert self._is_loadable(key), f"{key!r} is promised, and nobody has it"
+                    assert self._is_loadable(key, request.load_tiers), f"{key!r} is promised, and nobody has it"
 
-    def _is_loadable(self, key: BlockKey) -> bool:
-        """Whether a copy can be read now, by the copies' own states, or another home is thought to
-        have the block."""
+    def _check_memory(self, request: FakeRequest, local_tokens: int) -> None:
+        """What a request's lookups remember is what would be found without."""
+        manager = self.parts.manager
+        state, find = manager._requests[request.id], manager._lookups.find
+        asked = (state, local_tokens, manager._lookups._limit_of(state, local_tokens, len(request.tokens)))
+        found, remembered = find(*asked, self.engine.now), state.lookups
+        state.lookups = Lookups()
+        assert found == find(*asked, self.engine.now), "an answer is remembered, and is not right any more"
+        state.lookups = remembered
+
+    def _is_loadable(self, key: BlockKey, load_tiers: TierChoice) -> bool:
+        """Whether a copy in one of these tiers can be read now, by the copies' own states, or
+        another home is thought to have the block."""
         row, catalog = self.parts.catalog.find(key), self.parts.catalog
-        own = row >= 0 and (catalog.readable(row, Tier.CPU) or catalog.readable(row, Tier.NVME))
-        return own or self.parts.neighbour_has(key) or self.parts.remote_has(key)
+        tiers = KEPT_TIERS if load_tiers is None else load_tiers
+        own = row >= 0 and any(catalog.readable(row, tier) for tier in KEPT_TIERS if tier in tiers)
+        near = Tier.NVME in tiers and self.parts.neighbour_has(key)
+        far = (load_tiers is None or Tier.REMOTE in tiers) and self.parts.remote_has(key)
+        return own or near or far
 
     def offered(self, request: FakeRequest, computed_tokens: int) -> None:
         """Note which of the request's blocks some tier has or gets."""
@@ -208,6 +224,8 @@ class ManagerWatch(Watch):
             self.note_progress()
             left = {offer.key for offer in self.parts.manager._stores._left}
         for offer in offers if not how and not self._at_rest else ():
+            if self._is_state(offer.key):
+                continue  # the step that leaves it tries twice
             changes, refused_s = self._refused.pop((owner, offer.key), (-1, -math.inf))
             waited = offer.key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
@@ -238,6 +256,9 @@ class ManagerWatch(Watch):
             ):
                 found.add(offer.key)
         return found
+
+    def _is_state(self, key: BlockKey) -> bool:
+        return self.sizes.geometry.groups[group_of(key)].state_tokens is not None
 
     def _held_keys(self, request: FakeRequest, tokens: int) -> list[BlockKey]:
         return [
@@ -302,7 +323,12 @@ class ManagerWatch(Watch):
             self._spend(sum(self.sizes.slot_bytes_of(move.key) for move in job.moves) * len(self.ranks))
         for move in job.moves:
             self._bad_copies.discard(_target(job, move))
+            self._note_age(job, move)
             if job.kind in _READS:
+                tier = _source(move)[2]
+                may_load = job.kind is JobKind.PROMOTE or request is None or request.load_tiers is None
+                may_load |= not move.slots or (request is not None and tier in (request.load_tiers or ()))
+                assert may_load, f"{move.key!r} is loaded from {tier.name}, which the request leaves out"
                 assert not self._is_bad(move), "a copy that failed to load is loaded again"
                 foreign = is_neighbours(move.slots.get(Tier.NVME))
                 foreign |= Tier.REMOTE in move.slots
@@ -328,6 +354,20 @@ class ManagerWatch(Watch):
                     may_enter |= move.key in self._bad_objects
                     assert move.key not in self._written_over, "an object is written over twice"
                 assert may_enter, "a block has entered a tier that does not admit it"
+
+    def _note_age(self, job: Job, move: Move) -> None:
+        """A copy is as old as the first one of its block that has not ended, and is not read when
+        that is too old."""
+        catalog, name = self.parts.catalog, (move.key, move.generation)
+        if job.kind is JobKind.STORE:
+            row = catalog.find(move.key)
+            is_first = all(catalog.state(row, tier) != CopyState.READY for tier in KEPT_TIERS)
+            if is_first or name not in self.stored_s:
+                self.stored_s[name] = int(self.engine.now)
+        max_age_s = self.sizes.config.max_age_s
+        if job.kind in _READS and max_age_s is not None and name in self.stored_s:
+            oldest_s = int(int(self.engine.now) - max_age_s)
+            assert self.stored_s[name] >= oldest_s, f"{move.key!r} is read, and is too old"
 
     def _is_bad(self, move: Move) -> bool:
         """Whether what a read is planned of has failed its check. An object is tried again after a
@@ -357,7 +397,8 @@ class ManagerWatch(Watch):
                 for move in job.moves:
                     block = self.engine.pool.get_block(*move.gpu_blocks)
                     assert block.key == move.key, "a block is stored under another name than it has"
-                    assert block.ref_cnt == 0, "a block is stored that was not free"
+                    is_again = self._is_state(move.key)  # its store failed: whoever needs it now
+                    assert block.ref_cnt == 0 or is_again, "a block is stored that was not free"
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
         owner = self.parts.transfers._records[job.id].request_id
@@ -386,7 +427,7 @@ class ManagerWatch(Watch):
         catalog, end = self.parts.catalog, local_tokens // groups[0].block_tokens * groups[0].block_tokens
         while end + groups[0].block_tokens <= most:
             key = key_of(request, groups[0], end // groups[0].block_tokens)
-            if key not in saved or catalog.readable_tier(catalog.find(key)) is None:
+            if key not in saved or catalog.readable_tier(catalog.find(key), request.load_tiers) is None:
                 break
             end += groups[0].block_tokens
         assert local_tokens + answer >= end, f"{request.id} does not get what was saved of it"
@@ -511,11 +552,13 @@ class ManagerWatch(Watch):
 
     def _check_copies(self) -> None:
         """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
-        uses never rise."""
+        uses never rise; a recurrent state, which is wanted alone, follows the KV beside it."""
         catalog, known = self.parts.catalog, self.parts.manager._history.known
         for row in catalog.rows():
-            parent = catalog.parent(row)
-            rises = parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
+            parent, is_state = catalog.parent(row), self._is_state(catalog.keys[row])
+            follows = not is_state or parent is None or not self._is_state(parent)
+            assert follows, f"{catalog.keys[row]!r} follows {parent!r}, and not what it serves with"
+            rises = not is_state and parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
             assert not rises, f"{catalog.keys[row]!r} was used more often than {parent!r} before it"
             for tier in (Tier.CPU, Tier.NVME):
                 if catalog.state(row, tier) == CopyState.READY:
@@ -603,6 +646,8 @@ class ManagerWatch(Watch):
                 tokens = min(tokens, request.prompt_tokens)
             for key in self._held_keys(request, tokens):
                 group = self.sizes.geometry.groups[group_of(key)]
+                if self._is_state(key):
+                    continue  # it is offered for as long as the engine keeps it
                 slots = (
                     self.sizes.cpu_slots[self.sizes.geometry.size_classes[group.group]] if self.sizes.has_cpu else None
                 )

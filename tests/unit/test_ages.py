@@ -5,6 +5,7 @@ however often it is used."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.fake_neighbours import FakeHome
@@ -162,3 +163,20 @@ def test_the_clock_that_goes_back_brings_nothing_back():
     bench.manager.note_time(int(bench.now) + AGE_S + 1)
     bench.manager.note_time(int(bench.now))
     assert bench.catalog.presences(keys_of(PROMPT)) == bytes(BLOCKS)
+
+
+def test_what_a_drive_has_that_rests_is_no_younger_when_it_is_stored_anew_beside_it():
+    """Its blocks are computed again, and stored in memory; then the drive is back."""
+    bench = bench_of()
+    bench.serve(PROMPT)
+    bench.parts.cpu.drop(bench.rows(PROMPT)[::-1])
+    bench.advance(AGE_S / 2)
+    catalog, segments = bench.catalog, frozenset(range(bench.sizes.segments))
+    with mock.patch.object(bench.parts.nvme, "_hide"):
+        catalog.hide(Tier.NVME, segments)
+        assert loaded(bench) == 0 and bench.held(PROMPT, Tier.CPU) == [True] * BLOCKS
+        catalog.hide(Tier.NVME, frozenset())
+    bench.parts.cpu.drop(bench.rows(PROMPT)[::-1])
+    assert loaded(bench) == BLOCKS
+    bench.advance(AGE_S / 2 + 1)
+    assert loaded(bench) == 0
