@@ -203,7 +203,9 @@ class StorePlanner:
         """Put off blocks. ``are_new``: as in ``_use``."""
         if start < stop:
             keys = request.keys[group]
-            positions = self._store_policy.reached(request.request_id, keys, start, stop)
+            positions: Collection[int] = self._store_policy.reached(request.request_id, keys, start, stop)
+            if not isinstance(positions, range):
+                positions = frozenset(positions)  # which of them are in it is asked one by one
             blocks = request.held_blocks[group]
             self._rest.append(_Rest(group, keys, blocks, positions, start, stop, are_new, request.tenant))
 

@@ -14,6 +14,7 @@ from kvdisk.manager import demand, stores
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
+from kvdisk.manager.store_policy import NoStores
 from kvdisk.manager.stores import StorePlanner
 
 GROUPS = {
@@ -209,6 +210,49 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
         bench.step(8)
     held = bench.held(text, Tier.CPU)[:-1]  # the last one is computed
     assert held == [limit is None or at < limit // 2 for at in range(len(held))]
+
+
+class Counted(list[int]):
+    """Counts how many of its elements are looked at."""
+
+    looked = 0
+
+    def __contains__(self, position: object) -> bool:
+        Counted.looked += len(self)
+        return super().__contains__(position)
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.looked += len(self)
+        return super().__iter__()
+
+
+class Listing(NoStores):
+    """Offers all, as a list."""
+
+    def reached(self, request_id, keys, start, stop):  # noqa: ARG002
+        return Counted(range(start, stop))
+
+
+def test_what_a_policy_of_the_users_own_lists_is_gone_through_once(monkeypatch):
+    """Memory has lost what a long hit brought before a step looks at it: all of it is stored
+    again."""
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    text = prompt_of(0)
+    bench.serve(text)
+    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    monkeypatch.setattr(Counted, "looked", 0)
+    bench.manager._stores._context.step_blocks = 4
+    bench.manager._stores._store_policy = Listing()
+    bench.engine.pool.forget_all()
+    bench.add(text, finishing=False)
+    while not bench.manager._stores._rest:
+        bench.step(8)
+    bench.manager.clear_memory()
+    for _ in range(LENGTH):
+        bench.step(8)
+    held = bench.held(text, Tier.CPU)[4:-1]  # of what no step had looked at, nor computed
+    assert held == [True] * (LENGTH // 2 - 5)
+    assert 0 < Counted.looked <= 2 * LENGTH // 2
 
 
 def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
