@@ -78,13 +78,15 @@ class TierColumns:
     to read now. Copies in the tier hang on the row of their parent, whether or not that has one
     too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
     last. ``oldest_s``: READY copies of blocks that were first stored before count as absent.
-    ``share``: counts the copies of each tenant; None: nobody does.
+    ``share``: counts the copies of each tenant; None: nobody does. ``gains``, ``losses``: as those
+    of ``Catalog``, of this tier alone, whatever others have.
     """
 
     def __init__(self, parent_rows: array[int], stored_s: array[int]) -> None:
         self._parent_rows, self._stored_s = parent_rows, stored_s
         self.oldest_s = 0
         self.share: CopyCounts | None = None
+        self.gains = self.losses = 0
         self.states = bytearray()
         self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
         self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
@@ -383,6 +385,15 @@ class Catalog:
 
     # -- what there is ---------------------------------------------------------------------------
 
+    def changes(self, tiers: TierChoice = None) -> tuple[int, int]:
+        """Return ``gains`` and ``losses`` as those see them who may load from some tiers: what a
+        faster tier has hides nothing of the others from them."""
+        of_some = [] if tiers is None else [columns for tier, columns in self._columns.items() if tier in tiers]
+        if len(of_some) == len(self._columns):
+            of_some = []
+        gains, losses = sum(columns.gains for columns in of_some), sum(columns.losses for columns in of_some)
+        return self.gains + gains, self.losses + losses
+
     def state(self, row: int, tier: Tier) -> int:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
         return self._columns[tier].states[row]
@@ -564,18 +575,21 @@ class Catalog:
 
     def _change(self, rows: Iterable[int], tier: Tier, target: CopyState) -> None:
         """Bring copies to a state; count whether some block comes nearer to being loaded, or
-        farther from it. A change in a hidden segment may count, too."""
+        farther from it, in this tier and in all. A change in a hidden segment may count, too."""
         columns, others, legal = self._columns[tier], self._others[tier], BEFORE[target]
         states = columns.states
-        now, is_noted = _PRESENCE_OF[target], False
+        now, is_changed, is_noted = _PRESENCE_OF[target], False, False
         for row in rows:
             assert states[row] in legal, f"{CopyState(states[row])!r} to {CopyState(target)!r} in row {row}"
             before = _PRESENCE_OF[states[row]]
             states[row] = target
             if not is_noted and before != now:  # one is enough
-                nearer, is_noted = max(before, now), True
+                nearer, is_changed, is_noted = max(before, now), True, True
                 for other in others:
                     is_noted &= other.presence(row) < nearer
-        self.gains += is_noted and now != ABSENT
         # What becomes READY in a hidden segment is not on its way any more.
-        self.losses += is_noted and (now == ABSENT or bool(columns.hidden))
+        is_gain, is_loss = now != ABSENT, now == ABSENT or bool(columns.hidden)
+        columns.gains += is_changed and is_gain
+        columns.losses += is_changed and is_loss
+        self.gains += is_noted and is_gain
+        self.losses += is_noted and is_loss

@@ -139,8 +139,7 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         question's number, None where nothing is asked. ``keys`` are up to date."""
         if not self._is_asked:
             return None
-        self._questions.known = known
-        return self._questions.ask(request)
+        return self._questions.ask(request, known)
 
     def _is_asking(self, number: int) -> bool:
         """Whether the answer to a question is still to come."""

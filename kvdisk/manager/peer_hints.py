@@ -53,10 +53,12 @@ class PeerHints:
     def ask(self, request: Asking) -> None:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
         tiers = request.load_tiers
+        nearer: Collection[BlockKey] = ()
         if tiers is None or self.neighbours.tier in tiers:
             self.neighbours.ask(request)
+            nearer = self.neighbours.hints
         if tiers is None or self.remote.tier in tiers:
-            self.remote.ask(request, self.neighbours.hints)
+            self.remote.ask(request, nearer)
         self._asked.append(request)
 
     def renew(self, request: RequestState) -> None:

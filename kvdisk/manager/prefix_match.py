@@ -82,15 +82,17 @@ class Lookups:
         follows it.
 
         ``keys`` may be longer than at the last call, and is otherwise the same. ``hints``: keys
-        that others are thought to have; ``hint_changes`` rises with each change of them.
-        ``tiers``: that count, the same at each call; None: all. The
-        ends are multiples of every group's block size, at most ``limit_tokens``. Full-attention
-        groups need every block from ``local_tokens`` on; the others only those that
-        ``first_needed`` names.
+        that others are thought to have, of all sources or of those that can be read now;
+        ``hint_changes`` rises with each change of a source. ``tiers``: that count, the same at each
+        call; None: all. The ends are multiples of every group's block size, at most
+        ``limit_tokens``. Full-attention groups need every block from ``local_tokens`` on; the
+        others only those that ``first_needed`` names.
         """
-        asked = (local_tokens, limit_tokens, catalog.gains, catalog.losses, hint_changes, *map(len, keys))
+        gains, losses = catalog.changes(tiers)
+        hinted = (hint_changes, len(hints))  # the number tells which sources they are of
+        asked = (local_tokens, limit_tokens, gains, losses, *hinted, *map(len, keys))
         if asked != self._asked:
-            held = (local_tokens, catalog.losses, hint_changes)
+            held = (local_tokens, losses, *hinted)
             if held != self._held:
                 self._ends, self._held = {}, held
             self._asked = asked

@@ -51,11 +51,13 @@ class Asking(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """What is asked for a request. ``tokens``: up to where it was looked at; ``asked``: blocks that
-    were asked for by now. ``missing``: of the stretch under way, by group."""
+    """What is asked for a request. ``known``: what need not be asked for. ``tokens``: up to where
+    it was looked at; ``asked``: blocks that were asked for by now. ``missing``: of the stretch
+    under way, by group."""
 
     number: int
     request: Asking
+    known: Collection[BlockKey] = ()
     tokens: int = 0
     asked: int = 0
     missing: list[list[BlockKey]] = field(default_factory=list)
@@ -66,7 +68,7 @@ class Questions:
 
     ``send``: asks it for the missing blocks of one stretch, by group, with a ticket, and returns
     whether that was taken. ``most_keys``: of a stretch. ``counter``: of the requests for which it
-    was asked. ``known``: what need not be asked for.
+    was asked.
     """
 
     def __init__(
@@ -83,7 +85,6 @@ class Questions:
         self._send = send
         self._counter = counter
         self._most_keys = most_keys
-        self.known: Collection[BlockKey] = ()
         self._last_number = self._last_ticket = 0
         self._refused_step = -1
         """When the index would take no more."""
@@ -94,13 +95,13 @@ class Questions:
         self._answers: deque[Iterator[None]] = deque()
         """What has come and is not taken in yet."""
 
-    def ask(self, request: Asking) -> int:
-        """Ask for what is missing of a request's prompt, now or soon; return the question's number.
-        ``keys`` are up to date."""
+    def ask(self, request: Asking, known: Collection[BlockKey] = ()) -> int:
+        """Ask for what is missing of a request's prompt, and is not ``known``, now or soon; return
+        the question's number. ``keys`` are up to date."""
         self._last_number += 1
         if len(self._waiting) < MOST_WAITING:
             self._open.add(self._last_number)
-            self._waiting.append(Question(self._last_number, request))
+            self._waiting.append(Question(self._last_number, request, known))
             self.go_on()
         return self._last_number
 
@@ -129,7 +130,7 @@ class Questions:
         groups = zip(self._geometry.groups, question.missing, strict=True)
         lacking = [key for group, keys in groups if group.reads_all for key in keys if key not in found]
         question.missing = []
-        is_whole = not self._catalog.presences(lacking).strip(_READY)
+        is_whole = not self._catalog.presences(lacking, question.request.load_tiers).strip(_READY)
         if is_whole and self._has_more(question) and question.asked < MOST_HINTS // 2:  # or it pushes out its own head
             self._waiting.appendleft(question)
         else:
@@ -170,7 +171,8 @@ class Questions:
         return any(len(keys) * group.block_tokens > question.tokens for group, keys in groups)
 
     def _look_at_next(self, question: Question) -> None:
-        """Look for what is missing of the next stretch."""
+        """Look for what is missing of the next stretch in the tiers that the request may load
+        from."""
         groups, step = self._geometry.groups, self._geometry.alignment_tokens
         step_keys = sum(step // group.block_tokens for group in groups)
         start = question.tokens
@@ -178,6 +180,7 @@ class Questions:
         question.missing = []
         for group, keys in zip(groups, question.request.keys, strict=True):
             some = keys[start // group.block_tokens : end // group.block_tokens]
-            missing = compress(some, self._catalog.presences(some).translate(_NOT_READY))
-            question.missing.append([key for key in missing if key not in self.known])
+            presences = self._catalog.presences(some, question.request.load_tiers)
+            missing = compress(some, presences.translate(_NOT_READY))
+            question.missing.append([key for key in missing if key not in question.known])
             self._state.keys_left -= len(some)

@@ -135,3 +135,34 @@ def test_a_queued_request_finds_its_blocks_in_memory(restarted, prefetch):
     bench.finish(*"ab")
     assert bench.counters().get("prefetched_blocks", 0) == 2 * BLOCKS * prefetch
     assert read(bench)[0] == (["cpu"] if prefetch else ["nvme, kept"]) * BLOCKS
+
+
+# -- requests that may load from memory alone ------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["the head stays", "the head leaves memory"])
+def test_what_comes_to_memory_or_leaves_it_renews_the_answer_of_who_loads_from_there_alone(engines, leaves):
+    """Though the drive has all of it throughout. Requests may wait for longer than the test takes."""
+    bench = engines.make(nvme=True, extra={"nvme_admission": "all"})
+    bench.serve("before", PROMPT)
+    bench.forget(Tier.CPU)
+    bench.serve("short", PROMPT[: 2 * BLOCK_TOKENS + 1])  # the first two come back to memory
+    bench.forget()
+    keys, bench.hold = bench.keys("before"), {JobKind.PROMOTE}
+    hint = {"kv_hints": {"actions": [{"action_type": "kv.prefetch", "payload": {}}]}}
+    bench.add("hinted", PROMPT, params=hint | {"max_load_tokens": 0, "max_offload_tokens": 0})
+    bench.abort("hinted")
+    bench.step(3)
+    assert [len(job.moves) for job in bench.jobs_of(JobKind.PROMOTE)] == [2], "the last two are on their way"
+    bench.add("r", PROMPT, params={"kv_load_tiers": [{"medium": "cpu"}]})
+    bench.step(2)
+    assert not bench.jobs_of(JobKind.LOAD, "r")
+    if leaves:
+        catalog = bench.manager._catalog
+        bench.manager._tiers[Tier.CPU].discard(*map(catalog.find, keys[:2]))
+    bench.release()
+    bench.step(20)
+    assert len(bench.sampled("r")) == 2, "it waits, and nothing comes"
+    assert [len(job.moves) for job in bench.jobs_of(JobKind.LOAD, "r")] == ([] if leaves else [BLOCKS])
+    bench.finish("r")
+    assert not {"failed_loads", "wait_timeouts"} & bench.counters().keys()

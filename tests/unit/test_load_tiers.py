@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import pytest
-from tier_bench import TierBench, keys_of
+from support.fake_neighbours import FakeHome
+from support.fake_slots import Content
+from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.connector.controls import Controls
+from kvdisk.geometry import FILE_EPOCH
+from kvdisk.index.base import SegmentRecord
 from kvdisk.manager.requests import RequestLimits
 
 PROMPT = "aabbccddx"
@@ -83,3 +87,26 @@ def test_nothing_is_read_ahead_for_a_request_that_excludes_a_tier():
     for tiers in (frozenset({Tier.CPU}), None):
         asked(bench, tiers, f"loads from {tiers}")
     assert [request.request_id for request in bench.manager._promotions._waiting] == ["loads from None"]
+
+
+@pytest.mark.parametrize("who", ["this engine", "a neighbour"])
+def test_the_remote_store_is_asked_for_what_lies_in_a_tier_that_a_request_leaves_out(who):
+    how = {"nvme_admission": "all", "min_load_tokens": 0, "prefetch": False}
+    bench = TierBench((8,), (16,), **how, remote="s3://nowhere", remote_admission="all")
+    if who == "this engine":
+        bench.serve(PROMPT)
+        bench.parts.cpu.drop(bench.rows(PROMPT)[::-1])
+        bench.advance(2 * bench.remote.hint_life_s)
+    else:
+        home = FakeHome("n" * 32, SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, 16, 0))
+        for at, key in enumerate(keys_of(PROMPT)):
+            home.store(key, at, 7 + at, 1, None, GEOMETRY.groups[0])
+        bench.neighbours.homes.append(home)
+        asked(bench, frozenset({Tier.CPU, Tier.NVME}), "knows the neighbour's")
+        bench.neighbours.answer()
+    bench.remote.objects = {(FILE_EPOCH, key, 0): Content() for key in keys_of(PROMPT)}
+    bench.step()
+    assert not bench.parts.remote_has(keys_of(PROMPT)[0])
+    assert asked(bench, frozenset({Tier.CPU, Tier.REMOTE}), "r") is None, "the answer is to come"
+    bench.remote.answer()
+    assert bench.manager.lookup("r", 0, len(PROMPT), bench.now) == 8

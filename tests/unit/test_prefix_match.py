@@ -34,27 +34,28 @@ def _keys(geometry):
     return [[make_block_key(bytes([position]), group.group) for position in range(BLOCKS)] for group in geometry.groups]
 
 
-def _is_there(catalog, key, elsewhere, *, coming):
+def _is_there(catalog, key, elsewhere, tiers, *, coming):
     row = catalog.find(key)
     if key in elsewhere:
         return True
-    if row < 0:
-        return False
-    wanted = {CopyState.READY, CopyState.WRITING} if coming else {CopyState.READY}
-    if catalog.state(row, Tier.CPU) in wanted:
-        return True
-    state = catalog.state(row, Tier.NVME)
-    if state == CopyState.READY:
-        return catalog.slot(row, Tier.NVME).segment not in catalog.columns(Tier.NVME).hidden
-    return state in wanted
+    for tier in (Tier.CPU, Tier.NVME) if row >= 0 else ():
+        if tiers is None or tier in tiers:
+            state, columns = catalog.state(row, tier), catalog.columns(tier)
+            if state == CopyState.READY:
+                is_hidden = catalog.slot(row, tier).segment in columns.hidden
+                if not is_hidden and catalog.stored_s[row] >= columns.oldest_s:
+                    return True
+            elif state == CopyState.WRITING and coming:
+                return True
+    return False
 
 
-def _longest_hit(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere, *, coming):
+def _longest_hit(catalog, geometry, keys, local_tokens, limit_tokens, elsewhere, tiers, *, coming):
     step = math.lcm(*(group.block_tokens for group in geometry.groups))
     end = limit_tokens // step * step
     for group in geometry.groups:
         end = min(end, len(keys[group.group]) * group.block_tokens // step * step)
-    there = [[_is_there(catalog, key, elsewhere, coming=coming) for key in group_keys] for group_keys in keys]
+    there = [[_is_there(catalog, key, elsewhere, tiers, coming=coming) for key in group_keys] for group_keys in keys]
     while end > local_tokens:
         if all(
             there[group.group][position]
@@ -76,6 +77,7 @@ def _change(catalog, key, tier, segment, step):
     row = catalog.find(key)
     if row < 0:
         (row,) = catalog.add([key], [1], 0, [None])
+        catalog.stored_s[row] = key[0]  # those behind are younger
     state = catalog.state(row, tier)
     if state == CopyState.ABSENT:
         catalog.begin((row,), tier, (Slot(segment, 0),))
@@ -106,28 +108,34 @@ EVENTS = st.one_of(
     CHANGES,
     st.tuples(st.just("hide"), st.frozensets(st.integers(0, SEGMENTS - 1))),
     st.tuples(st.just("elsewhere"), st.integers(0, 2), st.frozensets(POSITIONS, max_size=4)),
+    st.tuples(st.just("usable"), st.booleans()),
+    st.tuples(st.just("older"), st.integers(0, 2)),
     st.tuples(st.just("hashed"), st.integers(0, BLOCKS)),
     st.tuples(st.just("weights"), st.integers(0, 7)),
     st.tuples(st.just("ask"), st.integers(0, 3), st.integers(0, 2 * BLOCKS)),
 )
 
 
+TIERS = (None, None, {Tier.CPU}, {Tier.CPU, Tier.REMOTE}, {Tier.NVME}, {Tier.CPU, Tier.NVME})
+
+
 @mock.patch.object(catalogs, "_GROWN_ROWS", 1)  # so that the last row is in use
 @given(
     geometries(),
+    st.sampled_from(TIERS),
     st.booleans(),
     st.lists(EVENTS, min_size=1, max_size=40),
     st.sampled_from((1, 3, 256)),
     st.sampled_from((0, 8)),
 )
 @settings(max_examples=300)
-def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span, few):
+def test_what_is_remembered_is_what_would_be_found(geometry, tiers, full, events, span, few):
     all_keys = _keys(geometry)
     catalog, lookups = Catalog(), Lookups()
     for key in [key for group_keys in all_keys for key in group_keys if full] * 2:
         _change(catalog, key, Tier.NVME, 0, 1)
     keys = [group_keys[: BLOCKS // 2] for group_keys in all_keys]
-    elsewhere, changes = frozenset(), 0
+    hints, usable, changes, oldest_s = frozenset(), True, 0, 0
     local, limit = 0, 2 * BLOCKS
     for name, *event in events:
         if name == "change":
@@ -137,15 +145,21 @@ def test_what_is_remembered_is_what_would_be_found(geometry, full, events, span,
         elif name == "hide":
             catalog.hide(Tier.NVME, event[0])
         elif name == "elsewhere":
-            elsewhere = frozenset(all_keys[event[0] % len(keys)][position] for position in event[1])
+            hints = frozenset(all_keys[event[0] % len(keys)][position] for position in event[1])
             changes += 1
+        elif name == "usable":  # what is hinted may not be read now, which changes no hint
+            usable = event[0]
+        elif name == "older":
+            oldest_s += event[0]
+            catalog.hide_older(oldest_s)
         elif name == "hashed":
             keys = [group_keys[: max(event[0], len(mine))] for group_keys, mine in zip(all_keys, keys, strict=True)]
         elif name == "weights" and event[0] == 0:
             catalog.hide_all()
         elif name == "ask":
             local, limit = event[0] * geometry.alignment_tokens, event[1]
-        places = (catalog, geometry, keys, local, limit, elsewhere)
+        places = (catalog, geometry, keys, local, limit, hints if usable else frozenset())
         with mock.patch.object(prefix_match, "_SPAN", span), mock.patch.object(catalogs, "_FEW", few):
-            found = lookups.hits(*places, changes)
+            found = lookups.hits(*places, changes, tiers)
+        places += (tiers,)
         assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))

@@ -82,9 +82,9 @@ class Asker:
         self.now = 0.0
         presences = self.parts.catalog.presences
 
-        def counted(keys: Sequence[BlockKey]) -> bytes:
+        def counted(keys: Sequence[BlockKey], tiers: Any = None) -> bytes:
             self.looked_at += len(keys)
-            return presences(keys)
+            return presences(keys, tiers)
 
         self.parts.catalog.presences = counted  # type: ignore[method-assign]
 
