@@ -10,7 +10,7 @@ from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import demand, stores
+from kvdisk.manager import demand, prefix_match, stores
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
@@ -229,7 +229,7 @@ class Counted(list[int]):
 class Listing(NoStores):
     """Offers all, as a list."""
 
-    def reached(self, request_id, keys, start, stop):  # noqa: ARG002
+    def reached(self, request_id, keys, start, stop):
         return Counted(range(start, stop))
 
 
@@ -253,6 +253,44 @@ def test_what_a_policy_of_the_users_own_lists_is_gone_through_once(monkeypatch):
     held = bench.held(text, Tier.CPU)[4:-1]  # of what no step had looked at, nor computed
     assert held == [True] * (LENGTH // 2 - 5)
     assert 0 < Counted.looked <= 2 * LENGTH // 2
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("others", ["are stored", "are read", "are loaded"])
+def test_a_long_prompt_that_waits_for_room_is_looked_up_once(others, geometry, monkeypatch):
+    """What others store, evict, read and load in each step makes none of its keys again, but those
+    of its windows."""
+    windows = (len(geometry.groups) - 1) * 4  # blocks that a hit needs of them
+    bench = TierBench((len(geometry.groups) * LENGTH,), geometry=geometry, gpu_blocks=2000, min_load_tokens=0)
+    bench.serve(prompt_of(0))
+    held = bench.catalog.rows_in(Tier.CPU)
+    bench.catalog.pin(held, Tier.CPU)
+    bench.serve(prompt_of(1))  # fills the tier
+    made, make = 0, BlockKeys.__getitem__
+
+    def noted(keys, at):
+        nonlocal made
+        found = make(keys, at)
+        made += len(found) if isinstance(at, slice) else 1
+        return found
+
+    assert hit_of(bench, prompt_of(0)) == LENGTH
+    monkeypatch.setattr(prefix_match, "_SPAN", 4)
+    each = []
+    for number in range(2, 8):
+        losses = bench.catalog.losses
+        bench.serve(prompt_of(number, 4))
+        if others == "are read":
+            bench.manager._state.landing.update(keys_of(prompt_of(number)))
+        elif others == "are loaded" and number == 2:
+            bench.manager._loads.gpu_loads.begin(99, keys_of(prompt_of(number)))
+        assert bench.catalog.losses > losses
+        made = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockKeys, "__getitem__", noted)
+            assert bench.manager.lookup("asks", 0, LENGTH + 1, bench.now) == LENGTH
+        each.append(made)
+    assert max(each[1:]) <= 2 * windows  # to be looked up, and to be compared with what is read
 
 
 def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
