@@ -248,7 +248,8 @@ class Catalog:
 
     def find(self, key: BlockKey) -> int:
         """Return the row of a block of the current epoch, or -1."""
-        return self.find_all((key,))[0]
+        row = self._rows.get(key, NONE)
+        return NONE if row != NONE and self._is_placeholder[row] else row
 
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block."""
@@ -381,6 +382,12 @@ class Catalog:
         """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
         rows: list[int] = self._columns[tier].rows(segment).tolist()
         return rows
+
+    def kept_in(self, tier: Tier, segment: int | None = None) -> list[int]:
+        """Return the ``rows_in``, but for DOOMED copies."""
+        rows = self._columns[tier].rows(segment)
+        kept: list[int] = rows[np.frombuffer(self._columns[tier].states, np.uint8)[rows] != DOOMED].tolist()
+        return kept
 
     def rows(self) -> list[int]:
         """Return every row with a copy, of all epochs, ascending."""

@@ -11,7 +11,7 @@ from tier_bench import GEOMETRY, TierBench, keys_of
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import demand, prefix_match, stores
-from kvdisk.manager.catalog import NONE
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
 from kvdisk.manager.store_policy import NoStores
@@ -210,6 +210,28 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
         bench.step(8)
     held = bench.held(text, Tier.CPU)[:-1]  # the last one is computed
     assert held == [limit is None or at < limit // 2 for at in range(len(held))]
+
+
+@pytest.mark.parametrize("call", ["clear_memory", "reset"])
+def test_what_memory_gives_up_at_once_ends_at_once_but_for_what_a_job_uses(call, monkeypatch):
+    """Its copies are not changed one by one."""
+    bench = TierBench((LENGTH,), gpu_blocks=2000)
+    bench.serve(prompt_of(0))
+    rows = bench.rows(prompt_of(0))
+    bench.catalog.pin(rows[:1], Tier.CPU)
+    changes, change = [], Catalog._change
+
+    def noted(catalog, some, *to):
+        changes.append(len(some))
+        change(catalog, some, *to)
+
+    monkeypatch.setattr(Catalog, "_change", noted)
+    bench.manager.clear_memory() if call == "clear_memory" else bench.manager.reset(7)
+    assert sorted(changes) == [1, LENGTH // 2 - 1]
+    assert bench.catalog.rows_in(Tier.CPU) == rows[:1]
+    assert not any(bench.held(prompt_of(0), Tier.CPU))
+    bench.parts.cpu.unpin(rows[:1])
+    assert len(bench.catalog) == 0 and bench.parts.cpu.pool.free == bench.parts.cpu.pool.total
 
 
 class Counted(list[int]):
