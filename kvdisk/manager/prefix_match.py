@@ -97,7 +97,7 @@ class _Run:
         ready; ``at``: before which others; None: behind them."""
         at, rows, lives = len(self.rows) if at is None else at, reach.rows[:count], reach.catalog.lives
         self.rows[at:at] = array("i", rows)
-        self._lives[at:at] = array("I", [0 if row == NONE else lives[row] for row in rows])
+        self._lives[at:at] = array("I", map(lives.__getitem__, rows) if lives else [0] * len(rows))  # NONE has any
 
     def begin_at(self, start: int, keys: Sequence[BlockKey], reach: _Reach) -> None:
         """Begin at another block: the GPU has lost some of what it had, or got more."""
