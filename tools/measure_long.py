@@ -9,6 +9,9 @@ filled. Each round builds its side anew; nothing of another side is alive then. 
 thread's processor time, in ms: those that come once are medians of the rounds, those of steps
 medians of steps: also those of a hit's plans. With NVMe the hit is on NVMe alone, and its blocks
 take the place of others.
+
+``CALLS`` are the calls that only some settings or circumstances bring, and that vLLM's offloading
+has not got. Of steps that come again and again a round gives the longest.
 """
 
 from __future__ import annotations
@@ -39,11 +42,16 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
 from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.manager.manager import TierManager
+from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.store_policy import NoStores, Spillover
 from kvdisk.messages import JobKind, JobResult, Report
 
 BLOCK_TOKENS, STEP_TOKENS, WINDOW_TOKENS = short.BLOCK_TOKENS, 8192, 1024
@@ -68,6 +76,11 @@ ROWS = (
     HIT + "in all",
     "longest single call",
 )
+PREFETCHED = "waits in the queue: a step"
+WAITS = "waits for room on the GPU: lookup"
+EQUAL = "waits for an equal prompt's load: lookup, step"
+PREEMPTED = "on_preemption: the victim's step"
+PIN, CLEAR, RESET = "kv.pin: ", "clear --live: ", "reset"
 WIRE = ("to the workers: dump", "- load, on each", "- MB")
 
 
@@ -75,14 +88,22 @@ class Ours:
     """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given. ``unit``: blocks
     that are one of ours."""
 
-    def __init__(self, cache: Any, pool: BlockPool, blocks: int, store_dir: Path | None, unit: int = 1) -> None:
+    def __init__(
+        self,
+        cache: Any,
+        pool: BlockPool,
+        blocks: int,
+        store_dir: Path | None,
+        unit: int = 1,
+        policy: str = "on_compute",
+    ) -> None:
         drive: dict[str, Any] = {}
         if store_dir is not None:
             slots = 3 * blocks * 2 * short.PAYLOAD_BYTES
             drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": slots}
         unit_tokens = unit * BLOCK_TOKENS if unit > 1 else None
         size = blocks // unit * (unit * short.PAYLOAD_BYTES + short.PAYLOAD_BYTES)
-        config = Config(cpu_bytes=size, store_decode=True, unit_tokens=unit_tokens, **drive)
+        config = Config(cpu_bytes=size, store_decode=True, unit_tokens=unit_tokens, store_policy=policy, **drive)
         # No worker has made the segments' files that the upkeep would miss.
         mock.patch("kvdisk.upkeep.HomeWatch.lost_segments", return_value=frozenset()).start()
         with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
@@ -91,6 +112,22 @@ class Ours:
         self.arrive, self.allocated, self.plan = self._side.new_request, self._side.allocated, self._side.plan
         self.is_busy = self._side.has_pending_work
         self.wakes = self._side.wake
+
+    @property
+    def manager(self) -> TierManager:
+        """What decides."""
+        return self._side._manager
+
+    @property
+    def nvme(self) -> NvmeSpace | None:
+        """The NVMe tier; None: there is none."""
+        found = self.manager._tiers.get(Tier.NVME)
+        assert found is None or isinstance(found, NvmeSpace)
+        return found
+
+    def reset(self) -> None:
+        """Answer ``reset_cache``."""
+        self._side.reset()
 
     def lookup(self, request: Any) -> int:
         """Return how many tokens can be loaded."""
@@ -203,10 +240,11 @@ class Engine:
         """Return the hashes of a prompt's blocks, new objects each time, as vLLM makes them."""
         return [hashlib.sha256(f"{name} {at}".encode()).digest() for at in range(count)]
 
-    def come(self, hashes: Sequence[bytes], row: str) -> Any:
+    def come(self, hashes: Sequence[bytes], row: str, kv_hints: Any = None) -> Any:
         """Let a request come whose prompt is these blocks."""
         self._count += 1
-        request = Request(f"request {self._count}", [1] * self.tokens, SamplingParams(max_tokens=10**6), None)
+        name, tokens = f"request {self._count}", [1] * self.tokens
+        request = Request(name, tokens, SamplingParams(max_tokens=10**6), None, kv_hints=kv_hints)
         request.block_hashes.extend(hashes)
         self._time(row, partial(self.side.arrive, request))
         request.append_output_token_ids(1)  # so that all of its prompt may hit
@@ -244,14 +282,23 @@ class Engine:
                     table[place] = self.pool.null_block
         return new
 
-    def serve(self, name: str) -> None:
-        """Serve a prompt that nobody has seen."""
+    def prefill(self, name: str) -> Any:
+        """Have a prompt computed that nobody has seen; return its request."""
         request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), "arrival")
         assert self._time("first lookup, nothing there", partial(self.side.lookup, request)) == 0
-        for start in range(0, self.tokens, STEP_TOKENS):
-            output = self._output(request, STEP_TOKENS, self._grow(request, STEP_TOKENS))
-            self.step(output, "a later one" if start else "first prefill step")
-            request.num_computed_tokens = start + STEP_TOKENS
+        for _ in range(0, self.tokens, STEP_TOKENS):
+            self.compute(request, "a later one" if request.num_computed_tokens else "first prefill step")
+        return request
+
+    def compute(self, request: Any, row: str) -> None:
+        """Run a step of a request's prompt."""
+        output = self._output(request, STEP_TOKENS, self._grow(request, STEP_TOKENS))
+        self.step(output, row)
+        request.num_computed_tokens += STEP_TOKENS
+
+    def serve(self, name: str) -> None:
+        """Serve a prompt that nobody has seen."""
+        request = self.prefill(name)
         for at in range(DECODED):
             request.append_output_token_ids([1] * BLOCK_TOKENS)
             request.num_computed_tokens += BLOCK_TOKENS - 1
@@ -263,21 +310,30 @@ class Engine:
             self.step(self._output(request, 1), "a decode step that fills none")
             request.append_output_token_ids(1)
             request.num_computed_tokens += 1
-        self._leave(request, "end")
+        self.leave(request, "end")
 
-    def meet(self, name: str) -> None:
-        """Serve a prompt that is stored whole."""
-        blocks, window = self.tokens // BLOCK_TOKENS, WINDOW_TOKENS // BLOCK_TOKENS
-        before = self._hit_s()
-        request = self.come(self.hashes(name, blocks), "arrival")
-        found = self._time(HIT + "lookup", partial(self.side.lookup, request))
+    def ask(self, request: Any, row: str) -> None:
+        """Look up a request whose prompt is stored whole."""
+        found = self._time(row, partial(self.side.lookup, request))
         assert found == self.tokens, f"{found:,} tokens hit"
+
+    def take(self, request: Any) -> None:
+        """Have the hit of a request loaded that was looked up."""
+        blocks, window = self.tokens // BLOCK_TOKENS, WINDOW_TOKENS // BLOCK_TOKENS
         tables = self._tables.tables[request.request_id]
         for at, table in enumerate(tables):
             lacking = blocks - window if at else 0
             table.extend([self.pool.null_block] * lacking + self.pool.get_new_blocks(blocks - lacking))
         given = KVCacheBlocks(tuple(tables))
         self._time(HIT + "planning", partial(self.side.allocated, request, given, self.tokens))
+
+    def meet(self, name: str, *, steps: int = 0, loses: bool = False) -> None:
+        """Serve a prompt that is stored whole; ``steps``: without tokens, behind the first, before
+        which memory has lost it where it ``loses`` that."""
+        before = self._hit_s()
+        request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), "arrival")
+        self.ask(request, HIT + "lookup")
+        self.take(request)
         plan = self._time(HIT + "its plan", partial(self.side.plan, self._output(None, 0)))
         assert self.side.loads(plan)
         wire = self._wire(plan)
@@ -290,7 +346,11 @@ class Engine:
         output = self._output(request, 1, [self.pool.get_new_blocks(1) for _ in range(self.groups)])
         self.step(output, HIT + "first step")
         self.taken[HIT + "in all"].append(self._hit_s() - before)
-        self._leave(request, "end")
+        if loses:
+            self.side.manager.clear_memory()
+        for _ in range(steps):
+            self.step(self._output(None, 0), HIT + "a later step")
+        self.leave(request, "end")
         for row, value in zip(WIRE, wire, strict=True):
             self.taken[row].append(value)
 
@@ -302,7 +362,8 @@ class Engine:
         load_s, _ = short.timed(partial(pickle.loads, sent))
         return dump_s, load_s, len(sent) / 1e9  # of which 1,000 are printed for each
 
-    def _leave(self, request: Any, row: str) -> None:
+    def leave(self, request: Any, row: str) -> None:
+        """Let a request end, and all of it be done."""
         ended = self._output(None, 0)
         ended.finished_req_ids = {request.request_id}
         self._time(row, partial(self.side.finish, request))
@@ -313,17 +374,98 @@ class Engine:
         while self.side.is_busy():  # until all is on NVMe that goes there, and committed
             self.step(self._output(None, 0), "idle")
 
+    def preempt(self, name: str) -> None:
+        """Have a prompt computed that nobody has seen, and its request preempted."""
+        request = self.prefill(name)
+        output = self._output(None, 0)
+        output.preempted_req_ids = {request.request_id}
+        self.step(output, PREEMPTED)
+        self.leave(request, "end")
 
-def measure(tokens: int, groups: int, make: Callable[[Engine, int], Any], *, is_nvme: bool) -> Engine:
-    """Return an engine that has served and met a prompt; the first one has filled its side."""
+    def wait_for_room(self, name: str) -> None:
+        """Look up a stored prompt that waits for blocks of the GPU, once in each step of another
+        one."""
+        request, other = (
+            self.come(self.hashes(each, self.tokens // BLOCK_TOKENS), "arrival") for each in (name, "other")
+        )
+        self.ask(request, HIT + "lookup")
+        for _ in range(8):
+            self.compute(other, "a later one")
+            assert self._time(WAITS, partial(self.side.lookup, request)) > self.tokens // 2
+
+    def wait_in_queue(self, name: str) -> None:
+        """Let a stored prompt wait, without a lookup."""
+        self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), "arrival")
+        for _ in range(8):
+            self.step(self._output(None, 0), PREFETCHED)
+
+    def meet_twice(self, name: str) -> None:
+        """Look up a stored prompt in each step in which an equal one is loaded."""
+        requests = [self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), "arrival") for _ in range(2)]
+        self.ask(requests[0], HIT + "lookup")
+        self.take(requests[0])
+        loads = True
+        while loads:
+            self._time(EQUAL, partial(self.side.lookup, requests[1]))
+            loads = self.side.goes_on(self.step(self._output(None, 0), EQUAL))
+
+    def pin(self, name: str) -> None:
+        """Serve a stored prompt that a KV hint pins."""
+        hint = KvHintAction("pin", "kv.pin", "1.0", {"seconds": 600})
+        hints = KvHintsEnvelope("1.0", "pins", [hint])
+        request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), PIN + "arrival", hints)
+        self.leave(request, PIN + "end")
+
+    def spill(self, name: str) -> None:
+        """Serve a stored prompt under ``spillover``."""
+        self.side.manager._stores._store_policy = Spillover()
+        self.meet(name, steps=20)
+
+    def list_all(self, name: str) -> None:
+        """Serve a stored prompt under a policy that returns lists; memory loses it at once."""
+        self.side.manager._stores._store_policy = Listed()
+        self.meet(name, steps=20, loses=True)
+
+    def clear(self, _: str) -> None:
+        """Delete all, as ``kvdisk clear --live`` asks for it."""
+        self._time(CLEAR + "memory", self.side.manager.clear_memory)
+        nvme = self.side.nvme
+        for segment in list(nvme.segments.in_place) if nvme else ():
+            self._time(CLEAR + "a segment", partial(nvme.let_go, segment))
+            self.step(self._output(None, 0), CLEAR + "a later step")
+
+    def forget(self, _: str) -> None:
+        """Reset the cache."""
+        self._time(RESET, self.side.reset)
+
+
+class Listed(NoStores):
+    """Offers all, as a list: a policy of a user's own may."""
+
+    def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> Sequence[int]:  # noqa: ARG002
+        """Return all positions."""
+        return list(range(start, stop))
+
+
+def filled(
+    tokens: int, groups: int, make: Callable[[Engine, int], Any], use: Callable[[Engine, str], None] = Engine.serve
+) -> Engine:
+    """Return an engine whose side a prompt has filled, and that has served another one, or has done
+    what ``use`` does with both."""
     engine = Engine(tokens, groups)
     engine.side = make(engine, (tokens // BLOCK_TOKENS + SPARE_BLOCKS) * groups)
-    engine.serve("filler")
+    use(engine, "filler")
     engine.taken.clear()
     engine.longest = (0.0, "")
     gc.collect()
     gc.freeze()  # as vLLM does when it has started
-    engine.serve("prompt")
+    use(engine, "prompt")
+    return engine
+
+
+def measure(tokens: int, groups: int, make: Callable[[Engine, int], Any], *, is_nvme: bool) -> Engine:
+    """Return an engine that has served and met a prompt; the first one has filled its side."""
+    engine = filled(tokens, groups, make)
     engine.meet("filler" if is_nvme else "prompt")  # where it is on NVMe alone
     gc.unfreeze()
     engine.side.close()
@@ -359,6 +501,60 @@ def table_of(tokens: int, groups: int, rounds: int) -> Table:
     return table
 
 
+CALLS: tuple[tuple[Callable[[Engine, str], None], dict[str, tuple[str, ...]]], ...] = (
+    (Engine.wait_in_queue, {PREFETCHED: (PREFETCHED,)}),
+    (Engine.wait_for_room, {WAITS: (WAITS,)}),
+    (Engine.meet_twice, {EQUAL: (EQUAL,)}),
+    (Engine.pin, {PIN + "arrival": (PIN + "arrival",), PIN + "end": (PIN + "end",)}),
+    (Engine.spill, {"spillover: a step after a hit": (HIT + "first step", HIT + "a later step")}),
+    (Engine.list_all, {"a policy's list: a step after a hit": (HIT + "first step", HIT + "a later step")}),
+    (Engine.clear, {f"{CLEAR}{what}": (f"{CLEAR}{what}",) for what in ("memory", "a segment", "a later step")}),
+    (Engine.forget, {RESET: (RESET,)}),
+)
+"""What an engine does once it has met a prompt, and the rows of that: of each, whose longest call
+it has."""
+
+
+def calls_of(tokens: int, groups: int, rounds: int) -> Table:
+    """Measure ``CALLS`` and a preemption; return a table of milliseconds: the median, and the least
+    and most, of the longest of each round."""
+    found: dict[str, list[list[float]]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for at, store_dir in enumerate((None, Path(directory))):
+
+            def make(engine: Engine, blocks: int, policy: str = "on_compute", where: Path | None = store_dir) -> Ours:
+                return Ours(engine.cache, engine.pool, blocks, where, policy=policy)
+
+            for _ in range(rounds):
+                for call, rows in CALLS:
+                    engine = filled(tokens, groups, make)
+                    call(engine, "prompt" if store_dir is None else "filler")
+                    _note(engine, rows, found, at)
+                engine = filled(tokens, groups, partial(make, policy="on_preemption"), Engine.preempt)
+                _note(engine, {PREEMPTED: (PREEMPTED,)}, found, at)
+    table = Table(f"ms: {tokens:,} tokens, {groups} group{'s'[: groups > 1]}", "kvdisk", "with NVMe")
+    for row, both in found.items():
+        cells = [
+            f"{1e3 * statistics.median(taken):,.1f} ({1e3 * min(taken):,.1f} to {1e3 * max(taken):,.1f})"
+            if taken
+            else ""
+            for taken in both
+        ]
+        table.add_row(row, *cells)
+    return table
+
+
+def _note(engine: Engine, rows: dict[str, tuple[str, ...]], found: dict[str, list[list[float]]], at: int) -> None:
+    """Take an engine's longest call of each row, and end it."""
+    gc.unfreeze()
+    engine.side.close()
+    for row, parts in rows.items():
+        taken = [seconds for part in parts for seconds in engine.taken[part]]
+        if taken:
+            found.setdefault(row, [[], []])[at].append(max(taken))
+    gc.collect()
+
+
 def _result(engine: Engine) -> dict[str, float]:
     found = {row: statistics.median(taken) for row, taken in engine.taken.items()}
     return found | {"longest single call": engine.longest[0]}
@@ -370,12 +566,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
+    parser.add_argument("--calls", action="store_true", help="the calls that only some circumstances bring")
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=120)
     load = os.getloadavg()[0]
     for tokens in options.tokens:
         for groups in options.groups:
-            console.print(table_of(tokens, groups, options.rounds))
+            console.print((calls_of if options.calls else table_of)(tokens, groups, options.rounds))
     console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
     return 0
 

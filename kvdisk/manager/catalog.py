@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
 from itertools import compress, repeat, starmap
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +213,8 @@ class Catalog:
     object for each block would be. ``keys``: by row, always the same array. ``parent_rows``: by row
     that of the block before it in its chain; NONE of the first. ``stored_s``: by row when its block
     was first stored, in any tier of any engine: who begins its first copy says it. ``tenants``: by
-    row the digest of the salt in its block's key; 0: it has none, or nobody knows it. ``gains``
+    row the digest of the salt in its block's key; 0: it has none, or nobody knows it. ``lives``: by
+    row a number that changes when its key is not found there any more. ``gains``
     rises whenever some block comes nearer to being loaded (see ``presences``), and ``losses``
     whenever some block comes to be farther from it: what was found holds until then.
     """
@@ -229,6 +230,7 @@ class Catalog:
         self.epochs = array("Q")
         self.stored_s = array("I")
         self.tenants = array("Q")
+        self.lives = array("I")
         self.parent_rows = array("i")
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
@@ -246,7 +248,8 @@ class Catalog:
 
     def find(self, key: BlockKey) -> int:
         """Return the row of a block of the current epoch, or -1."""
-        return self.find_all((key,))[0]
+        row = self._rows.get(key, NONE)
+        return NONE if row != NONE and self._is_placeholder[row] else row
 
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the row, or -1, of each block."""
@@ -353,7 +356,7 @@ class Catalog:
         first = len(self.generations)
         if first + count > len(self.keys):
             self.keys.resize(first + count + first // 8, refcheck=False)
-        for column in (self.generations, self.epochs, self.stored_s, self.tenants, self._child_counts):
+        for column in (self.generations, self.epochs, self.stored_s, self.tenants, self.lives, self._child_counts):
             column.frombytes(bytes(count * column.itemsize))
         self.parent_rows.extend(array("i", [NONE]) * count)
         for columns in self._columns.values():
@@ -393,12 +396,20 @@ class Catalog:
             for tier in KEPT_TIERS:
                 self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
+        if self.lives:
+            np.frombuffer(self.lives, np.uint32)[:] += 1
         self.losses += 1
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
         """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
         rows: list[int] = self._columns[tier].rows(segment).tolist()
         return rows
+
+    def kept_in(self, tier: Tier, segment: int | None = None) -> list[int]:
+        """Return the ``rows_in``, but for DOOMED copies."""
+        rows = self._columns[tier].rows(segment)
+        kept: list[int] = rows[np.frombuffer(self._columns[tier].states, np.uint8)[rows] != DOOMED].tolist()
+        return kept
 
     def rows(self) -> list[int]:
         """Return every row with a copy, of all epochs, ascending."""
@@ -461,7 +472,27 @@ class Catalog:
     def presences(self, keys: Sequence[BlockKey], tiers: TierChoice = None) -> bytes:
         """Return of each key how near its block is to be loaded from some tiers, as a byte: READY,
         it can be; WRITING, it is on its way to one; ABSENT."""
-        return self.presences_of(list(map(self._rows.get, keys, repeat(NONE))), tiers)
+        return self.presences_of(self.rows_by_key(keys), tiers)
+
+    def rows_by_key(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Return the row of each block, also where it is a placeholder, or NONE: for
+        ``presences_of``."""
+        return list(map(self._rows.get, keys, repeat(NONE)))
+
+    def are_ready(self, rows: array[int], lives: array[int], tiers: TierChoice = None) -> NDArray[np.bool_]:
+        """Return of each block whether its presence is READY in the row that it had, or NONE, when
+        the row's ``lives`` was this: fast, for many."""
+        found: NDArray[np.bool_] = np.frombuffer(self.presences_of(rows, tiers), np.uint8) == READY
+        if found.any():
+            found &= np.frombuffer(self.lives, np.uint32)[np.frombuffer(rows, np.int32)] == lives
+        return found
+
+    def states_of(self, rows: NDArray[np.signedinteger[Any]], tier: Tier) -> NDArray[np.uint8]:
+        """Return the ``state`` of each row's copy in a tier; that of NONE is ABSENT."""
+        found = np.full(len(rows), ABSENT, np.uint8)
+        is_row = rows != NONE
+        found[is_row] = np.frombuffer(self._columns[tier].states, np.uint8)[rows[is_row]]
+        return found
 
     def presences_of(self, rows: Sequence[int], tiers: TierChoice = None) -> bytes:
         """Return the ``presences`` of rows; that of NONE is ABSENT."""
@@ -564,6 +595,7 @@ class Catalog:
             del self._rows[key]
         self._is_placeholder[row] = False
         self.keys[row] = _NOBODY
+        self.lives[row] = (self.lives[row] + 1) & 0xFFFFFFFF
         self._vacant.append(row)
 
     def pin(self, rows: Iterable[int], tier: Tier) -> None:

@@ -139,17 +139,25 @@ class HitLookup:
 
     def _is_being_read(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a block of a hit is just being read into memory: once is enough."""
-        landing = self._state.landing
-        if not landing or hit <= local_tokens:
+        landing, space = self._state.landing, self._tiers.landing_tier
+        if not landing or space is None or hit <= local_tokens:
             return False
-        return not all(map(landing.isdisjoint, self._needed_keys(request, local_tokens, hit)))
+        for group in self._geometry.groups:
+            keys, stop = request.keys[group.group], hit // group.block_tokens
+            if group.reads_all:
+                needed = request.lookups.arriving(self._catalog, space.tier, group.group, keys, stop)
+            else:
+                needed = keys[first_needed(group, local_tokens, hit) : stop]
+            if not landing.isdisjoint(needed):
+                return True
+        return False
 
     def _loader_of(self, request: RequestState, local_tokens: int, hit: int, now: float) -> JobId | None:
         """Return the load of another request after which the GPU will have a part of a hit, if
         there is one.
 
-        It is looked for once for each load that is waited for, and again when the time for it is
-        over.
+        It is looked for once for each load that is waited for, and when the time for it is over
+        again, whenever another load begins or ends.
         """
         loads, awaited = self._gpu_loads, request.awaited_load
         if not loads.any or hit <= local_tokens:
@@ -157,10 +165,16 @@ class HitLookup:
         is_waiting = request.wait_started_s is not None
         if is_waiting and loads.is_out(awaited) and not request.gave_up_waiting and not self._is_over(request, now):
             return awaited
-        end = Lookups().find(loads.presences, self._geometry, request.keys, local_tokens, hit).ready
+        asked = (loads.changes, local_tokens, hit)
+        if request.lookups.brought[0] != asked:
+            found = Lookups().find(loads.presences, self._geometry, request.keys, local_tokens, hit)
+            request.lookups.brought = asked, found.ready
+        _, end = request.lookups.brought
         if end <= local_tokens or not self._is_worth(request, local_tokens, end):
             return None
-        loader = loads.loader_of(next(keys[0] for keys in self._needed_keys(request, local_tokens, end) if keys))
+        places = ((group, first_needed(group, local_tokens, end)) for group in self._geometry.groups)
+        first = next(request.keys[group.group][at] for group, at in places if at < end // group.block_tokens)
+        loader = loads.loader_of(first)
         return loader if (is_waiting and loader == awaited) or loader not in request.awaited_loads else None
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:

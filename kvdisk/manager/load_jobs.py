@@ -44,13 +44,14 @@ class GpuLoads:
     vLLM: it has a loaded block in its prefix cache before it looks up any waiting request again. So
     whoever has waited for the load finds its blocks on the GPU. A block that two loads bring is the
     later one's. ``enabled``: whether the engine has a prefix cache. Without one nothing is noted,
-    and so nobody waits.
+    and so nobody waits. ``changes`` rises whenever a load is noted or forgotten.
     """
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._loaders: dict[BlockKey, JobId] = {}
         self._keys: dict[JobId, Sequence[BlockKey]] = {}
+        self.changes = 0
         self._unnoted: list[JobId] = []
         """Loads whose keys are not in ``_loaders`` yet: nobody has asked since they began."""
 
@@ -58,6 +59,7 @@ class GpuLoads:
         """Note a load, by its first job, and all that it brings."""
         if self._enabled:
             self._keys[load_id] = keys
+            self.changes += 1
             self._unnoted.append(load_id)
 
     def _noted(self) -> dict[BlockKey, JobId]:
@@ -71,6 +73,7 @@ class GpuLoads:
         """Forget a load that has ended, or whose blocks nobody will use. It may be forgotten
         already."""
         keys = self._keys.pop(load_id, ()) if load_id is not None else ()
+        self.changes += bool(keys)
         if load_id in self._unnoted:
             self._unnoted.remove(load_id)
             return
@@ -81,6 +84,7 @@ class GpuLoads:
 
     def clear(self) -> None:
         """For a new epoch: no load on its way brings anything."""
+        self.changes += 1
         self._keys.clear()
         self._unnoted.clear()
         self._loaders.clear()

@@ -20,7 +20,6 @@ from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.block_jobs import BlockJobs
-from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
@@ -132,6 +131,7 @@ class TierManager:
             self._hints.ask(request)
             self._promotions.enqueue(request)
 
+    @uncollected
     def hint(self, request_id: str, kv_hints: tuple[KVHint, ...], now: float) -> None:
         """Do what a new request's sender says of its blocks, now and when it has ended."""
         request = self._requests[request_id]
@@ -149,6 +149,7 @@ class TierManager:
                 self._demand.forget(request)
                 self._stores.forget(request)
 
+    @uncollected
     def request_finished(self, request_id: str) -> None:
         """Forget a request. Its GPU blocks may be freed now: the fence protects copies."""
         request = self._requests.pop(request_id, None)
@@ -159,6 +160,7 @@ class TierManager:
             if request.kv_hints:
                 self._kv_hints.apply(request, ended=True)
 
+    @uncollected
     def preempt(self, request_ids: Iterable[str], now: float, overwritten: Collection[int] = ()) -> None:
         """Save what the victims have lost; they wait again. Call it once a step, before stores are
         planned.
@@ -374,6 +376,7 @@ class TierManager:
         for space in self._tiers:
             self._state.released += space.commit()
 
+    @uncollected
     def reset(self, epoch: int) -> None:
         """Load nothing from before any more, because the weights may have changed: move to
         ``epoch``.
@@ -417,14 +420,14 @@ class TierManager:
         ]
         return ", ".join([*found, f"{len(self._transfers.sent_loads()):,} loads on their way are computed"])
 
+    @uncollected
     def clear_memory(self) -> int:
         """Delete what is in memory, as an operator asked for: what a job uses ends with that.
         Return how many blocks that are."""
         count = 0
         for space in self._tiers:
             if space.in_memory:
-                states = self._catalog.columns(space.tier).states
-                rows = [row for row in self._catalog.rows_in(space.tier) if states[row] != DOOMED]
+                rows = self._catalog.kept_in(space.tier)
                 space.discard(*rows)
                 count += len(rows)
         return count

@@ -20,7 +20,6 @@ from kvdisk.geometry import segment_file_bytes
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import DOOMED
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
@@ -416,7 +415,7 @@ class NvmeSpace(TierSpace):
         while it is opened has all of them."""
         while self._ending and (left := MOST_ENDED - self._ended) > 0:
             segment = next(iter(self._ending))
-            rows = [row for row in self._catalog.rows_in(self.tier, segment) if self._state(row) != DOOMED]
+            rows = self._catalog.kept_in(self.tier, segment)
             self.discard(*rows[:left])
             self._ended += len(rows[:left])
             if len(rows) <= left:
@@ -429,7 +428,7 @@ class NvmeSpace(TierSpace):
         spec = self._shift.giving
         if spec is None or spec.segment in self._drops:
             return
-        rows = [row for row in self._catalog.rows_in(self.tier, spec.segment) if self._state(row) != DOOMED]
+        rows = self._catalog.kept_in(self.tier, spec.segment)
         if not rows:
             self._drop_segment(spec)
             return
@@ -462,7 +461,7 @@ class NvmeSpace(TierSpace):
             for first, count in ranges:
                 chosen[first : first + count] = True
         indices, generations = self._catalog.columns(self.tier).indices, self._catalog.generations
-        rows = [row for row in self._catalog.rows_in(self.tier, segment) if self._state(row) != DOOMED]
+        rows = self._catalog.kept_in(self.tier, segment)
         going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
         if ranges is None and len(going) == len(rows):
             self._drop_segment(spec)

@@ -9,17 +9,20 @@ disk. A promoted copy is an ordinary CPU copy: once evicted, its request reads t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvdisk.blocks import BlockKey, JobId, Slot, group_of
-from kvdisk.manager.catalog import ABSENT, READY
+from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
-from kvdisk.manager.prefix_match import Lookups, first_needed, reachable
+from kvdisk.manager.prefix_match import first_needed
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
@@ -35,14 +38,54 @@ MOST_SEEN = 16
 """Requests at the head of the queue that one step passes over or looks at."""
 MOST_FOUND = 4
 MOST_FOUND_KEYS = 4096
-"""Requests whose hits one step looks for, and their blocks; one is looked for however long it
-is."""
+"""Requests whose hits one step looks for, and their blocks; one is looked for however long it is.
+And as many blocks of hits that a step plans, or finds to need no read any more."""
 MOST_ASKED = 16
 """Prefetches that KV hints ask for and that have not begun, or are not planned to their end."""
 
 
-_Wanted = deque[Read]
-"""A waiting request's blocks to be read ahead, in the order of its prompt."""
+class _Wanted:
+    """A waiting request's blocks that are to be read ahead, in the order of its prompt.
+
+    ``groups``, ``positions``: of each. Of a long prompt few are planned in a step: reads are made
+    when they are.
+    """
+
+    def __init__(self, request: RequestState, groups: NDArray[np.intp], positions: NDArray[np.intp]) -> None:
+        self._request = request
+        self._groups = groups
+        self._positions = positions
+        self._at = 0
+        self._made: deque[Read] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._made) or self._at < len(self._positions)
+
+    @property
+    def first(self) -> Read:
+        """The next of them. There is one."""
+        if not self._made:
+            group, position = int(self._groups[self._at]), int(self._positions[self._at])
+            keys = self._request.keys[group]
+            parent = self._request.parent(group, position)
+            self._made.append(Read(keys[position], parent, tenant=self._request.tenant))
+            self._at += 1
+        return self._made[0]
+
+    def take(self) -> Read:
+        """Remove and return the first."""
+        read = self.first
+        self._made.popleft()
+        return read
+
+    def put_back(self, reads: Sequence[Read]) -> None:
+        """Have reads come first again that were taken."""
+        self._made.extendleft(reversed(reads))
+
+    def clear(self) -> None:
+        """Leave out all."""
+        self._at = len(self._positions)
+        self._made.clear()
 
 
 class Promotions:
@@ -78,6 +121,8 @@ class Promotions:
         """Those of the waiting that were made for a KV hint, and are no requests of the engine."""
         self._remote_jobs: list[JobId] = []
         """Promotions from the remote store that were out."""
+        self._left = 0
+        """Blocks that this step may still plan, or find to need no read."""
 
     # -- the queue -----------------------------------------------------------------------------
 
@@ -146,7 +191,7 @@ class Promotions:
             for asked in list(self._asked):
                 self._end(asked)
             return
-        found = found_keys = 0
+        found, found_keys, self._left = 0, 0, MOST_FOUND_KEYS
         for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
             self._hints.renew(request)
             if wanted is None:
@@ -155,14 +200,14 @@ class Promotions:
                 found += 1
                 found_keys += sum(map(len, request.keys))
                 wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
-            while wanted and not self._has_enough_jobs(self._is_remote(wanted[0])):
+            while wanted and self._left > 0 and not self._has_enough_jobs(self._is_remote(wanted.first)):
                 if not self._plan_job(request.request_id, wanted):
                     if request not in self._asked:
                         return  # for want of room: those behind it would take what comes free
                     wanted.clear()
             if not wanted:
                 self._end(request)
-            elif not self._is_remote(wanted[0]):
+            elif self._left <= 0 or not self._is_remote(wanted.first):
                 return
 
     def _is_remote(self, read: Read) -> bool:
@@ -183,32 +228,47 @@ class Promotions:
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, hints = self._catalog, self._hints.usable
-        presences = reachable(catalog, hints)
+        catalog, hints, tier = self._catalog, self._hints.usable, self._landing.tier
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
-        hit = Lookups().find(presences, self._geometry, request.keys, 0, limit).coming
-        found: list[tuple[int, Read]] = []
-        held: list[int] = []
+        changes = self._hints.changes if hints else -1
+        hit = request.lookups.hits(catalog, self._geometry, request.keys, 0, limit, hints, changes).coming
+        groups, positions, held, starts = [], [], [], []
         for group in self._geometry.groups:
-            keys = request.keys[group.group]
             self._demand.reach(request, group.group, min(1, hit // group.block_tokens))
             first, last = first_needed(group, 0, hit), hit // group.block_tokens
-            for position, row in enumerate(catalog.find_all(keys[first:last]), first):
-                if row >= 0 and catalog.state(row, self._landing.tier) == READY:
-                    held.append(row)
-                elif self._is_wanted(keys[position], row, hints):
-                    parent = request.parent(group.group, position)
-                    read = Read(keys[position], parent, tenant=request.tenant)
-                    found.append((position * group.block_tokens, read))
-        if not found:
-            return deque()
-        self._landing.touch(held[::-1])  # or reading ahead would make room by letting just these leave
-        found.sort(key=lambda place: place[0])
-        end_tokens = (
-            found[0][0] + request.limits.most_load_tokens if request.limits.most_load_tokens is not None else hit
-        )
-        return deque(read for start_tokens, read in found if start_tokens < end_tokens)
+            keys = request.keys[group.group][first:last]
+            rows = catalog.find_many(keys)
+            states = catalog.states_of(rows, tier)
+            held.append(rows[states == READY])
+            is_wanted = (states == ABSENT) & (catalog.readable_tiers(rows) != 0)
+            for at in np.flatnonzero(rows == NONE).tolist() if hints else ():
+                is_wanted[at] = keys[at] in hints
+            if self._gpu_loads.any:
+                is_wanted &= np.frombuffer(self._gpu_loads.presences(keys), np.uint8) != READY
+            found = np.flatnonzero(is_wanted) + first
+            groups.append(np.full(len(found), group.group))
+            positions.append(found)
+            starts.append(found * group.block_tokens)
+        order = np.argsort(np.concatenate(starts), kind="stable")
+        some = order[self._within(request, *(np.concatenate(each)[order] for each in (groups, positions, starts)))]
+        if len(some):  # or reading ahead would make room by letting just these leave
+            self._landing.touch(np.concatenate(held)[::-1].tolist())
+        return _Wanted(request, np.concatenate(groups)[some], np.concatenate(positions)[some])
+
+    def _within(
+        self, request: RequestState, groups: NDArray[np.intp], positions: NDArray[np.intp], starts: NDArray[np.intp]
+    ) -> slice:
+        """Return which blocks, in the order of their prompt, a request may load: from the first on
+        that the GPU has not cached. ``starts``: of each, in tokens."""
+        first, most = 0, request.limits.most_load_tokens
+        for group, position in zip(groups[:MOST_FOUND_KEYS].tolist(), positions.tolist(), strict=False):
+            if not self._context.is_cached(request.keys[group][position]):
+                break
+            first += 1
+        if most is None or first == len(starts):
+            return slice(first, None)
+        return slice(first, int(np.searchsorted(starts, starts[first] + most)))
 
     def _is_wanted(self, key: BlockKey, row: int, hints: Collection[BlockKey]) -> bool:
         """Whether a drive has a block, in this row of the catalog, or ``hints``, that neither the
@@ -225,9 +285,12 @@ class Promotions:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
         assert self._landing is not None
         picked: list[Read] = []
-        is_remote, hints = self._is_remote(wanted[0]), self._hints.usable
-        while wanted and len(picked) < MAX_PROMOTE_MOVES and self._is_remote(wanted[0]) is is_remote:
-            read = wanted.popleft()
+        is_remote, hints = self._is_remote(wanted.first), self._hints.usable
+        while (
+            wanted and self._left > 0 and len(picked) < MAX_PROMOTE_MOVES and self._is_remote(wanted.first) is is_remote
+        ):
+            read = wanted.take()
+            self._left -= 1
             row = self._catalog.find(read.key)
             if self._is_wanted(read.key, row, hints) and self._landing.admits((read.key,), (read.parent,))[0]:
                 picked.append(read)
@@ -242,7 +305,7 @@ class Promotions:
                 made.append(read)
             else:
                 left.append(read)
-        wanted.extendleft(reversed(left))
+        wanted.put_back(left)
         if made:
             moves, details = [read.move for read in made], [read.detail for read in made]
             record = self._transfers.add(

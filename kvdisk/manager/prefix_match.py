@@ -4,13 +4,16 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey
+import numpy as np
+
+from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager.catalog import ABSENT, READY, WRITING, Catalog, TierChoice
+from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING, Catalog, TierChoice
 
 _SPAN = 256
 """Blocks that are looked up at a time: so many too many where a prefix ends."""
@@ -45,27 +48,95 @@ def reachable(catalog: Catalog, hints: Collection[BlockKey], tiers: TierChoice =
     if not hints:
         return in_catalog
 
-    def presences(keys: Sequence[BlockKey]) -> bytes:
-        found = in_catalog(keys)
-        if found.strip(_READY):
-            hinted = bytes(map(hints.__contains__, keys)).replace(b"\1", _READY)
-            found = bytes(map(max, found, hinted))
-        return found
+    return lambda keys: _with_hints(in_catalog(keys), keys, hints)
 
-    return presences
+
+def _with_hints(found: bytes, keys: Sequence[BlockKey], hints: Collection[BlockKey]) -> bytes:
+    """Return presences of keys, of which those that are hinted are READY."""
+    if not hints or not found.strip(_READY):
+        return found
+    hinted = bytes(map(hints.__contains__, keys)).replace(b"\1", _READY)
+    return bytes(map(max, found, hinted))
+
+
+class _Reach:
+    """What ``reachable`` returns. ``rows``: of the keys that it was asked for last, NONE of those
+    that hints alone make READY."""
+
+    def __init__(self, catalog: Catalog, hints: Collection[BlockKey], tiers: TierChoice) -> None:
+        self.catalog, self.hints, self.tiers = catalog, hints, tiers
+        self.rows: Sequence[int] = ()
+
+    def __call__(self, keys: Sequence[BlockKey]) -> bytes:
+        self.rows = rows = self.catalog.rows_by_key(keys)
+        found = self.catalog.presences_of(rows, self.tiers)
+        if self.hints and found.strip(_READY):
+            self.rows = [row if presence == READY else NONE for row, presence in zip(rows, found, strict=True)]
+        return _with_hints(found, keys, self.hints)
+
+
+class _Run:
+    """Blocks of a full-attention group, one behind the other, that were ready when they were looked
+    at.
+
+    ``start``: the first. ``rows``: of each in the catalog, NONE where a hint alone names it. What
+    is still there is told by the rows: to look up the keys of a long prompt takes 50 times as long.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.rows, self._lives = array("i"), array("I")
+
+    @property
+    def end(self) -> int:
+        """Where the next block begins."""
+        return self.start + len(self.rows)
+
+    def add(self, reach: _Reach, count: int, at: int | None = None) -> None:
+        """Take over the first ``count`` blocks that ``reach`` was asked for last, all of which are
+        ready; ``at``: before which others; None: behind them."""
+        at, rows, lives = len(self.rows) if at is None else at, reach.rows[:count], reach.catalog.lives
+        self.rows[at:at] = array("i", rows)
+        self._lives[at:at] = array("I", map(lives.__getitem__, rows) if lives else [0] * len(rows))  # NONE has any
+
+    def begin_at(self, start: int, keys: Sequence[BlockKey], reach: _Reach) -> None:
+        """Begin at another block: the GPU has lost some of what it had, or got more."""
+        if start < self.start:
+            before = reach(keys[start : self.start])
+            if before.strip(_READY):
+                self._keep(0, 0)
+            else:
+                self.add(reach, len(before), 0)
+        else:
+            self._keep(start - self.start, len(self.rows))
+        self.start = start
+
+    def check(self, keys: Sequence[BlockKey], reach: _Reach) -> None:
+        """End before the first block that is not ready any more."""
+        for at in np.flatnonzero(~reach.catalog.are_ready(self.rows, self._lives, reach.tiers)).tolist():
+            if keys[self.start + at] not in reach.hints:
+                self._keep(0, at)
+                return
+            self.rows[at] = NONE
+
+    def _keep(self, first: int, stop: int) -> None:
+        self.rows, self._lives = self.rows[first:stop], self._lives[first:stop]
 
 
 class Lookups:
     """One request's lookups. The last answer is kept while nothing has changed, and how far its
-    blocks were ready while no tier has lost anything: what came since is looked for behind that."""
+    blocks were ready: what was ready is told by its rows where some tier has lost something, and
+    what came since is looked for behind that. ``brought``: up to which token loads of others were
+    bringing its hit to the GPU; before that, at which ``GpuLoads.changes``, and the hit's tokens
+    from where to where."""
 
     def __init__(self) -> None:
         self._asked: tuple[int, ...] = ()
         self._hits = Hits(0, 0)
         self._held: tuple[int, ...] = ()
-        self._ends: dict[int, int] = {}
-        """By group, up to where the blocks from the local ones on were ready when ``_held``
-        was."""
+        self._runs: dict[int, _Run] = {}
+        """By group, the blocks from the local ones on that were ready when ``_held`` was."""
+        self.brought: tuple[tuple[int, int, int], int] = ((-1, 0, 0), 0)
 
     def hits(
         self,
@@ -92,12 +163,23 @@ class Lookups:
         hinted = (hint_changes, len(hints))  # the number tells which sources they are of
         asked = (local_tokens, limit_tokens, gains, losses, *hinted, *map(len, keys))
         if asked != self._asked:
-            held = (local_tokens, losses, *hinted)
-            if held != self._held:
-                self._ends, self._held = {}, held
-            self._asked = asked
-            self._hits = self.find(reachable(catalog, hints, tiers), geometry, keys, local_tokens, limit_tokens)
+            reach, held = _Reach(catalog, hints, tiers), (local_tokens, losses, *hinted)
+            for group in geometry.groups if held != self._held else ():
+                if group.reads_all:
+                    run = self._runs.setdefault(group.group, _Run(0))
+                    run.begin_at(local_tokens // group.block_tokens, keys[group.group], reach)
+                    run.check(keys[group.group], reach)
+            self._asked, self._held = asked, held
+            self._hits = self.find(reach, geometry, keys, local_tokens, limit_tokens, self._runs)
         return self._hits
+
+    def arriving(self, catalog: Catalog, tier: Tier, group: int, keys: Sequence[BlockKey], stop: int) -> list[BlockKey]:
+        """Return those of a full-attention group's blocks before ``stop``, which were ready at the
+        last ``hits``, that may be just coming to a tier as well: few, unless hints name them."""
+        run = self._runs[group]
+        rows = np.frombuffer(run.rows, np.int32)[: stop - run.start]
+        found = np.flatnonzero((rows == NONE) | (catalog.states_of(rows, tier) == WRITING))
+        return [keys[run.start + at] for at in found.tolist()]
 
     def find(
         self,
@@ -106,9 +188,11 @@ class Lookups:
         keys: Sequence[Sequence[BlockKey]],
         local_tokens: int,
         limit_tokens: int,
+        runs: Mapping[int, _Run] | None = None,
     ) -> Hits:
-        """Return what ``hits`` does, but look even where nothing has changed. New ``Lookups`` may
-        be asked in any ``presences``."""
+        """Return what ``hits`` does, in any ``presences``, but look even where nothing has changed.
+        ``runs``: by group what is known to be ready in them, which are a ``_Reach`` then; it grows
+        by what is found."""
         step = geometry.alignment_tokens
         for group in geometry.groups:
             limit_tokens = min(limit_tokens, len(keys[group.group]) * group.block_tokens)
@@ -120,7 +204,8 @@ class Lookups:
                 continue
             first, last = local_tokens // group.block_tokens, coming // group.block_tokens
             last = min(last + group.volatile_blocks, len(keys[group.group]))
-            ends = self._extend(presences, group.group, keys[group.group], first, last)
+            run = None if runs is None else runs[group.group]
+            ends = _extend(presences, keys[group.group], first, last, run)
             ready = min(ready, (ends[0] - group.volatile_blocks) * group.block_tokens // step * step)
             coming = min(coming, (ends[1] - group.volatile_blocks) * group.block_tokens // step * step)
         windows = [
@@ -133,29 +218,27 @@ class Lookups:
             _shorten([window.last_absent for window in windows], local_tokens, coming, step),
         )
 
-    def _extend(
-        self, presences: Presences, group: int, keys: Sequence[BlockKey], first: int, last: int
-    ) -> tuple[int, int]:
-        """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on
-        are ready, or coming.
 
-        Looks from where they were ready the last time.
-        """
-        ready = position = min(self._ends.get(group, first), last)
-        is_ready = True
-        while position < last:
-            span = presences(keys[position : min(position + _SPAN, last)])
-            if is_ready:
-                count = len(span) - len(span.lstrip(_READY))
-                ready += count
-                is_ready = count == len(span)
-            hole = span.find(ABSENT)
-            if hole >= 0:
-                position += hole
-                break
-            position += len(span)
-        self._ends[group] = max(self._ends.get(group, first), ready)
-        return ready, position
+def _extend(presences: Presences, keys: Sequence[BlockKey], first: int, last: int, run: _Run | None) -> tuple[int, int]:
+    """Return up to where, at most ``last``, a full-attention group's blocks from ``first`` on are
+    ready, or coming. ``run``: see ``Lookups.find``; it begins at ``first``."""
+    ready = position = first if run is None else min(run.end, last)
+    is_ready = True
+    while position < last:
+        span = presences(keys[position : min(position + _SPAN, last)])
+        if is_ready:
+            count = len(span) - len(span.lstrip(_READY))
+            ready += count
+            is_ready = count == len(span)
+            if run is not None:
+                assert isinstance(presences, _Reach)
+                run.add(presences, count)
+        hole = span.find(ABSENT)
+        if hole >= 0:
+            position += hole
+            break
+        position += len(span)
+    return ready, position
 
 
 class _Window:

@@ -128,10 +128,11 @@ class Spillover(NoStores):
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> Sequence[int]:  # noqa: ARG002
         """Note keys and parents; offer nothing yet."""
-        for position in range(start, stop):
-            self._parents[keys[position]] = keys[position - 1] if position else None
-            self._parents.move_to_end(keys[position])
-            self._offered.discard(keys[position])
+        some = keys[start:stop]
+        for key, parent in zip(some, [keys[start - 1] if start else None, *some], strict=False):
+            self._parents[key] = parent
+            self._parents.move_to_end(key)
+        self._offered.difference_update(some)
         return ()
 
     def free_offers(self, context: SchedulerContext) -> Sequence[FreeOffer]:

@@ -201,7 +201,9 @@ class StorePlanner:
         """Put off blocks. ``are_new``: as in ``_use``."""
         if start < stop:
             keys, blocks = request.keys[group], request.held_blocks[group]
-            positions = self._reach(request, group, start, stop)
+            positions: Collection[int] = self._reach(request, group, start, stop)
+            if not isinstance(positions, range):
+                positions = frozenset(positions)  # which of them are in it is asked one by one
             self._rest.append(_Rest(group, keys, blocks, positions, start, stop, are_new, request.tenant))
 
     def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:

@@ -399,10 +399,13 @@ class TierSpace:
 
     def discard(self, *rows: int) -> None:
         """Let no request find these copies any more, and end each as soon as no job uses it."""
-        self._forget(rows)
-        for row in rows:
+        pins = self._catalog.columns(self.tier).pins
+        used, unused = [row for row in rows if pins[row]], [row for row in rows if not pins[row]]
+        self._forget(used)
+        for row in used:
             self._catalog.doom(row, self.tier)
-        self._drop_doomed(rows)
+        if unused:
+            self.drop(unused)
 
     def _forget(self, rows: Sequence[int]) -> None:
         for size_class, alike in self.by_class(rows):
@@ -426,7 +429,7 @@ class TierSpace:
     def reset(self) -> None:
         """The weights may have changed: drop the copies, and what was counted."""
         self.admission.reset()
-        self.discard(*(row for row in self._catalog.rows_in(self.tier) if self._state(row) != DOOMED))
+        self.discard(*self._catalog.kept_in(self.tier))
 
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)

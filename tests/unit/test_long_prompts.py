@@ -10,10 +10,11 @@ from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import demand, stores
-from kvdisk.manager.catalog import NONE
+from kvdisk.manager import demand, prefix_match, stores
+from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
+from kvdisk.manager.store_policy import NoStores
 from kvdisk.manager.stores import StorePlanner
 
 GROUPS = {
@@ -209,6 +210,109 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
         bench.step(8)
     held = bench.held(text, Tier.CPU)[:-1]  # the last one is computed
     assert held == [limit is None or at < limit // 2 for at in range(len(held))]
+
+
+@pytest.mark.parametrize("call", ["clear_memory", "reset"])
+def test_what_memory_gives_up_at_once_ends_at_once_but_for_what_a_job_uses(call, monkeypatch):
+    """Its copies are not changed one by one."""
+    bench = TierBench((LENGTH,), gpu_blocks=2000)
+    bench.serve(prompt_of(0))
+    rows = bench.rows(prompt_of(0))
+    bench.catalog.pin(rows[:1], Tier.CPU)
+    changes, change = [], Catalog._change
+
+    def noted(catalog, some, *to):
+        changes.append(len(some))
+        change(catalog, some, *to)
+
+    monkeypatch.setattr(Catalog, "_change", noted)
+    bench.manager.clear_memory() if call == "clear_memory" else bench.manager.reset(7)
+    assert sorted(changes) == [1, LENGTH // 2 - 1]
+    assert bench.catalog.rows_in(Tier.CPU) == rows[:1]
+    assert not any(bench.held(prompt_of(0), Tier.CPU))
+    bench.parts.cpu.unpin(rows[:1])
+    assert len(bench.catalog) == 0 and bench.parts.cpu.pool.free == bench.parts.cpu.pool.total
+
+
+class Counted(list[int]):
+    """Counts how many of its elements are looked at."""
+
+    looked = 0
+
+    def __contains__(self, position: object) -> bool:
+        Counted.looked += len(self)
+        return super().__contains__(position)
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.looked += len(self)
+        return super().__iter__()
+
+
+class Listing(NoStores):
+    """Offers all, as a list."""
+
+    def reached(self, request_id, keys, start, stop):
+        return Counted(range(start, stop))
+
+
+def test_what_a_policy_of_the_users_own_lists_is_gone_through_once(monkeypatch):
+    """Memory has lost what a long hit brought before a step looks at it: all of it is stored
+    again."""
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    text = prompt_of(0)
+    bench.serve(text)
+    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    monkeypatch.setattr(Counted, "looked", 0)
+    bench.manager._stores._context.step_blocks = 4
+    bench.manager._stores._store_policy = Listing()
+    bench.engine.pool.forget_all()
+    bench.add(text, finishing=False)
+    while not bench.manager._stores._rest:
+        bench.step(8)
+    bench.manager.clear_memory()
+    for _ in range(LENGTH):
+        bench.step(8)
+    held = bench.held(text, Tier.CPU)[4:-1]  # of what no step had looked at, nor computed
+    assert held == [True] * (LENGTH // 2 - 5)
+    assert 0 < Counted.looked <= 2 * LENGTH // 2
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("others", ["are stored", "are read", "are loaded"])
+def test_a_long_prompt_that_waits_for_room_is_looked_up_once(others, geometry, monkeypatch):
+    """What others store, evict, read and load in each step makes none of its keys again, but those
+    of its windows."""
+    windows = (len(geometry.groups) - 1) * 4  # blocks that a hit needs of them
+    bench = TierBench((len(geometry.groups) * LENGTH,), geometry=geometry, gpu_blocks=2000, min_load_tokens=0)
+    bench.serve(prompt_of(0))
+    held = bench.catalog.rows_in(Tier.CPU)
+    bench.catalog.pin(held, Tier.CPU)
+    bench.serve(prompt_of(1))  # fills the tier
+    made, make = 0, BlockKeys.__getitem__
+
+    def noted(keys, at):
+        nonlocal made
+        found = make(keys, at)
+        made += len(found) if isinstance(at, slice) else 1
+        return found
+
+    assert hit_of(bench, prompt_of(0)) == LENGTH
+    monkeypatch.setattr(prefix_match, "_SPAN", 4)
+    each = []
+    for number in range(2, 8):
+        losses = bench.catalog.losses
+        bench.serve(prompt_of(number, 4))
+        if others == "are read":
+            bench.manager._state.landing.update(keys_of(prompt_of(number)))
+        elif others == "are loaded" and number == 2:
+            bench.manager._loads.gpu_loads.begin(99, keys_of(prompt_of(number)))
+        assert bench.catalog.losses > losses
+        made = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockKeys, "__getitem__", noted)
+            assert bench.manager.lookup("asks", 0, LENGTH + 1, bench.now) == LENGTH
+        each.append(made)
+    assert max(each[1:]) <= 2 * windows  # to be looked up, and to be compared with what is read
 
 
 def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):

@@ -163,3 +163,32 @@ def test_what_is_remembered_is_what_would_be_found(geometry, tiers, full, events
             found = lookups.hits(*places, changes, tiers)
         places += (tiers,)
         assert found == Hits(_longest_hit(*places, coming=False), _longest_hit(*places, coming=True))
+
+
+def _store(catalog, names, tier=Tier.NVME):
+    """Store blocks, each named by a letter; return their keys."""
+    keys = [make_block_key(name.encode(), 0) for name in names]
+    rows = catalog.add(keys, [1] * len(keys), 0, [None] * len(keys))
+    catalog.begin(rows, tier, [Slot(0, row) for row in rows])
+    catalog.finish(rows, tier)
+    return keys
+
+
+def test_the_row_of_a_block_that_has_left_says_nothing_of_it_when_another_block_has_it():
+    geometry, catalog, lookups = Geometry((GroupGeometry(0, 2, 100),), 1, 2), Catalog(), Lookups()
+    keys = _store(catalog, "abc")
+    assert lookups.hits(catalog, geometry, [keys], 0, 6).ready == 6
+    row = catalog.find(keys[1])
+    catalog.drop((row,), Tier.NVME)
+    (other,) = _store(catalog, "x")
+    assert catalog.find(other) == row
+    assert lookups.hits(catalog, geometry, [keys], 0, 6).ready == 2
+
+
+def test_the_rows_of_an_earlier_epoch_say_nothing_of_this_one():
+    geometry, catalog, lookups = Geometry((GroupGeometry(0, 2, 100),), 1, 2), Catalog(), Lookups()
+    keys = _store(catalog, "abc")
+    assert lookups.hits(catalog, geometry, [keys], 0, 6).ready == 6
+    catalog.hide_all()
+    _store(catalog, "x")
+    assert lookups.hits(catalog, geometry, [keys], 0, 6).ready == 0

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import pytest
 from support.manager_parts import Sizes, two_tiers
 from support.small_engine import SmallEngine
 from tier_bench import GEOMETRY, keys_of
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager import copies, prefetch
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.requests import RequestLimits
 from kvdisk.messages import Job, JobKind
@@ -113,3 +115,33 @@ def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
     request = queue.add(PROMPTS[0])
     queue.parts.manager._requests[request.id].limits = RequestLimits(4)
     assert keys(queue.promoted()) == [blocks[1:3]], "behind what the GPU has"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["the GPU has nothing", "the GPU has it all"])
+def test_of_a_long_prompt_that_waits_a_step_looks_at_a_part(on_gpu, monkeypatch):
+    """What is to be read is made out at once, by arrays; whether the GPU has it is asked block by
+    block, and no read is made of what no job takes."""
+    monkeypatch.setattr(prefetch, "MOST_FOUND_KEYS", 6)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 4)
+    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 1)
+    blocks, asked, made = 25, [], []
+    queue = Queue()
+    prompt = "".join(letter * 2 for letter in "abcdefghijklmnopqrstuvwxy") + "z"
+    queue.first.finishing = True
+    queue.step()
+    queue.serve(prompt)
+    queue.restart()
+    queue.add(RUNNING)
+    queue.step()
+    monkeypatch.setattr(queue.engine.pool, "is_cached", lambda key: asked.append(key) or on_gpu)
+    monkeypatch.setattr(prefetch, "Read", lambda *args, **how: made.append(1) or copies.Read(*args, **how))
+    queue.add(prompt)
+    steps = []
+    for _ in range(2 * blocks):
+        queue.promoted()
+        steps.append((len(asked), len(made)))
+        asked.clear()
+        made.clear()
+    assert not queue.parts.manager._promotions._waiting
+    assert queue.on_cpu(prompt) == [not on_gpu] * blocks
+    assert max(looked for looked, _ in steps) <= 6 + 6 and max(read for _, read in steps) <= 6 + 1

@@ -75,6 +75,24 @@ def test_spillover_offers_what_requests_have_reached_at_the_front_once_and_what_
     assert offers() == []
 
 
+def test_what_a_request_has_reached_takes_spillover_a_few_looks_however_much_it_is():
+    class Counted(list[BlockKey]):
+        looks = 0
+
+        def __getitem__(self, at):
+            Counted.looks += 1
+            return super().__getitem__(at)
+
+    pool, policy = FakePool(40, lambda _: None), Spillover()
+    pool.step_blocks = 40
+    for block in range(1, 40):
+        pool.cache(KEYS[block], block)
+    policy.reached("a", Counted(KEYS), 2, 40)
+    assert Counted.looks <= 2
+    offers = [(offer.block, offer.parent) for offer in policy.free_offers(pool)]
+    assert offers == [(block, KEYS[block - 1]) for block in range(2, 40)]
+
+
 def test_what_spillover_knows_is_bounded():
     pool, policy = FakePool(5, lambda _: None), Spillover()
     policy.reached("a", [BlockKey(bytes([7, number // 256, number % 256])) for number in range(1000)], 0, 1000)

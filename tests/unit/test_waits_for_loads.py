@@ -19,6 +19,7 @@ def test_of_two_loads_that_hang_a_request_waits_for_each_once():
     loader = [1]
     bench.manager._lookups._gpu_loads = SimpleNamespace(
         any=True,
+        changes=0,
         is_out=lambda load: load is not None,
         presences=lambda keys: bytes([READY]) * len(keys),
         loader_of=lambda _: loader[0],
