@@ -83,7 +83,7 @@ def prepare_directory(path: Path, *, create: bool = True) -> None:
         paths.make_directory(path, exist_ok=True)
     check_directory(path)
     if create and path.lstat().st_mode & 0o022:
-        path.chmod(paths.DIRECTORY_MODE)
+        paths.keep_others_out(path)
 
 
 def _check_can_be_made(path: Path) -> None:
@@ -170,7 +170,7 @@ def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
         if record is None:
             if not create:
                 raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
-            path.chmod(paths.DIRECTORY_MODE)
+            paths.keep_others_out(path)
             return make_store(path, now_s, first.store_id)
     _check_is_part(path, record, first.store_id, first.path)
     return record.store_id

@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,51 @@ def make_directory(path: Path, *, exist_ok: bool = False) -> None:
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return
-    path.chmod(DIRECTORY_MODE)
+    keep_others_out(path)
+
+
+def keep_others_out(path: Path) -> None:
+    """Set the mode of a directory of this user's to 0700. Raises OSError, as ``open_directory``."""
+    fd = open_directory(path)
+    try:
+        _set_mode(fd, DIRECTORY_MODE)
+    finally:
+        os.close(fd)
+
+
+def open_directory(path: Path, *, dir_fd: int | None = None) -> int:
+    """Open a directory that this user, or root, has written alone, and return its descriptor.
+    Raises OSError: NotADirectoryError where something else is there, a symlink included;
+    PermissionError where others could have written it.
+
+    Where others may rename what a path leads over, only what is open can be checked: the path may
+    lead elsewhere a moment later. What is found from the descriptor of a checked directory was put
+    there by this user or root.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    return _checked(fd, path)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """``open_regular`` a file of a store: raises PermissionError where it, or the directory that it
+    lies in, belongs to another user or can be written by others."""
+    directory = open_directory(path.parent)
+    try:
+        fd = open_regular(Path(path.name), flags, dir_fd=directory)
+    finally:
+        os.close(directory)
+    return fd if fd < 0 else _checked(fd, path)
+
+
+def _checked(fd: int, path: Path) -> int:
+    """Return a descriptor; where others could have written what it is open on, close it and raise
+    PermissionError."""
+    status = os.fstat(fd)
+    if status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o002:
+        return fd
+    os.close(fd)
+    said = f"belongs to user {status.st_uid}" if status.st_uid != os.geteuid() else "can be written by others"
+    raise PermissionError(errno.EACCES, f"{path} {said}")
 
 
 def is_directory(path: Path) -> bool:
@@ -87,15 +131,21 @@ def create_file(path: Path) -> int:
     """Create a file of mode 0600, whatever the umask. It must not exist. Return a descriptor to
     read and write it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
-    os.fchmod(fd, FILE_MODE)
+    _set_mode(fd, FILE_MODE)
     return fd
 
 
-def open_regular(path: Path, flags: int) -> int:
+def _set_mode(fd: int, mode: int) -> None:
+    """Set a mode where the umask, a group or an ACL left another."""
+    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+        os.fchmod(fd, mode)
+
+
+def open_regular(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
     """Open a file that exists. Return its descriptor, or -1 where something else is in its place.
     Raises OSError."""
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)  # a pipe there must not stop us
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
             return -1
@@ -156,7 +206,7 @@ def _open_kept(path: Path) -> int:
     """Open for writing the file that ``write_control`` left beside a control file; -1 where there
     is none that can be used."""
     try:
-        fd = open_regular(path, os.O_WRONLY)
+        fd = open_own(path, os.O_WRONLY)
     except OSError:
         return -1
     if fd >= 0 and (os.fstat(fd).st_nlink > 1 or os.fstat(fd).st_size > _LONGEST_KEPT_BYTES):
@@ -177,7 +227,7 @@ def read_control(path: Path) -> dict[str, Any]:
     OSError (FileNotFoundError where there is none)."""
     is_current = False
     while not is_current:  # what has been replaced meanwhile may have been written over
-        if (fd := open_regular(path, os.O_RDONLY)) < 0:
+        if (fd := open_own(path, os.O_RDONLY)) < 0:
             raise CorruptRecord(f"{path} is not a file")
         with os.fdopen(fd, "rb") as file:
             text = file.read(_LONGEST_CONTROL_FILE_BYTES)
@@ -207,7 +257,8 @@ def take_lock(path: Path, kind: int, timeout_s: float, what: str, *, readonly: b
     names ``what``, also where the file was removed meanwhile and its lock protects nothing. Raises
     OSError.
     """
-    fd = os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if (fd := open_own(path, os.O_RDONLY if readonly else os.O_RDWR)) < 0:
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     try:
         deadline = time.monotonic() + timeout_s
         while not try_lock(fd, kind):
@@ -263,7 +314,7 @@ def sync_tree(directory: Path) -> None:
 def sum_of_file(path: Path) -> str:
     """Return the xxh3_128 of a file as hex digits. Raises OSError; FileNotFoundError also where it
     is no regular file."""
-    if (fd := open_regular(path, os.O_RDONLY)) < 0:
+    if (fd := open_own(path, os.O_RDONLY)) < 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with os.fdopen(fd, "rb") as file:
         return hashlib.file_digest(file, xxh3_128).hexdigest()
@@ -287,10 +338,14 @@ def remove_anything(directory: Path, *names: str) -> None:
     """Remove ``directory/names[0]/names[1]/...``, whatever it is: a tree, a file, a symlink. It is
     no error if it is gone already. No symlink below ``directory`` is followed. Raises OSError."""
     assert names and all(name not in {"", ".", ".."} and "/" not in name for name in names)
-    path = directory.joinpath(*names)
-    check_way(*(directory.joinpath(*names[:count]) for count in range(1, len(names))))
-    with suppress(FileNotFoundError):
-        if is_directory(path):
-            shutil.rmtree(path)
+    *way, last = names
+    with suppress(FileNotFoundError), ExitStack() as stack:
+        fd = open_directory(directory)
+        stack.callback(os.close, fd)
+        for name in way:
+            fd = open_directory(Path(name), dir_fd=fd)
+            stack.callback(os.close, fd)
+        if stat.S_ISDIR(os.stat(last, dir_fd=fd, follow_symlinks=False).st_mode):
+            shutil.rmtree(last, dir_fd=fd)
         else:
-            path.unlink()
+            os.unlink(last, dir_fd=fd)

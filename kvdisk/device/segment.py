@@ -153,7 +153,7 @@ def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RD
     path = segment_path(folder, segment, rank)
     with paths.device_errors(f"opening segment {segment} of rank {rank}"):
         paths.check_way(*path.parents[:3])
-        fd = paths.open_regular(path, flags)
+        fd = paths.open_own(path, flags)
         if fd < 0:
             raise CorruptRecord(f"{path} is not a file")
         block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)
