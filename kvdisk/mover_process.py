@@ -37,6 +37,7 @@ from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
+from kvdisk.index.child import open_last_words
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.mover import Mover
 
@@ -163,7 +164,7 @@ class MoverProcess:
         self._report = Report()
         shared = SharedRows.of(rows)
         with ExitStack() as undo, os.fdopen(shared.fd, "rb"):
-            self._said: IO[bytes] = undo.enter_context(os.fdopen(os.memfd_create("kvdisk"), "w+b"))
+            self._said: IO[bytes] = undo.enter_context(open_last_words())
             self._socket, theirs = socket.socketpair()
             undo.enter_context(self._socket)
             with theirs:

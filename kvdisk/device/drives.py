@@ -94,7 +94,7 @@ def _check_can_be_made(path: Path) -> None:
     if not is_directory:
         raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
     _check_not_readonly(path.parent)
-    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+    if not paths.may(path.parent, os.W_OK | os.X_OK):
         status = path.parent.stat()
         raise ConfigError(
             f"store_dirs: user {os.geteuid()} has no permission to write in {path.parent}, which belongs to user "

@@ -8,12 +8,14 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,40 @@ from xxhash import xxh3_128
 
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
 
+logger = logging.getLogger("kvdisk.device")
+
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 STAT_BLOCK_BYTES = 512
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The errnos by which the system says that a drive is full."""
+REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOLCK})
+"""The errnos by which a sandbox, or a file system, says that it does not let a call through."""
 LOCK_POLL_S = 0.02
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
+"""Bytes of zeros that are written at once."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def refusal(call: str, error: OSError) -> str:
+    """Say that a system call is refused, and what helps."""
+    return (
+        f"the kernel, a container or the file system refuses {call} ({os.strerror(error.errno or 0)}): allow it, as in "
+        "the container's seccomp profile"
+    )
+
+
+@contextmanager
+def _named(call: str) -> Iterator[None]:
+    """Have an OSError in the body say which call is refused, where that is what it says."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        raise OSError(error.errno, f"{refusal(call, error)}, or name a directory on another file system") from error
 
 
 @contextmanager
@@ -101,6 +128,16 @@ def _checked(fd: int, path: Path) -> int:
     raise PermissionError(errno.EACCES, f"{path} {said}")
 
 
+def may(path: Path | str, mode: int) -> bool:
+    """Return whether this user may do what ``mode`` says of ``os.access``.
+
+    The call that asks for a user other than the real one is a newer one, which old sandboxes
+    refuse: the answer would be no.
+    """
+    is_other = (os.geteuid(), os.getegid()) != (os.getuid(), os.getgid())
+    return os.access(path, mode, effective_ids=is_other)
+
+
 def is_directory(path: Path) -> bool:
     """Return whether there is a directory that is no symlink."""
     return stat.S_ISDIR(_mode(path))
@@ -138,7 +175,28 @@ def create_file(path: Path) -> int:
 def _set_mode(fd: int, mode: int) -> None:
     """Set a mode where the umask, a group or an ACL left another."""
     if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
-        os.fchmod(fd, mode)
+        with _named("chmod"):
+            os.fchmod(fd, mode)
+
+
+def allocate(fd: int, byte_count: int) -> None:
+    """Allocate the bytes of an empty file; where that is refused, write them. Raises OSError where
+    there is no room."""
+    try:
+        os.posix_fallocate(fd, 0, byte_count)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        _say_refused(f"{refusal('fallocate', error)}; until then new segments are filled with zeros, and take longer")
+        zeros, written = memoryview(bytes(_PIECE_BYTES)), 0
+        while written < byte_count:
+            written += os.pwrite(fd, zeros[: byte_count - written], written)
+
+
+@cache
+def _say_refused(what: str) -> None:
+    """Warn once in a process."""
+    logger.warning("kvdisk: %s.", what)
 
 
 def open_regular(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
@@ -194,7 +252,7 @@ def write_control(path: Path, value: dict[str, Any]) -> None:
         encoded = encoded.ljust(os.fstat(fd).st_size)  # spaces, so that no length changes
         if os.pwrite(fd, encoded, 0) != len(encoded):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
-        os.fsync(fd)
+        fsync(fd)
         if not _exchange(temporary, path):
             temporary.replace(path)
     finally:
@@ -244,7 +302,8 @@ def read_control(path: Path) -> dict[str, Any]:
 def try_lock(fd: int, kind: int) -> bool:
     """Take a flock (LOCK_SH or LOCK_EX) without waiting; return whether it was taken."""
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        with _named("flock"):
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -290,11 +349,17 @@ def same_file(fd: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(fd), now)
 
 
+def fsync(fd: int) -> None:
+    """Make what is open survive a loss of power. Raises OSError."""
+    with _named("fsync"):
+        os.fsync(fd)
+
+
 def sync(path: Path) -> None:
     """Make a file's bytes, or a directory's names, survive a loss of power. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        os.fsync(fd)
+        fsync(fd)
     finally:
         os.close(fd)
 

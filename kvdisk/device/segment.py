@@ -107,7 +107,7 @@ def create_segment(
             temporary.unlink(missing_ok=True)
             fd = _create_with_folder(temporary)
             # Before it is direct: where a file system cannot allocate, libc writes single bytes.
-            os.posix_fallocate(fd, 0, segment_file_bytes(spec.slot_bytes, spec.slot_count))
+            paths.allocate(fd, segment_file_bytes(spec.slot_bytes, spec.slot_count))
             encoded = _encode(header)
             make_direct(fd, lambda: _write_header(fd, encoded))
             temporary.rename(final)
