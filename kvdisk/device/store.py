@@ -407,7 +407,7 @@ class Store:
             try:
                 directory_fd = lock_directory(self.path, fcntl.LOCK_EX, wait_s, what)
                 if self._noted and _named_by(os.fstat(directory_fd)) != self._noted[0]:
-                    raise FileNotFoundError(errno.ENOENT, "another directory is in its place")
+                    raise OSError(errno.ESTALE, "another directory is in its place")
                 yield
             finally:
                 unlock_directory(directory_fd)
