@@ -35,6 +35,7 @@ REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOLCK})
 LOCK_POLL_S = 0.02
 _LONGEST_CONTROL_FILE_BYTES = 1 << 20
 _LONGEST_KEPT_BYTES = 64 << 10
+_MOST_TRIES = 100
 _PIECE_BYTES = 1 << 20
 """Bytes of zeros that are written at once."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -109,12 +110,28 @@ def open_directory(path: Path, *, dir_fd: int | None = None) -> int:
 def open_own(path: Path, flags: int) -> int:
     """``open_regular`` a file of a store: raises PermissionError where it, or the directory that it
     lies in, belongs to another user or can be written by others."""
+    for _ in range(_MOST_TRIES):
+        if (fd := open_regular(path, flags)) < 0:
+            return fd
+        _checked(fd, path)
+        try:
+            if _lies_in_own_directory(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # as where its owner has just replaced it
+    raise OSError(errno.ESTALE, "it is replaced again and again", str(path))
+
+
+def _lies_in_own_directory(fd: int, path: Path) -> bool:
+    """Whether an open file has its name in the directory that its path leads to by now. Raises
+    OSError, as ``open_directory``."""
     directory = open_directory(path.parent)
     try:
-        fd = open_regular(Path(path.name), flags, dir_fd=directory)
+        return os.path.samestat(os.fstat(fd), os.stat(path.name, dir_fd=directory, follow_symlinks=False))
     finally:
         os.close(directory)
-    return fd if fd < 0 else _checked(fd, path)
 
 
 def _checked(fd: int, path: Path) -> int:
@@ -199,11 +216,11 @@ def _say_refused(what: str) -> None:
     logger.warning("kvdisk: %s.", what)
 
 
-def open_regular(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
+def open_regular(path: Path, flags: int) -> int:
     """Open a file that exists. Return its descriptor, or -1 where something else is in its place.
     Raises OSError."""
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)  # a pipe there must not stop us
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe in its place must not stop us
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
             return -1

@@ -285,3 +285,34 @@ def test_a_file_is_opened_where_this_user_or_root_alone_could_have_written_it(vo
         file.parent.chmod(way)
         with user(ME), pytest.raises(PermissionError, match=r"belongs to user 12346|can be written by others"):
             paths.open_own(file, os.O_RDONLY)
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_file_that_was_opened_elsewhere_than_in_the_directory_that_was_checked_is_not_used(
+    volume, monkeypatch, times
+):
+    """The file is this user's own, and the other user has moved it into a directory of theirs."""
+    place, others = volume / "place", volume / "others"
+    for directory, owner in ((place, STRANGER), (others, ME)):
+        directory.mkdir()
+        os.chown(directory, owner, owner)
+        (directory / "HOME").write_text(f"of {owner}")
+        os.chown(directory / "HOME", ME, ME)
+    swaps, real = [], paths.open_regular
+
+    def opening(path: Path, flags: int) -> int:
+        fd = real(path, flags)
+        if len(swaps) < times:
+            swaps.append(place.rename(volume / "between"))
+            others.rename(place)
+            (volume / "between").rename(others)
+        return fd
+
+    monkeypatch.setattr(paths, "open_regular", opening)
+    with user(ME):
+        if times > 1:
+            with pytest.raises(PermissionError):
+                paths.open_own(place / "HOME", os.O_RDONLY)
+            return
+        with os.fdopen(paths.open_own(place / "HOME", os.O_RDONLY)) as file:
+            assert file.read() == f"of {ME}"
