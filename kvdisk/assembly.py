@@ -24,6 +24,7 @@ from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
 from kvdisk.device.listing import of_other_namespaces, readable_indexes
 from kvdisk.device.mounts import check_mount
+from kvdisk.device.paths import may
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
@@ -173,9 +174,7 @@ def check_settings(values: Mapping[str, Any]) -> Config:
         check_directories(config.store_dirs)
     if config.remote is not None:
         open_remote(config).close()
-    if config.trace_file is not None and not os.access(
-        f"{config.trace_file.parent}/", os.W_OK | os.X_OK, effective_ids=True
-    ):
+    if config.trace_file is not None and not may(f"{config.trace_file.parent}/", os.W_OK | os.X_OK):
         raise ConfigError(f"trace_file {str(config.trace_file)!r} lies in no directory that this user can write in.")
     return config
 
@@ -576,7 +575,10 @@ def _gpu_copier(groups: Sequence[LayerBlocks], lanes: CudaLanes, geometry: Geome
 def _checksum_threads(rank_count: int) -> int:
     """Return the number of threads with which each rank verifies blocks that go to a GPU: as many
     as reach the speed of its link, and at most half of the processors."""
-    return max(1, min(_MOST_CHECKSUM_THREADS, len(os.sched_getaffinity(0)) // (2 * rank_count)))
+    count = os.cpu_count() or 1
+    with suppress(OSError):
+        count = len(os.sched_getaffinity(0))
+    return max(1, min(_MOST_CHECKSUM_THREADS, count // (2 * rank_count)))
 
 
 def _host_staging_slots(config: Config, geometry: Geometry) -> list[int]:

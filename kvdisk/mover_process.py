@@ -19,6 +19,7 @@ import re
 import select
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from kvdisk.blocks import JobId
 from kvdisk.config import Config
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
+from kvdisk.index.child import open_last_words
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.mover import Mover
 
@@ -58,6 +60,14 @@ _LENGTH = struct.Struct("!Q")
 _STARTED = "started"
 
 
+class _Mapped(NamedTuple):
+    """A place in a file that is mapped, to share it: the file, as the kernel names what it maps
+    (device and inode), and the offset."""
+
+    file: tuple[str, int]
+    offset: int
+
+
 class SharedRows(NamedTuple):
     """Where rows lie in a file that is mapped: its descriptor, the first one's place, and bytes
     from each to the next."""
@@ -70,18 +80,28 @@ class SharedRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: NDArray[np.uint8]) -> SharedRows:
-        """Find the file that an array is mapped from: one without a name will do, too."""
+        """Find the file that an array is mapped from: one without a name will do, too. ``fd`` is
+        the caller's, to close."""
         assert rows.ndim == 2 and rows.dtype == np.uint8 and rows.strides[1] == 1, (rows.shape, rows.strides)
         count, row_bytes = rows.shape
         first, size = rows.ctypes.data, (count - 1) * rows.strides[0] + row_bytes
-        inode, offset = _mapped_at(first)
-        assert inode and _mapped_at(first + size - 1) == (inode, offset + size - 1), "rows lie in one shared mapping"
+        place, end = _mapped_at(first), _mapped_at(first + size - 1)
+        assert place and end == _Mapped(place.file, place.offset + size - 1), "rows lie in one shared mapping"
+        found: dict[tuple[int, int], int] = {}
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                found = os.stat(int(name))
-                if found.st_ino == inode and found.st_size >= offset + size:
-                    return cls(int(name), offset, rows.strides[0], row_bytes, count)
-        raise AssertionError("the file that rows are mapped from is open")
+                fd = os.dup(int(name))  # another thread may close the number, or give it to another file
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) not in found and _is_mapped(fd, place, size):
+                    found[status.st_dev, status.st_ino] = fd
+                else:
+                    os.close(fd)
+        if len(found) != 1:  # subvolumes of btrfs number their files alike
+            for fd in found.values():
+                os.close(fd)
+        assert len(found) == 1, "the file that rows are mapped from is open, and no other could be it"
+        (fd,) = found.values()
+        return cls(fd, place.offset, rows.strides[0], row_bytes, count)
 
     def mapped(self) -> NDArray[np.uint8]:
         """Map them, here."""
@@ -90,14 +110,28 @@ class SharedRows(NamedTuple):
         return np.ndarray(shape, np.uint8, buffer=memory, offset=self.offset, strides=strides)
 
 
-def _mapped_at(address: int) -> tuple[int, int]:
-    """Return the inode of the file that is mapped at an address, to share it, and the place in it;
-    inode 0: there is none."""
+def _mapped_at(address: int) -> _Mapped | None:
+    """Return what is mapped at an address, to share it; None: no file is."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        found = re.match(r"(\w+)-(\w+) ..(.)(.) (\w+) \S+ (\d+)", line)
+        found = re.match(r"(\w+)-(\w+) ...(.) (\w+) (\S+) (\d+)", line)
         if found is not None and int(found[1], 16) <= address < int(found[2], 16):
-            return int(found[6]) * (found[4] == "s"), address - int(found[1], 16) + int(found[5], 16)
-    return 0, 0
+            place = _Mapped((found[5], int(found[6])), address - int(found[1], 16) + int(found[4], 16))
+            return place if found[3] == "s" and place.file[1] else None
+    return None
+
+
+def _is_mapped(fd: int, place: _Mapped, size: int) -> bool:
+    """Whether an open file is the one that is mapped, with at least ``size`` bytes from there on:
+    mapped once more, it has the same name. Raises OSError where it cannot be mapped to write."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size < place.offset + size:
+        return False
+    start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(fd, mmap.PAGESIZE, offset=start) as memory:
+        view = np.frombuffer(memory, np.uint8)
+        again = _mapped_at(view.ctypes.data)
+        del view  # or the mapping could not be closed
+    return again is not None and again.file == place.file
 
 
 class _Line(NamedTuple):
@@ -129,8 +163,8 @@ class MoverProcess:
         self._looked_s, self._unheard_s = time.monotonic(), 0.0
         self._report = Report()
         shared = SharedRows.of(rows)
-        with ExitStack() as undo:
-            self._said: IO[bytes] = undo.enter_context(os.fdopen(os.memfd_create("kvdisk"), "w+b"))
+        with ExitStack() as undo, os.fdopen(shared.fd, "rb"):
+            self._said: IO[bytes] = undo.enter_context(open_last_words())
             self._socket, theirs = socket.socketpair()
             undo.enter_context(self._socket)
             with theirs:

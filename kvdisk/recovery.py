@@ -20,7 +20,7 @@ import numpy as np
 
 from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device.home import INDEX_FILE, Home
-from kvdisk.device.paths import device_errors, is_directory, remove_anything
+from kvdisk.device.paths import device_errors, fsync, is_directory, remove_anything
 from kvdisk.device.rebuild import Blocks, Findings, HomeShape, remove_lost, scan_home
 from kvdisk.device.segment import drop_segment, remove_unknown_segments, scan_file, segment_numbers
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
@@ -174,7 +174,7 @@ def _erase(home: Home, segments: Sequence[SegmentRecord], slots: Sequence[Slot])
                     for index in sorted(indices[record.segment]):
                         if os.pwrite(file.fd, zeros, slot_offset(record.slot_bytes, index)) != record.slot_bytes:
                             raise OSError(errno.EIO, os.strerror(errno.EIO))
-                    os.fsync(file.fd)
+                    fsync(file.fd)
             finally:
                 file.close()
 

@@ -8,6 +8,7 @@ The mover is not in it. ``Bench`` is what ``--json`` prints; its shape changes o
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import statistics
@@ -23,6 +24,7 @@ from rich.text import Text
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import AsJson, Exit, make_lines, print_json, printable, refusal, report_console, size, speed
 from kvdisk.device.base import Buffer, Device, Op, Transfer
+from kvdisk.device.paths import fsync, try_lock
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import FILE_BYTES, DeviceTimeout, nameless_file, on_trial, probe
 from kvdisk.errors import ConfigError, DeviceError
@@ -120,14 +122,15 @@ def measure(directory: Path, geometry: Geometry | None, prefill: float | None) -
             f" {size(LEFT_FREE_BYTES)} free."
         )
     try:
-        with nameless_file(directory, ALIGNMENT):
-            pass
+        with nameless_file(directory, ALIGNMENT) as (fd, _):
+            try_lock(fd, fcntl.LOCK_EX)
+            fsync(fd)
     except OSError as error:
         raise ConfigError(f"cannot write in {directory}: {error.strerror}.") from None
     found = probe(directory, of_store=False)
     block_bytes = max(geometry.slot_sizes) if geometry else BLOCK_BYTES
     try:
-        read, run_read, write = measure_drive(directory, min(block_bytes, RUN_BYTES))
+        read, run_read, write = measure_drive(directory, min(block_bytes, RUN_BYTES), found.kernel_queue)
     except DeviceTimeout:
         raise DeviceError(errno.ETIMEDOUT, f"nothing was heard of it for {SILENT_S:g} s") from None
     except OSError as error:
@@ -153,12 +156,13 @@ def _verdict(tokens_per_s: float | None, prefill: float | None) -> str:
     return f"too slow: the GPU computes a prompt {prefill / tokens_per_s:.1f} times as fast as it loads it"
 
 
-def measure_drive(directory: Path, block_bytes: int) -> tuple[float, float, float]:
-    """Move an unnamed file in ``directory`` in blocks and in runs. Return the bytes per second of
-    reads, of reads in runs, and of writes. Raises DeviceError, DeviceTimeout, OSError."""
+def measure_drive(directory: Path, block_bytes: int, kernel_queue: bool = True) -> tuple[float, float, float]:
+    """Move an unnamed file in ``directory`` in blocks and in runs, by the kernel's queue or by
+    threads. Return the bytes per second of reads, of reads in runs, and of writes. Raises
+    DeviceError, DeviceTimeout, OSError."""
     memory = Arena([RUN_BYTES], [FILE_BYTES // RUN_BYTES], pin=False).memory  # as an engine's: it has huge pages
     memory[:] = random.randbytes(4096) * (FILE_BYTES // 4096)  # noqa: S311 - no secret
-    device = PosixDevice()
+    device = PosixDevice(kernel_queue=kernel_queue)
     with nameless_file(directory, FILE_BYTES) as (fd, _), on_trial(device, fd, memory):
 
         def measured(op: Op, each_bytes: int) -> float:

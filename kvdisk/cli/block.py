@@ -227,7 +227,7 @@ def _rank_slot(read: ReadHome, segment: SegmentRecord | None, row: int, rank: in
 def _header(path: Path, offset: int) -> dict[str, Any] | None:
     """Return what a slot's header says; None where it cannot be read."""
     try:
-        with os.fdopen(paths.open_regular(path, os.O_RDONLY), "rb") as file:
+        with os.fdopen(paths.open_own(path, os.O_RDONLY), "rb") as file:
             file.seek(offset)
             header = read_header(memoryview(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")))
     except (OSError, ValueError, KvdiskError):

@@ -49,7 +49,7 @@ _HEAD = struct.Struct("=qqqq")
 _REPORT = struct.Struct("=qqq")
 """``Report`` of the C file: ticket, position (-1: the batch has ended), errno."""
 _MOST_REPORTS = 512
-_LAYOUT = 1
+_LAYOUT = 2
 """The version of these structures: a library compiled from other sources has another number."""
 NOT_COMPILED = (
     "drive_queue.c was not compiled when kvdisk was installed, for want of a C compiler or its headers: install gcc "
@@ -77,7 +77,7 @@ def library() -> tuple[Any, Any]:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     for dll in (holding, waiting):
         for name, result, arguments in (
-            ("queue_open", pointer, (ctypes.c_size_t, ctypes.c_size_t, pointer, pointer)),
+            ("queue_open", pointer, (ctypes.c_size_t, ctypes.c_size_t, pointer, pointer, pointer)),
             ("queue_put", number, (pointer, number, number, number, pointer, pointer)),
             ("queue_wait", number, (pointer, pointer, number)),
             ("queue_close", None, (pointer,)),
@@ -107,7 +107,7 @@ class KernelQueue:
     ``report``: called for each batch, on the Python thread. ``longest_bytes``: the most bytes of
     one call. ``reads``: given for a queue of writes, the queue of the same drive's reads, to which
     the writes give way. Raises OSError where there is no library, and where the kernel has no such
-    queue, forbids it or has no room (``fs.aio-max-nr``).
+    queue, forbids it or has no room (``fs.aio-max-nr``): then ``filename`` is the call.
     """
 
     way = "aio"
@@ -120,15 +120,16 @@ class KernelQueue:
         reads: KernelQueue | None = None,
     ) -> None:
         self._holding, self._waiting = library()
-        error = ctypes.c_int64()
+        error, call = ctypes.c_int64(), ctypes.c_char_p()
         self._queue: int | None = self._holding.queue_open(
             WRITES_AHEAD_BYTES if reads else AHEAD_BYTES,
             BESIDE_READS_BYTES,
             reads._queue if reads else None,
             ctypes.byref(error),
+            ctypes.byref(call),
         )
         if not self._queue:
-            raise OSError(error.value, os.strerror(error.value))
+            raise OSError(error.value, os.strerror(error.value), (call.value or b"").decode())
         self._report = report
         self._longest_bytes = min(longest_bytes, LONGEST_BYTES)
         self._flights: dict[int, tuple[Sequence[tuple[int, Transfer]], dict[int, int]]] = {}

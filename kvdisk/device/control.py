@@ -230,7 +230,7 @@ def why_no_store(path: Path) -> str:
     if path.name != f"{PRIVATE}{os.geteuid()}" or not paths.is_directory(path.parent):
         return f"{path} is not a directory"
     around = path.parent
-    if not os.access(around, os.R_OK | os.X_OK, effective_ids=True):
+    if not paths.may(around, os.R_OK | os.X_OK):
         return f"user {os.geteuid()} has no permission to read {around}, which belongs to {_user(around)}"
     if others := sorted(around.glob(PRIVATE + "*")):
         return f"the store in {around} belongs to {_user(others[0])}: run this as that user"

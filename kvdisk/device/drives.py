@@ -83,7 +83,7 @@ def prepare_directory(path: Path, *, create: bool = True) -> None:
         paths.make_directory(path, exist_ok=True)
     check_directory(path)
     if create and path.lstat().st_mode & 0o022:
-        path.chmod(paths.DIRECTORY_MODE)
+        paths.keep_others_out(path)
 
 
 def _check_can_be_made(path: Path) -> None:
@@ -94,7 +94,7 @@ def _check_can_be_made(path: Path) -> None:
     if not is_directory:
         raise ConfigError(f"store_dirs: {path.parent}, where {path} would be made, is not a directory")
     _check_not_readonly(path.parent)
-    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+    if not paths.may(path.parent, os.W_OK | os.X_OK):
         status = path.parent.stat()
         raise ConfigError(
             f"store_dirs: user {os.geteuid()} has no permission to write in {path.parent}, which belongs to user "
@@ -170,7 +170,7 @@ def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
         if record is None:
             if not create:
                 raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
-            path.chmod(paths.DIRECTORY_MODE)
+            paths.keep_others_out(path)
             return make_store(path, now_s, first.store_id)
     _check_is_part(path, record, first.store_id, first.path)
     return record.store_id

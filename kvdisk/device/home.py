@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from kvdisk.device import paths
 from kvdisk.device.control import INDEX, LOCK_FILE, HomePaths, HomeRecord, write_record
-from kvdisk.device.home_lock import HomeLock
+from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError, StoreLocked
 
@@ -199,9 +199,9 @@ class Home(_HeldHome):
         the directory of the index. Raises DeviceError (EBUSY) where it does not end."""
         what = f"the index of engine store {self.id}"
         for place in (self.index_path, self.new_index_path):
-            with suppress(OSError):  # it is not there, or the file system locks no directories
+            with suppress(OSError):  # it is not there
                 try:
-                    paths.unlock(paths.take_lock(place, fcntl.LOCK_EX, INDEX_WAIT_S, what, readonly=True))
+                    unlock_directory(lock_directory(place, fcntl.LOCK_EX, INDEX_WAIT_S, what))
                 except StoreLocked as error:
                     raise DeviceError(errno.EBUSY, str(error)) from error
 

@@ -18,14 +18,12 @@ from kvdisk.device import paths
 from kvdisk.device.control import LOCK_FILE
 from kvdisk.errors import StoreLocked
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-
 
 def lock_directory(path: Path, kind: int, timeout_s: float, what: str) -> int:
     """Take the flock of a directory, waiting up to ``timeout_s``, and return its descriptor, for
     ``unlock_directory``. A file system without such locks counts as one that gave it. Raises
     StoreLocked, OSError."""
-    fd = os.open(path, _DIRECTORY)
+    fd = paths.open_directory(path)
     try:
         deadline = time.monotonic() + timeout_s
         while not _try_directory(fd, kind):
@@ -71,8 +69,8 @@ class HomeLock:
         """Open what there is of an engine store's lock, and take nothing. Raises OSError."""
         lock = cls(-1, -1)
         with suppress(FileNotFoundError, NotADirectoryError):
-            lock.directory_fd = os.open(home_path, _DIRECTORY)
-            lock.file_fd = paths.open_regular(home_path / LOCK_FILE, os.O_RDONLY if readonly else os.O_RDWR)
+            lock.directory_fd = paths.open_directory(home_path)
+            lock.file_fd = paths.open_own(home_path / LOCK_FILE, os.O_RDONLY if readonly else os.O_RDWR)
         return lock
 
     def try_exclusive(self) -> bool:
@@ -112,7 +110,7 @@ class HomeLock:
     @classmethod
     def make(cls, home_path: Path) -> HomeLock:
         """Make the lock file of a new engine store, and hold the engine store. Raises OSError."""
-        lock = cls(-1, os.open(home_path, _DIRECTORY))
+        lock = cls(-1, paths.open_directory(home_path))
         try:
             _try_directory(lock.directory_fd, fcntl.LOCK_SH)
             lock.file_fd = paths.create_file(home_path / LOCK_FILE)
@@ -144,7 +142,7 @@ class HomeLock:
             return False
         with suppress(FileExistsError):
             os.close(paths.create_file(home_path / LOCK_FILE))
-        fd = paths.open_regular(home_path / LOCK_FILE, os.O_RDWR)
+        fd = paths.open_own(home_path / LOCK_FILE, os.O_RDWR)
         if fd < 0 or not paths.try_lock(fd, fcntl.LOCK_SH):
             if fd >= 0:
                 os.close(fd)

@@ -22,6 +22,7 @@ from typing import TypeAlias
 from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
 from kvdisk.device.batches import Call, DriveQueue, cut, without
+from kvdisk.device.paths import refusal
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
@@ -215,14 +216,20 @@ class PosixDevice:
                     raise
                 return {Op.WRITE: writes, Op.READ: reads}  # writes look at the reads' queue: they close first
             except OSError as error:
-                said = {errno.EAGAIN: "fs.aio-max-nr is used up", errno.ENOENT: str(error.strerror)}
-                refused = f"the kernel or a container refuses it ({error.strerror})"
-                self.without_queue = said.get(error.errno or 0, refused)
+                self.without_queue = _why_lost(error)
                 _say_lost(self.without_queue)
         return self._make_thread_queues(name, self._threads, _run)
 
     def _make_thread_queues(self, name: str, count: int, run: Run) -> dict[Op, DriveQueue]:
         return {op: _ThreadQueue(f"{name}-{op.value}", count, self._done.put, run, self._longest_bytes) for op in Op}
+
+
+def _why_lost(error: OSError) -> str:
+    if error.filename is None:
+        return str(error.strerror)  # there is no library
+    if (error.filename, error.errno) == ("io_setup", errno.EAGAIN):
+        return "fs.aio-max-nr is used up"
+    return refusal(error.filename, error)
 
 
 @functools.cache

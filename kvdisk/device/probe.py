@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.drives import list_directories, prepare_directory, write_in_place
-from kvdisk.device.paths import NO_ROOM
+from kvdisk.device.paths import NO_ROOM, allocate
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.segment import make_direct
 from kvdisk.errors import KvdiskError
@@ -95,12 +95,18 @@ def probe(
     try:
         if of_store:
             prepare_directory(directory)
+        try:
+            with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
+                device = make(True)
+                name, wrong = _try(device, fd)
+                if not wrong:
+                    why = getattr(device, "without_queue", "") or "what it wrote and read there was right"
+                    return ProbeReport(directory, name, True, direct, why)
+        except DeviceTimeout:
+            if device.name == "posix-threads":
+                raise
+            name, wrong = device.name, f"it gave no answer for {GIVE_UP_S:.0f} s"
         with nameless_file(directory, _TRIAL_BYTES) as (fd, direct):
-            device = make(True)
-            name, wrong = _try(device, fd)
-            if not wrong:
-                why = getattr(device, "without_queue", "") or "what it wrote and read there was right"
-                return ProbeReport(directory, name, True, direct, why)
             threads, still = _try(make(False), fd)
             return ProbeReport(directory, threads, False, direct, still or f"not {name}: {wrong}")
     except DeviceTimeout:
@@ -125,7 +131,7 @@ def nameless_file(directory: Path, file_bytes: int) -> Iterator[tuple[int, bool]
         fd = os.dup(file.fileno())
     try:
         write_in_place(fd)  # as segments are
-        os.posix_fallocate(fd, 0, file_bytes)
+        allocate(fd, file_bytes)
         with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
             direct = make_direct(fd, lambda: os.pwritev(fd, [block], 0))
         yield fd, direct

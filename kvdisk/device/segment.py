@@ -107,7 +107,7 @@ def create_segment(
             temporary.unlink(missing_ok=True)
             fd = _create_with_folder(temporary)
             # Before it is direct: where a file system cannot allocate, libc writes single bytes.
-            os.posix_fallocate(fd, 0, segment_file_bytes(spec.slot_bytes, spec.slot_count))
+            paths.allocate(fd, segment_file_bytes(spec.slot_bytes, spec.slot_count))
             encoded = _encode(header)
             make_direct(fd, lambda: _write_header(fd, encoded))
             temporary.rename(final)
@@ -153,7 +153,7 @@ def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RD
     path = segment_path(folder, segment, rank)
     with paths.device_errors(f"opening segment {segment} of rank {rank}"):
         paths.check_way(*path.parents[:3])
-        fd = paths.open_regular(path, flags)
+        fd = paths.open_own(path, flags)
         if fd < 0:
             raise CorruptRecord(f"{path} is not a file")
         block = mmap.mmap(-1, SEGMENT_HEADER_BYTES)

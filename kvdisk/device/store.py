@@ -406,6 +406,8 @@ class Store:
             fd, directory_fd = paths.take_lock(lock, fcntl.LOCK_EX, wait_s, what, readonly=readonly), -1
             try:
                 directory_fd = lock_directory(self.path, fcntl.LOCK_EX, wait_s, what)
+                if self._noted and _named_by(os.fstat(directory_fd)) != self._noted[0]:
+                    raise OSError(errno.ESTALE, "another directory is in its place")
                 yield
             finally:
                 unlock_directory(directory_fd)
@@ -693,7 +695,7 @@ class Store:
         return lock
 
     def _make(self) -> StoreRecord:
-        self.path.chmod(paths.DIRECTORY_MODE)
+        paths.keep_others_out(self.path)
         with suppress(FileExistsError):
             os.close(paths.create_file(self.path / LOCK_FILE))
         with self.locked():
@@ -708,9 +710,12 @@ def _free_bytes(path: Path) -> int:
 def _named(path: Path) -> tuple[int, int] | None:
     """Return what tells a directory from any other; None where it does not say."""
     with suppress(OSError):
-        status = path.lstat()
-        return status.st_dev, status.st_ino
+        return _named_by(path.lstat())
     return None
+
+
+def _named_by(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _boot(now_s: float) -> tuple[str, float]:

@@ -49,7 +49,7 @@ def read_uses(home_path: Path) -> UsesRecords | None:
     Waits for the drive. Writes nothing, follows no symlink, and never raises.
     """
     try:
-        fd = paths.open_regular(home_path / USES_FILE, os.O_RDONLY)
+        fd = paths.open_own(home_path / USES_FILE, os.O_RDONLY)
         if fd < 0:
             return None
         with os.fdopen(fd, "rb") as file:

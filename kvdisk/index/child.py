@@ -34,6 +34,16 @@ REAP_S = 5.0
 _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 
+def open_last_words() -> IO[bytes]:
+    """Open a file for what a process says when it fails: in memory, as a drive may be full. Where
+    that is refused, it is not kept."""
+    try:
+        fd = os.memfd_create("kvdisk")
+    except OSError:
+        fd = os.open(os.devnull, os.O_RDWR)
+    return os.fdopen(fd, "w+b")
+
+
 class ChildEnded(KvdiskError):
     """The process has ended. ``damaged``: reading the file ended it. ``late``: it did not answer in
     time."""
@@ -129,7 +139,7 @@ class Child:
     def _start(self) -> Connection:
         with ExitStack() as undo:
             try:
-                said = undo.enter_context(os.fdopen(os.memfd_create("kvdisk"), "w+b"))  # in memory: a drive may be full
+                said = undo.enter_context(open_last_words())
                 ours, theirs = Pipe()
                 undo.enter_context(ours)
                 with theirs:

@@ -24,6 +24,8 @@ from kvdisk.index.records import Operation, Packed, Table, decode_blocks, decode
 
 MOST_OPEN = 64
 """Indexes of others that the process keeps open. It closes the oldest first."""
+_Identity = tuple[int, int]
+"""Device and inode of a file: inodes alone are alike on two file systems."""
 
 
 class Server:
@@ -36,9 +38,9 @@ class Server:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._own: LmdbTables | None = None
-        self._others: dict[str, tuple[int, LmdbTables]] = {}
-        """The inode and the open tables of each index of others in which keys were looked up, by
-        path."""
+        self._others: dict[str, tuple[_Identity | None, LmdbTables]] = {}
+        """The data file and the open tables of each index of others in which keys were looked up,
+        by path."""
 
     # -- the own index -------------------------------------------------------------------------
 
@@ -116,13 +118,13 @@ class Server:
                 raise
 
     def _get(self, path: str) -> LmdbTables:
-        inode, known = _inode(path), self._others.get(path)
+        identity, known = _identity(path), self._others.get(path)
         # A rebuilt index is a new file under the same path.
-        if known is not None and known[0] == inode and known[1].complete:
+        if known is not None and known[0] == identity and known[1].complete:
             return known[1]
         self._close(path)
         tables = LmdbTables(Path(path), readonly=True)
-        self._others[path] = (inode, tables)
+        self._others[path] = (identity, tables)
         if len(self._others) > MOST_OPEN:
             self._close(next(iter(self._others)))
         return tables
@@ -155,11 +157,13 @@ def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]
     }
 
 
-def _inode(path: str) -> int:
+def _identity(path: str) -> _Identity | None:
+    """Return what tells the data file of an index from any other; None where it cannot be seen."""
     try:
-        return os.stat(Path(path) / "data.mdb", follow_symlinks=False).st_ino
+        status = os.stat(Path(path) / "data.mdb", follow_symlinks=False)
     except OSError:
-        return -1
+        return None
+    return status.st_dev, status.st_ino
 
 
 def main(descriptor: int, make: type[Server] = Server) -> None:

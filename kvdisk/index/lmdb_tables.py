@@ -57,8 +57,11 @@ class LmdbTables:
     An owner holds an exclusive flock on the directory until it closes. Once it has the lock, and
     before it touches a file, it asks ``is_wanted``: does the engine that it works for still live?
 
+    LMDB opens files by path. So this changes for a moment into the directory that was opened and
+    checked: whoever may rename a directory above could have put another in its place.
+
     Raises StoreLocked where another owner does not let go, CorruptRecord where the files are no
-    index, DeviceError where the system refuses.
+    index, DeviceError where the system refuses, or the directory is another user's.
     """
 
     def __init__(
@@ -74,18 +77,18 @@ class LmdbTables:
         self._readonly = readonly
         self._last_error: lmdb.Error | None = None
         self._planned_bytes = 0
-        self._lock_fd = -1
         with _translating(path):
             if not readonly:
                 path.mkdir(mode=0o700, exist_ok=True)
-                self._lock_fd = _take_lock(path)
+            self._directory_fd = _open_own_directory(path)
             try:
+                if not readonly:
+                    _take_lock(self._directory_fd, path)
                 if not is_wanted():
                     raise StoreLocked(f"index {path}: nobody wants it any more")
-                _check_files(path, readonly)
                 self._open()
             except BaseException:
-                self._unlock()
+                self._let_go()
                 raise
 
     @property
@@ -184,15 +187,18 @@ class LmdbTables:
                     self._environment.sync(True)
         finally:
             self._environment.close()
-            self._unlock()
+            self._let_go()
 
-    def _unlock(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+    def _let_go(self) -> None:
+        """Close the directory, and so release its lock."""
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1
 
     def _open(self) -> None:
-        self._environment = _open_environment(self._path, self._map_bytes, self._readonly)
+        with _inside(self._directory_fd):
+            _check_files(self._path, self._readonly)
+            self._environment = _open_environment(self._map_bytes, self._readonly)
         try:
             self._unit_bytes = self._environment.stat()["psize"]
             self._map_units = self._environment.info()["map_size"] // self._unit_bytes
@@ -232,7 +238,7 @@ class LmdbTables:
             return
         self._planned_bytes = wanted_bytes
         with suppress(OSError):
-            fd = os.open(self._path / "data.mdb", os.O_WRONLY | os.O_NOFOLLOW)
+            fd = os.open("data.mdb", os.O_WRONLY | os.O_NOFOLLOW, dir_fd=self._directory_fd)
             try:
                 length = os.fstat(fd).st_size
                 while length < wanted_bytes:  # written, because a file system needs room for an allocation in pieces
@@ -258,19 +264,46 @@ class LmdbTables:
         return bool(leaves + branches + freed + listed + RESERVE_UNITS <= self._map_units)
 
 
-def _open_environment(path: Path, map_bytes: int, readonly: bool) -> lmdb.Environment:
+def _open_own_directory(path: Path) -> int:
+    """Open a directory that this user, or root, has written alone. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    status = os.fstat(fd)
+    if status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o002:
+        return fd
+    os.close(fd)
+    raise PermissionError(errno.EACCES, f"others than user {os.geteuid()} can have written it")
+
+
+@contextmanager
+def _inside(directory_fd: int) -> Iterator[None]:
+    """Be in a directory; then again where this process was, as far as it may look there."""
+    before = -1
+    with suppress(OSError):
+        before = os.open(".", os.O_PATH | os.O_DIRECTORY)
+    try:
+        os.fchdir(directory_fd)
+        yield
+    finally:
+        if before >= 0:
+            os.fchdir(before)
+            os.close(before)
+
+
+def _open_environment(map_bytes: int, readonly: bool) -> lmdb.Environment:
+    """Open the environment in this process's directory."""
+
     def opened(map_size: int, **how: bool) -> lmdb.Environment:
         return lmdb.Environment(
-            str(path), map_size=map_size, create=False, mode=0o600, max_dbs=len(_TABLE_NAMES), lib_version=0, **how
+            ".", map_size=map_size, create=False, mode=0o600, max_dbs=len(_TABLE_NAMES), lib_version=0, **how
         )
 
     if not readonly:
-        _make_lock_file(path / "lock.mdb")
+        _make_lock_file(Path("lock.mdb"))
         return opened(map_bytes, sync=False)
-    if not (path / "data.mdb").exists():  # LMDB would leave a lock file
-        raise FileNotFoundError(errno.ENOENT, "no index", str(path))
+    if not os.path.exists("data.mdb"):  # LMDB would leave a lock file
+        raise FileNotFoundError(errno.ENOENT, "no index")
     as_the_owner_made_it = 0
-    if _is_file(path / "lock.mdb"):  # LMDB would make one; an owner's is there before its data file
+    if _is_file(Path("lock.mdb")):  # LMDB would make one; an owner's is there before its data file
         with suppress(lmdb.Error):
             return opened(as_the_owner_made_it, readonly=True)
     return opened(as_the_owner_made_it, readonly=True, lock=False)
@@ -293,27 +326,21 @@ def _make_lock_file(path: Path) -> None:
         os.close(fd)
 
 
-def _take_lock(path: Path) -> int:
-    """Take an exclusive flock on a directory, and return its descriptor. A file system without such
-    locks counts as one that gave it. Raises StoreLocked, OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _take_lock(fd: int, path: Path) -> None:
+    """Take an exclusive flock on an open directory. A file system without such locks counts as one
+    that gave it. Raises StoreLocked."""
     end_s = time.monotonic() + LOCK_WAIT_S
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            except OSError:
-                return fd
-            else:
-                return fd
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             if time.monotonic() >= end_s:
-                raise StoreLocked(f"index {path}: another process has had it open for {LOCK_WAIT_S:g} s")
+                raise StoreLocked(f"index {path}: another process has had it open for {LOCK_WAIT_S:g} s") from None
             time.sleep(_LOCK_POLL_S)
-    except BaseException:
-        os.close(fd)
-        raise
+        except OSError:
+            return
+        else:
+            return
 
 
 def _is_file(path: Path) -> bool:
@@ -325,11 +352,11 @@ def _is_file(path: Path) -> bool:
 
 def _check_files(path: Path, readonly: bool) -> None:
     """Raise CorruptRecord where LMDB would follow a symlink, wait for ever at a pipe, or begin anew
-    in a file that was emptied."""
+    in a file that was emptied, in this process's directory. ``path``: its name."""
     for name in ("data.mdb",) if readonly else ("data.mdb", "lock.mdb"):
-        if os.path.lexists(path / name) and not _is_file(path / name):
+        if os.path.lexists(name) and not _is_file(Path(name)):
             raise CorruptRecord(f"index {path}: {name} is not a file")
-    if _is_file(path / "data.mdb") and not (path / "data.mdb").stat().st_size:
+    if _is_file(Path("data.mdb")) and not os.stat("data.mdb").st_size:
         raise CorruptRecord(f"index {path}: data.mdb is empty")
 
 

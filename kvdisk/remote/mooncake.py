@@ -97,7 +97,11 @@ class MooncakeBucket:
         self._running: dict[int, list[_Asked]] = {}
         """The requests in each room. They keep it until the client answers, even where they were
         given up."""
-        self._child: _Child | None = _Child(self._settings, deadline_s)
+        try:
+            self._child: _Child | None = _Child(self._settings, deadline_s)
+        except OSError as error:
+            needs = f"needs a process, and memory shared with it (memfd_create): {error.strerror}"
+            raise ConfigError(f"remote {url!r} {needs}.") from error
         if (problem := self._child.first_word()) is not None:
             self.close()
             raise ConfigError(f"remote {url!r} {problem}.")

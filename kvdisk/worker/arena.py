@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdisk.device.base import Buffer
+from kvdisk.device.paths import refusal
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
@@ -133,7 +134,12 @@ class Arena(SlotMemory):
             import torch
 
             # A child's first write after a fork would otherwise move our pages from under the GPU.
-            mapping.madvise(mmap.MADV_DONTFORK)
+            try:
+                mapping.madvise(mmap.MADV_DONTFORK)
+            except OSError as error:
+                raise ConfigError(
+                    f"memory for a GPU is to be kept from children: {refusal('madvise', error)}."
+                ) from error
             gpu = torch.cuda.current_device()
             self._pinning = Thread(target=self._pin, args=(gpu,), name="kvdisk-pinning", daemon=True)
             self._pinning.start()
@@ -255,6 +261,6 @@ def processors_near(properties: Any, sys: Path = SYS) -> set[int]:
 
 def run_near(properties: Any) -> None:
     """Bind this thread to the processors near a GPU that it may use, if there are any."""
-    may = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
+        may = os.sched_getaffinity(0)
         os.sched_setaffinity(0, processors_near(properties) & may or may)

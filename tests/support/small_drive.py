@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,19 @@ def run_on_a_drive(scenario: Callable[[Path], None], drive_bytes: int) -> None:
         tempfile.tempdir = None
         subprocess.run(["umount", "-l", place], check=False)  # noqa: S607
         os.rmdir(place)
+
+
+@contextmanager
+def tmpfs(place: Path) -> Iterator[None]:
+    """Mount a file system of memory in a directory, whose inodes are those of any other; skip the
+    test where this user cannot."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "x", place], capture_output=True, text=True, check=False)  # noqa: S607
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)  # noqa: S607
 
 
 def fill(drive: Path) -> Path:

@@ -73,7 +73,7 @@ def test_wrong_usage_and_a_drive_without_room_are_refused_in_one_line(tmp_path, 
 def test_a_drive_that_fails_or_hangs_while_it_is_measured_is_an_exit_code(tmp_path, monkeypatch, plan, said):
     monkeypatch.setattr(bench, "SILENT_S", 0.05)
     monkeypatch.setattr(probe, "_given_up", [])
-    monkeypatch.setattr(bench, "PosixDevice", lambda: FaultyDevice(MemoryDevice(), plan))
+    monkeypatch.setattr(bench, "PosixDevice", lambda **_: FaultyDevice(MemoryDevice(), plan))
     done = run_here("bench", tmp_path)
     assert done.exit_code == 1 and done.stderr.startswith("kvdisk: the drive failed: ") and said in done.stderr
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())

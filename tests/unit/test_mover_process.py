@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_drive import tmpfs
 from support.waits import WAIT_S, lives, until
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
@@ -31,6 +33,7 @@ PAYLOADS = (ROW_BYTES, 4096 + 123)
 """By group: the second one has less than a row."""
 GEOMETRY = Geometry(tuple(GroupGeometry(group, 16, size) for group, size in enumerate(PAYLOADS)), 1, 16)
 FINGERPRINT = bytes(range(32))
+FILE_BYTES = 4096 + ROWS * ROW_BYTES
 NEVER_S = 100_000.0
 
 
@@ -42,10 +45,10 @@ class Rank:
     """A mover's process over rows in a file without a name, and a home with a segment for each
     group."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fd: int | None = None) -> None:
         self.path = path
-        fd = os.memfd_create("rows")
-        os.ftruncate(fd, 4096 + ROWS * ROW_BYTES)
+        fd = os.memfd_create("rows") if fd is None else fd
+        os.ftruncate(fd, FILE_BYTES)
         memory = mmap.mmap(fd, 0)
         self.rows = np.frombuffer(memory, np.uint8, offset=4096).reshape(ROWS, ROW_BYTES)
         self.rows[:] = np.random.default_rng(1).integers(0, 256, self.rows.shape, np.uint8)
@@ -244,6 +247,85 @@ def test_one_that_dies_at_its_start_says_why(tmp_path, rank, monkeypatch):
 def test_rows_that_no_other_process_can_map_are_an_error_of_the_caller():
     with pytest.raises(AssertionError, match="shared mapping"):
         SharedRows.of(np.zeros((4, 4096), np.uint8))
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Files on two file systems, whose inodes are alike; the first one was opened first."""
+    with ExitStack() as undo:
+        found = []
+        for name in ("one", "other"):
+            place = tmp_path / name
+            place.mkdir()
+            undo.enter_context(tmpfs(place))
+            found.append(os.open(place / "rows", os.O_RDWR | os.O_CREAT, 0o600))
+            undo.callback(_close, found[-1])
+            os.write(found[-1], bytes([len(found)]) * FILE_BYTES)
+        first, second = map(os.fstat, found)
+        assert first.st_ino == second.st_ino and first.st_dev != second.st_dev
+        yield found[0], found[1]
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):  # of the rows: ``Rank`` has closed it
+        os.close(fd)
+
+
+def test_rows_are_found_among_files_of_the_same_inode_on_other_file_systems(tmp_path, twins):
+    other, mine = twins
+    rank = Rank(tmp_path / "store", mine)
+    try:
+        before = rank.rows.copy()
+        moves = tuple(move(row, row % 2) for row in range(ROWS))
+        assert rank.do(JobKind.STORE, moves) == {}
+        rank.rows[:] = 0
+        assert rank.do(JobKind.LOAD, moves) == {}
+        assert all((rank.rows[row] == before[row])[: PAYLOADS[row % 2]].all() for row in range(ROWS))
+        assert os.pread(other, FILE_BYTES + 1, 0) == b"\x01" * FILE_BYTES, "nothing else was written to"
+    finally:
+        rank.close()
+
+
+def test_rows_are_found_by_what_is_mapped_and_not_by_a_number_alone(monkeypatch):
+    """As above, where no file system can be mounted: all files seem to have one inode."""
+    other, mine = os.memfd_create("other"), os.memfd_create("rows")
+    for fd in (other, mine):
+        os.ftruncate(fd, FILE_BYTES)
+    rows = np.frombuffer(mmap.mmap(mine, 0), np.uint8, offset=4096).reshape(ROWS, ROW_BYTES)
+    inode = os.fstat(mine).st_ino
+    for name, real in (("stat", os.stat), ("fstat", os.fstat)):
+        monkeypatch.setattr(os, name, lambda of, real=real: _with_inode(real(of), inode))
+    shared = SharedRows.of(rows)
+    monkeypatch.undo()
+    assert os.path.samestat(os.fstat(shared.fd), os.fstat(mine))
+    rows[3, 5] = 77
+    assert shared.mapped()[3, 5] == 77
+    for fd in (other, mine, shared.fd):
+        os.close(fd)
+
+
+def _with_inode(status: os.stat_result, inode: int) -> os.stat_result:
+    return os.stat_result((status[0], inode, *status[2:]))
+
+
+def test_rows_whose_file_was_closed_are_found_nowhere_else():
+    other, mine = os.memfd_create("other"), os.memfd_create("rows")
+    for fd in (other, mine):
+        os.ftruncate(fd, FILE_BYTES)
+    call = ctypes.CDLL(None).mmap  # Python's own keeps a descriptor
+    call.restype, call.argtypes = (
+        ctypes.c_void_p,
+        (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long),
+    )
+    address = call(None, FILE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, mine, 0)
+    memory = (ctypes.c_uint8 * FILE_BYTES).from_address(address)  # until this process ends
+    rows = np.frombuffer(memory, np.uint8, offset=4096).reshape(ROWS, ROW_BYTES)
+    os.close(mine)
+    count = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(AssertionError, match="is open"):
+        SharedRows.of(rows)
+    assert len(os.listdir("/proc/self/fd")) == count
+    os.close(other)
 
 
 def test_it_ends_with_its_parent(tmp_path):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.small_drive import tmpfs
 from support.waits import lives, until
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
@@ -95,6 +96,16 @@ def test_what_another_home_has_committed_is_found_in_its_newest_file(tmp_path) -
         child = found._reader._process
     assert child.poll() is not None and not found.any, "closing ends the child"
     assert not found.ask(1, 0, keys(1))
+
+
+def test_an_index_on_another_file_system_is_another_though_its_inode_is_the_same(tmp_path) -> None:
+    with tmpfs(tmp_path), reader({"one": tmp_path / "one"}) as found, home(tmp_path / "one", keys(3)):
+        assert set(answer(found, keys(9))) == set(keys(3))
+        before = (tmp_path / "one" / "data.mdb").stat()
+        with tmpfs(tmp_path), home(tmp_path / "one", keys(3, 5)):
+            after = (tmp_path / "one" / "data.mdb").stat()
+            assert before.st_ino == after.st_ino and before.st_dev != after.st_dev
+            assert set(answer(found, keys(9))) == set(keys(3, 5))
 
 
 def test_homes_come_and_go_and_a_child_that_was_killed_is_started_anew(tmp_path) -> None:
