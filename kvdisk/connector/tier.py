@@ -35,6 +35,7 @@ from kvdisk.config import Config
 from kvdisk.connector.adapter import offloading_being_built, refuse_version
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import tier_metrics, tier_stats
+from kvdisk.connector.off import guarded as answered
 from kvdisk.connector.off import say_off
 from kvdisk.connector.plugin import join_log
 from kvdisk.connector.tier_settings import TierSettings
@@ -230,6 +231,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- requests ------------------------------------------------------------------------------
 
+    @answered
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Follow a request. Its chunks are offered as they are computed."""
         if not self.is_off:
@@ -370,6 +372,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    @answered
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store chunks that lie in memory: what is there already, or is not wanted, is left out."""
         self._jobs[job_metadata.job_id] = job_metadata
@@ -386,6 +389,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         parents = self._parents_of(request, keys, blocks, job.req_context._offload_key_positions)
         self.store.put(job.job_id, list(map(Put, blocks, parents, job.chunk_ids.tolist())))
 
+    @answered
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load chunks that were answered HIT into rows of memory."""
         self._jobs[job_metadata.job_id] = job_metadata
@@ -402,6 +406,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._done.append(result)
         self._has_moved = True
 
+    @answered
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended, each once."""
         self._settle()
@@ -464,6 +469,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             left -= len(keys)
         self._goes_on = self.store.step(time.monotonic())
 
+    @answered
     def has_pending_work(self) -> bool:
         """Whether to step on without requests."""
         return bool(self._done or self._jobs or (not self.is_off and (self._goes_on or self._ended_requests)))
@@ -489,6 +495,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- events and metrics --------------------------------------------------------------------
 
+    @answered
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what became loadable and what left, where the engine publishes that; that all has
         left when the tier is off."""
@@ -526,6 +533,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             removal_expected=stored and self._expects_removal,
         )
 
+    @answered
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted and measured since the last call, or the last but a few: an idle
         engine has told all."""
@@ -559,6 +567,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if self._mover is not None:
             self._mover.kill()
 
+    def _switch_off(self, error: Exception, hook: str) -> bool:
+        was_off = self.is_off
+        if not was_off:
+            self.switch_off(error, hook)
+        return not was_off
+
+    @answered
     def shutdown(self) -> None:
         """Commit, and release the store, and with it all arrays over vLLM's memory, which could not
         be released otherwise. Idempotent."""

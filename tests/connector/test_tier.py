@@ -512,6 +512,29 @@ def test_an_error_of_ours_switches_the_tier_off_and_the_engine_goes_on(bench, wh
     assert not bench.tier._requests
 
 
+HOOKS = ["on_new_request", "lookup", "submit_store", "get_finished_jobs", "on_schedule_end", "has_pending_work"]
+HOOKS += ["take_events", "get_stats", "on_request_finished"]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_an_argument_that_a_hook_does_not_know_switches_it_off(bench, name, monkeypatch, caplog):
+    hook, calls = getattr(bench.tier, name), []
+
+    def newer(*arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        return hook(*arguments, **more, novel=True)
+
+    monkeypatch.setattr(bench.tier, name, newer)
+    bench.serve("a", 1, 6)
+    list(bench.manager.take_events())
+    bench.manager.get_stats()
+    bench.rest()
+    assert calls and bench.tier.is_off
+    assert not bench.manager._jobs and not bench.tier._jobs, "every job was reported"
+    assert len([text for text in caplog.messages if "kvdisk is off" in text]) == 1
+    assert bench.serve("b", 1, 6) == 6, "from memory"
+
+
 def test_a_row_that_there_is_not_switches_it_off(bench):
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
