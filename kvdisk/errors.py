@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's exceptions, and warnings that cannot flood the log.
+"""kvdisk's exceptions, and warnings that can neither flood the log nor forge a line of it.
 
 An operating failure within a transfer is a value (``messages.Reason``), not an exception.
 """
@@ -11,6 +11,14 @@ import logging
 from collections.abc import Callable
 
 WARNING_INTERVAL_S = 60.0
+
+
+def printable(value: object) -> str:
+    """Return a value of unknown origin as text of one line that cannot control a terminal; ``?``
+    for None."""
+    if value is None:
+        return "?"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
 
 
 class KvdiskError(Exception):
@@ -65,7 +73,7 @@ class QuietLog:
 
     def warn(self, cause: str, text: str) -> None:
         """Log ``text``, unless this ``cause`` (one of a closed list) was logged within
-        WARNING_INTERVAL_S."""
+        WARNING_INTERVAL_S. What others have written may be in it."""
         now_s = self._clock()
         last_s = self._last_s.get(cause)
         if last_s is not None and now_s - last_s < WARNING_INTERVAL_S:
@@ -73,4 +81,4 @@ class QuietLog:
             return
         self._last_s[cause] = now_s
         left_out = self._left_out.pop(cause, 0)
-        self._log.warning("kvdisk: %s%s", text, f" ({left_out} more like it before)" if left_out else "")
+        self._log.warning("kvdisk: %s%s", printable(text), f" ({left_out} more like it before)" if left_out else "")

@@ -31,6 +31,7 @@ from rich.text import Text
 from kvdisk import __version__
 from kvdisk.device.control import STORE_FILE
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
+from kvdisk.errors import printable as printable  # noqa: PLC0414 - the commands take it from here
 from kvdisk.stats import Miss
 
 _STORE = typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
@@ -194,13 +195,6 @@ def duration(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Return ``1 block``, ``2 blocks``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def printable(value: object) -> str:
-    """Return a value of unknown origin as text that cannot control a terminal; ``?`` for None."""
-    if value is None:
-        return "?"
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
 
 
 def engine_store(home_id: str) -> str:

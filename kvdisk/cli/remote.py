@@ -40,7 +40,7 @@ from kvdisk.cli.output import (
 )
 from kvdisk.config import Config
 from kvdisk.device.header import payload_checksum, read_header
-from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch
+from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printable
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES
@@ -318,7 +318,7 @@ def check_object(name: str, body: memoryview) -> WrongObject | None:
 def print_remote_survey(survey: RemoteSurvey, console: Console) -> None:
     """Print what is there, at most SHOWN namespaces."""
     lines, known = make_lines(), survey.namespaces
-    lines.add_row("Remote", Text(survey.url, "bold cyan"))
+    lines.add_row("Remote", Text(printable(survey.url), "bold cyan"))
     more = "" if all(one.is_whole for one in known) else "more than "
     total = f"{more}{number(sum(one.objects for one in known))} objects, {size(sum(one.bytes for one in known))}"
     lines.add_row("Holds", f"{total}, in {plural(len(known), 'namespace')}" if known else "no blocks")
@@ -341,7 +341,7 @@ def print_remote_survey(survey: RemoteSurvey, console: Console) -> None:
 def print_remote_verdict(verdict: RemoteVerdict, console: Console, most: int | None) -> None:
     """Print what was found. ``most``: wrong objects that are listed at most; None for all."""
     lines = make_lines()
-    lines.add_row("Remote", Text(verdict.url, "bold cyan"))
+    lines.add_row("Remote", Text(printable(verdict.url), "bold cyan"))
     took = f"{size(verdict.read_bytes)} in {verdict.seconds:.1f} s"
     lines.add_row("Read", f"{plural(verdict.objects, 'object')}, {took}; seed {verdict.seed}")
     if verdict.gone:

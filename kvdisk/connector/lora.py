@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
 from kvdisk.connector.weights import digest_file
-from kvdisk.errors import ConfigError, QuietLog
+from kvdisk.errors import ConfigError, QuietLog, printable
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Looks:
         if not same:
             return Look(now_s, None, f"{folder} has changed since this engine began, until the next start", True)
         if before and read:
-            logger.info("kvdisk: the change times of %s have moved, and it is as it was.", folder)
+            logger.info("kvdisk: the change times of %s have moved, and it is as it was.", printable(folder))
         if read or not before:
             self._known[path] = (read, now)
         return Look(now_s, read or content)

@@ -39,7 +39,7 @@ from kvdisk.connector.off import guarded as answered
 from kvdisk.connector.off import say_off
 from kvdisk.connector.plugin import join_log
 from kvdisk.connector.tier_settings import TierSettings
-from kvdisk.errors import DeviceError
+from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
@@ -315,7 +315,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         logger.log(
             logging.INFO if self._config.log_requests else logging.DEBUG,
             "kvdisk: request %s: %d chunks, %d found, %d loaded%s.",
-            req_context.req_id,
+            printable(req_context.req_id),
             len(keys),
             request.found_blocks,
             request.loaded_blocks,

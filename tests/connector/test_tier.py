@@ -739,9 +739,9 @@ def test_a_line_for_each_request(make, caplog):
     bench = make(log_requests=True)
     bench.serve("a", 1, 4)
     bench.forget_memory()
-    bench.serve("b", 1, 6)
+    bench.serve("b\n\x1b[2Jforged", 1, 6)
     assert [text for text in caplog.messages if "request b" in text] == [
-        "kvdisk: request b: 6 chunks, 4 found, 4 loaded, the first missing one absent."
+        "kvdisk: request b\ufffd\ufffd[2Jforged: 6 chunks, 4 found, 4 loaded, the first missing one absent."
     ]
 
 
