@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk.assembly import check_settings, open_remote
+from kvdisk.assembly import open_remote
 from kvdisk.blocks import BlockKey
 from kvdisk.cli.check import read_settings
 from kvdisk.cli.output import (
@@ -45,6 +45,7 @@ from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES
 from kvdisk.remote.s3 import PAGE_OBJECTS, SCHEMES, Listed, S3Bucket, why_failed
+from kvdisk.tier_settings import check_either
 
 FromRemote = Annotated[
     str | None,
@@ -141,7 +142,7 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
     nothing is."""
     if named is None or directories:
         raise ConfigError("name the directories of a store, or with --remote a remote store")
-    config = check_settings({"remote": named} if "://" in named else read_settings(Path(named)))
+    config = check_either({"remote": named} if "://" in named else read_settings(Path(named)))
     if config.remote is None:
         raise ConfigError(f"{named} names no remote store")
     return replace(config, remote_deadline_s=max(_LEAST_DEADLINE_S, config.remote_deadline_s))

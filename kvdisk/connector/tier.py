@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvdisk.assembly import goes_on_without_nvme
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
 from kvdisk.connector.adapter import offloading_being_built, refuse_version
@@ -38,12 +39,12 @@ from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.off import guarded as answered
 from kvdisk.connector.off import say_off
 from kvdisk.connector.plugin import join_log
-from kvdisk.connector.tier_settings import TierSettings
 from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
 from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.tier_settings import TierSettings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -206,7 +207,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         try:
             return BlockStore.open(self._config, fingerprint, description, kinds, rows, self._start_mover)
         except DeviceError as error:
-            if error.is_of_process:
+            if not goes_on_without_nvme(error, has_memory=True):
                 raise
             logger.warning("kvdisk is off until the next start: vLLM goes on with memory alone: %s", error)
             self.is_off = True

@@ -35,12 +35,12 @@ from kvdisk.connector import tier as tiers
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import PREFIX
 from kvdisk.connector.tier import KVDiskTier
-from kvdisk.connector.tier_settings import KEYS, TierSettings
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.manager.events import BlockChange, Taken
 from kvdisk.stats import METRICS
 from kvdisk.store import BlockStore, Get, Put, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
+from kvdisk.tier_settings import KEYS, TierSettings
 
 ROW_BYTES = 8192
 
