@@ -59,6 +59,8 @@ SHOWN = 14
 _PLACES = 16
 _BATCH_BYTES, _BATCH_OBJECTS = 64 << 20, 64
 _BATCH_NAMES = 256
+MOST_OBJECT_BYTES = 1 << 30
+"""More than any block has on a rank: a longer object is none, and is not read."""
 _LEAST_DEADLINE_S = 30.0
 _POLL_S = 1.0
 logging.getLogger("kvdisk.remote").addHandler(logging.NullHandler())  # the commands say it themselves
@@ -239,7 +241,10 @@ def _read_all(objects: Objects, chosen: Sequence[Listed], seal_bytes: int, verdi
     """Read and check objects. Where some of a batch are late, they are asked for again in smaller
     batches: alone an object may come in time. Waits while the store is left alone, unless nothing
     is answered any more."""
-    waiting, silent = deque(_batches(chosen)), 0
+    too_long = [one for one in chosen if one.size_bytes > MOST_OBJECT_BYTES]
+    verdict.wrong += [WrongObject(one.name, "header", f"{size(one.size_bytes)} are no slot") for one in too_long]
+    verdict.objects += len(too_long)
+    waiting, silent = deque(_batches([one for one in chosen if one.size_bytes <= MOST_OBJECT_BYTES])), 0
     while waiting:
         some = waiting.popleft()
         if silent >= MOST_SILENT:
