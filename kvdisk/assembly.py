@@ -282,6 +282,9 @@ def assemble_scheduler(
         except DeviceError as error:
             if not goes_on_without_nvme(error, has_memory=bool(memory)):
                 raise
+            if engine_store is not None:
+                engine_store.close()
+                engine_store = None
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
     nvme = None if engine_store is None else engine_store.nvme
     remote = None

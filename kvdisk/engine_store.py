@@ -21,8 +21,9 @@ from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.uses import read_uses
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import Geometry
+from kvdisk.index.child import CannotStart
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import make_admission
@@ -107,11 +108,11 @@ def open_engine_store(store: Store, parts: Parts, fingerprint: bytes, descriptio
             return EngineStore(store, home, *_read_or_rebuild(parts, layout, store, home))
         except (CorruptRecord, DeviceError) as error:
             if home.fresh or error.is_of_process:
-                home.close(clean=False)
+                _leave(store, home)
                 raise
             _give_up(store, home, error)
         except BaseException:
-            home.close(clean=False)
+            _leave(store, home)
             raise
 
 
@@ -121,7 +122,7 @@ def _read_or_rebuild(parts: Parts, layout: NvmeLayout, store: Store, home: Home)
     try:
         return _read(parts, layout, store, home)
     except (CorruptRecord, DeviceError) as error:
-        if home.fresh or error.is_of_process:
+        if home.fresh or error.is_of_process or isinstance(error, CannotStart):
             raise
         logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
     rebuild_index(home, layout.index_bytes)
@@ -145,6 +146,15 @@ def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[L
         index.close()
         raise
     return index, nvme
+
+
+def _leave(store: Store, home: Home) -> None:
+    """Release an engine store that could not be opened. One that was made just now has nothing, and
+    goes, or each start that fails would leave one more."""
+    with suppress(StoreLocked, DeviceError):
+        if home.fresh:
+            store.discard(home)
+    home.close(clean=False)
 
 
 def _give_up(store: Store, home: Home, error: Exception) -> None:

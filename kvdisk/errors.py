@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 WARNING_INTERVAL_S = 60.0
 
@@ -59,6 +61,34 @@ class DeviceError(KvdiskError):
 
     def __reduce__(self) -> tuple[type[DeviceError], tuple[int, str]]:
         return type(self), (self.errno, self._what)
+
+
+class NoThread(DeviceError):
+    """This process, its container or the machine may have no more threads."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EAGAIN, "no thread can be started: ulimit -u, or the container's pids.max, is too low")
+        self.is_of_process = True
+
+    def __reduce__(self) -> tuple[type[NoThread], tuple[()]]:  # type: ignore[override]
+        return type(self), ()
+
+
+@contextmanager
+def thread_errors() -> Iterator[None]:
+    """Turn Python's error where a thread cannot be started in the body into NoThread."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise NoThread from error
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises NoThread."""
+    with thread_errors():
+        thread.start()
 
 
 class QuietLog:

@@ -47,7 +47,7 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.device.mounts import check_mount
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
-from kvdisk.errors import ConfigError, DeviceError, KvdiskError
+from kvdisk.errors import ConfigError, DeviceError, KvdiskError, NoThread, thread_errors
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
 from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
@@ -190,9 +190,12 @@ def _no_verdict_of_errors() -> Iterator[None]:
     """End the command with an exit code of its own where an error of ours comes out: Python's own
     code would be taken for a verdict."""
     try:
-        yield
+        with thread_errors():
+            yield
     except (typer.Exit, typer.Abort):
         raise
+    except NoThread as error:  # nor would an engine have any
+        raise refusal(f"{error}.", can_start=False) from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _SAID_ELSEWHERE:
             raise

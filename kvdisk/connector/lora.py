@@ -15,13 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
 from kvdisk.connector.weights import digest_file
-from kvdisk.errors import ConfigError, QuietLog, printable
+from kvdisk.errors import ConfigError, NoThread, QuietLog, printable, start_thread
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
@@ -90,8 +91,10 @@ class Looks:
             self._asked[path] = time.monotonic()
             self._questions.put(path)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvdisk-adapters", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvdisk-adapters", daemon=True)
+                with suppress(NoThread):  # then the files do not answer in time, and the next request tries again
+                    start_thread(thread)
+                    self._thread = thread
         return None
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdisk.device.base import Buffer
-from kvdisk.errors import ConfigError
+from kvdisk.errors import ConfigError, start_thread
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
 
@@ -136,7 +136,7 @@ class Arena(SlotMemory):
             mapping.madvise(mmap.MADV_DONTFORK)
             gpu = torch.cuda.current_device()
             self._pinning = Thread(target=self._pin, args=(gpu,), name="kvdisk-pinning", daemon=True)
-            self._pinning.start()
+            start_thread(self._pinning)
             if cuda_runtime() is None:  # then the thread cannot keep out of the model's captures
                 self.await_pinned()
 
