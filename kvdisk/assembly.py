@@ -19,6 +19,7 @@ from kvdisk.blocks import Tier
 from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
+from kvdisk.device.control import is_store
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
@@ -30,7 +31,7 @@ from kvdisk.device.probe import choose_device
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, write_uses
-from kvdisk.engine_store import EngineStore, nvme_layout_in, open_engine_store, short
+from kvdisk.engine_store import EngineStore, make_budget, nvme_layout_in, open_engine_store, short
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
 from kvdisk.identity import Identity, Named
@@ -41,7 +42,7 @@ from kvdisk.late_identity import LateIdentity
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.eviction import EvictionPolicy
-from kvdisk.manager.manager import TierManager
+from kvdisk.manager.manager import TierManager, make_remote_budget
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.store_policy import StorePolicy, make_store_policy
@@ -55,7 +56,7 @@ from kvdisk.remote.mooncake import MooncakeBucket
 from kvdisk.remote.reader import RemoteReader
 from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
-from kvdisk.request_trace import RequestTrace
+from kvdisk.request_trace import RequestTrace, check_trace
 from kvdisk.salts import SaltDigests, make_salt_key
 from kvdisk.telemetry import LOG_S, WRITE_S, Telemetry, log_request
 from kvdisk.upkeep import Upkeep
@@ -179,6 +180,35 @@ def check_settings(values: Mapping[str, Any]) -> Config:
     return config
 
 
+def check_start(config: Config, engines: int = 1, *, has_memory: bool = True) -> list[str]:
+    """Return what engines of a checked configuration would start without, in sentences. Writes
+    nothing, and builds nothing of a model's.
+
+    Unlike ``check_settings`` it looks at what only one engine may have, so it is not for an engine,
+    of which several processes check their settings. ``engines``: data-parallel ranks that have this
+    configuration. ``has_memory``: they have a tier in memory, or vLLM has one. Raises ConfigError,
+    CorruptRecord, StoreLocked, DeviceError where none starts.
+    """
+    for rank in range(engines if config.trace_file is not None else 0):
+        assert config.trace_file is not None
+        check_trace(_file_of_rank(config.trace_file, rank))
+    if not config.store_dirs or not is_store(list_directories(config.store_dirs)[0]):
+        return []
+    store = Store.open(config.store_dirs, create=False, need_all=False)
+    try:
+        store.look()
+    except DeviceError as error:
+        if not goes_on_without_nvme(error, has_memory=has_memory):
+            raise
+        return [f"an engine would go on without its NVMe tier: {error}"]
+    return []
+
+
+def goes_on_without_nvme(error: DeviceError, *, has_memory: bool) -> bool:
+    """Whether an engine that gets no engine store for this reason starts all the same."""
+    return has_memory and not error.is_of_process
+
+
 def warn_of_file_systems(config: Config) -> None:
     """Warn, once in a process, of what a user must know about the file systems of a checked
     configuration. Raises ConfigError."""
@@ -190,8 +220,8 @@ def warn_of_file_systems(config: Config) -> None:
 
 
 def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | None = None) -> None:
-    """Raise ConfigError where a tier cannot hold one block of each kind, or where this host's
-    memory is too small for all ranks on it together. For use before weights are loaded.
+    """Raise ConfigError where a tier cannot hold one block of each kind, a budget allows none, or
+    this host's memory is too small for all ranks on it together. For use before weights are loaded.
 
     ``geometry``: the model's, or one whose blocks are no larger than the model's; None where
     nothing is known about it.
@@ -204,6 +234,9 @@ def check_sizes(config: Config, deployment: Deployment, geometry: Geometry | Non
         if easy is None or easy.slot_sizes[-1] < _EASY_BYTES:
             easy = Geometry((GroupGeometry(0, 1, _EASY_BYTES),), ranks, 1, replicated=ranks > 1)
         nvme_layout_in(config.nvme_bytes, config.segment_bytes, easy, len(config.store_dirs))
+    if geometry is not None:
+        make_budget(config, geometry)
+        make_remote_budget(config, geometry)
     check_host_memory(_host_bytes_of_rank(config, geometry, ranks), deployment)
 
 
@@ -253,8 +286,11 @@ def assemble_scheduler(
             neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, home.fingerprint, model) if home.fresh and model and known else 0
         except DeviceError as error:
-            if not memory or error.is_of_process:
+            if not goes_on_without_nvme(error, has_memory=bool(memory)):
                 raise
+            if engine_store is not None:
+                engine_store.close()
+                engine_store = None
             logger.warning("kvdisk goes on without its NVMe tier until the next start: %s", error)
     nvme = None if engine_store is None else engine_store.nvme
     remote = None

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvdisk.errors import KvdiskError
+from kvdisk.errors import KvdiskError, start_thread
 
 logger = logging.getLogger("kvdisk")
 
@@ -43,7 +43,7 @@ class Background:
         """The error of each function whose last call failed."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdisk-background", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """Have the functions of ``last`` called, and end the thread. Idempotent.

@@ -21,9 +21,10 @@ from kvdisk.device.home import Home
 from kvdisk.device.listing import latest_like
 from kvdisk.device.store import Store
 from kvdisk.device.uses import read_uses
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Named
+from kvdisk.index.child import CannotStart
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import make_admission
@@ -110,11 +111,11 @@ def open_engine_store(store: Store, parts: Parts, named: Named, *, is_known: boo
             return EngineStore(store, home, *_read_or_rebuild(parts, layout, store, home))
         except (CorruptRecord, DeviceError) as error:
             if home.fresh or error.is_of_process:
-                home.close(clean=False)
+                _leave(store, home)
                 raise
             _give_up(store, home, error)
         except BaseException:
-            home.close(clean=False)
+            _leave(store, home)
             raise
 
 
@@ -124,7 +125,7 @@ def _read_or_rebuild(parts: Parts, layout: NvmeLayout, store: Store, home: Home)
     try:
         return _read(parts, layout, store, home)
     except (CorruptRecord, DeviceError) as error:
-        if home.fresh or error.is_of_process:
+        if home.fresh or error.is_of_process or isinstance(error, CannotStart):
             raise
         logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
     rebuild_index(home, layout.index_bytes)
@@ -148,6 +149,15 @@ def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[L
         index.close()
         raise
     return index, nvme
+
+
+def _leave(store: Store, home: Home) -> None:
+    """Release an engine store that could not be opened. One that was made just now has nothing, and
+    goes, or each start that fails would leave one more."""
+    with suppress(StoreLocked, DeviceError):
+        if home.fresh:
+            store.discard(home)
+    home.close(clean=False)
 
 
 def _give_up(store: Store, home: Home, error: Exception) -> None:

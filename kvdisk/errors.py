@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvdisk's exceptions, and warnings that cannot flood the log.
+"""kvdisk's exceptions, and warnings that can neither flood the log nor forge a line of it.
 
 An operating failure within a transfer is a value (``messages.Reason``), not an exception.
 """
@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 WARNING_INTERVAL_S = 60.0
+
+
+def printable(value: object) -> str:
+    """Return a value of unknown origin as text of one line that cannot control a terminal; ``?``
+    for None."""
+    if value is None:
+        return "?"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
 
 
 class KvdiskError(Exception):
@@ -53,6 +63,34 @@ class DeviceError(KvdiskError):
         return type(self), (self.errno, self._what)
 
 
+class NoThread(DeviceError):
+    """This process, its container or the machine may have no more threads."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EAGAIN, "no thread can be started: ulimit -u, or the container's pids.max, is too low")
+        self.is_of_process = True
+
+    def __reduce__(self) -> tuple[type[NoThread], tuple[()]]:  # type: ignore[override]
+        return type(self), ()
+
+
+@contextmanager
+def thread_errors() -> Iterator[None]:
+    """Turn Python's error where a thread cannot be started in the body into NoThread."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise NoThread from error
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises NoThread."""
+    with thread_errors():
+        thread.start()
+
+
 class QuietLog:
     """Warns once per cause and interval, so that nothing floods the log. One thread makes all
     calls."""
@@ -65,7 +103,7 @@ class QuietLog:
 
     def warn(self, cause: str, text: str) -> None:
         """Log ``text``, unless this ``cause`` (one of a closed list) was logged within
-        WARNING_INTERVAL_S."""
+        WARNING_INTERVAL_S. What others have written may be in it."""
         now_s = self._clock()
         last_s = self._last_s.get(cause)
         if last_s is not None and now_s - last_s < WARNING_INTERVAL_S:
@@ -73,4 +111,4 @@ class QuietLog:
             return
         self._last_s[cause] = now_s
         left_out = self._left_out.pop(cause, 0)
-        self._log.warning("kvdisk: %s%s", text, f" ({left_out} more like it before)" if left_out else "")
+        self._log.warning("kvdisk: %s%s", printable(text), f" ({left_out} more like it before)" if left_out else "")

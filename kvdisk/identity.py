@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from kvdisk.errors import NoThread, start_thread
+
 GUESS = "guess"
 """In the description of an identity that is found later: its guess, as hex digits. Empty in an
 engine store of which it has misled."""
@@ -56,8 +58,10 @@ class Identity:
             except BaseException as error:  # who waits raises it
                 found.set_exception(error)
 
-        # A daemon: a file system that hangs must not hold up the end of the process.
-        threading.Thread(target=run, name="kvdisk-identity", daemon=True).start()
+        try:  # a daemon: a file system that hangs must not hold up the end of the process
+            start_thread(threading.Thread(target=run, name="kvdisk-identity", daemon=True))
+        except NoThread as error:
+            found.set_exception(error)
         return cls(Named(guess.fingerprint, {**guess.description, **noted}), found)
 
     def wait(self, timeout_s: float) -> Named | None:

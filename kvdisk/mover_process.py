@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from kvdisk.assembly import assemble_row_worker
 from kvdisk.blocks import JobId
 from kvdisk.config import Config
+from kvdisk.device.paths import device_errors
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
 from kvdisk.index.child import open_last_words
@@ -162,7 +163,8 @@ class MoverProcess:
         """How it has ended."""
         self._looked_s, self._unheard_s = time.monotonic(), 0.0
         self._report = Report()
-        shared = SharedRows.of(rows)
+        with device_errors("looking in /proc for the file that vLLM's memory is"):
+            shared = SharedRows.of(rows)
         with ExitStack() as undo, os.fdopen(shared.fd, "rb"):
             self._said: IO[bytes] = undo.enter_context(open_last_words())
             self._socket, theirs = socket.socketpair()

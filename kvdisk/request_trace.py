@@ -25,8 +25,8 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +55,31 @@ class _Request(NamedTuple):
     hashes: Sequence[bytes]
 
 
+@contextmanager
+def _config_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"trace_file {str(path)!r} cannot be written: {error.strerror or error}.") from error
+
+
+def check_trace(path: Path) -> None:
+    """Raise ConfigError where another engine writes the file, or where it is no trace. Writes
+    nothing."""
+    with _config_errors(path):
+        if not os.path.lexists(path):
+            return
+        fd = paths.open_regular(path, os.O_RDONLY)
+        try:
+            if fd < 0 or not os.read(fd, 64).startswith(b'{"kvdisk_trace"'):
+                raise OSError(errno.EEXIST, "something else than a trace of kvdisk is there")
+            if not paths.try_lock(fd, fcntl.LOCK_EX):
+                raise OSError(errno.EBUSY, "another engine writes it")
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+
 class RequestTrace:
     """See the module. ``block_tokens``, ``block_bytes``: of one of vLLM's hashed blocks, in all
     layers and on all ranks.
@@ -70,11 +95,9 @@ class RequestTrace:
         self._waiting = deque[_Request](maxlen=MOST_WAITING)
         self._added = self._written = 0
         self._fd, self._bytes = -1, 0
-        try:
-            self._take_over()
+        check_trace(path)
+        with _config_errors(path):
             self._begin()
-        except OSError as error:
-            raise ConfigError(f"trace_file {str(path)!r} cannot be written: {error.strerror or error}.") from error
 
     def add(self, came_s: float, output_tokens: int, hashes: Sequence[bytes]) -> None:
         """Take note of a request that has ended; never waits. ``hashes``: must not change any
@@ -107,19 +130,6 @@ class RequestTrace:
                 logger.warning(
                     "kvdisk's trace_file lacks %d requests: they came too fast.", self._added - self._written
                 )
-
-    def _take_over(self) -> None:
-        """Raise OSError where another engine writes the file, or where it is no trace."""
-        if not os.path.lexists(self._path):
-            return
-        fd = paths.open_regular(self._path, os.O_RDONLY)
-        if fd < 0 or not os.read(fd, 64).startswith(b'{"kvdisk_trace"'):
-            raise OSError(errno.EEXIST, "something else than a trace of kvdisk is there")
-        try:
-            if not paths.try_lock(fd, fcntl.LOCK_EX):
-                raise OSError(errno.EBUSY, "another engine writes it")
-        finally:
-            os.close(fd)
 
     def _begin(self) -> None:
         """Begin a file, with a key of its own. Raises OSError."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from kvdisk import __version__
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS
 from kvdisk.device.telemetry_file import JSON_VERSION
+from kvdisk.errors import printable
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.manager.manager import Gauges
 from kvdisk.manager.requests import RequestOutcome
@@ -206,7 +207,6 @@ def log_request(level: int, outcome: RequestOutcome) -> None:
     """Log what a request found. ``level``: a level of ``logging``."""
     if not logger.isEnabledFor(level):
         return
-    name = outcome.request_id if outcome.request_id.isprintable() else ascii(outcome.request_id)
     found = " + ".join(f"{count:,} {tier.word}" for tier, count in outcome.tokens.items())
     computed = outcome.total_tokens - outcome.gpu_tokens - sum(outcome.tokens.values())
     what = "prompt tokens" if outcome.total_tokens == outcome.prompt_tokens else "tokens of prompt and answer"
@@ -221,7 +221,7 @@ def log_request(level: int, outcome: RequestOutcome) -> None:
     logger.log(
         level,
         "req %s: %s %s = %s GPU + %s + %s computed%s",
-        name,
+        printable(outcome.request_id),
         f"{outcome.total_tokens:,}",
         what,
         f"{outcome.gpu_tokens:,}",

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from kvdisk import __version__
-from kvdisk.assembly import check_settings, check_sizes, open_remote
+from kvdisk.assembly import check_sizes, check_start, open_remote
 from kvdisk.cli.bench import measure
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import (
@@ -42,24 +42,28 @@ from kvdisk.cli.output import (
 from kvdisk.cli.output import size as in_words
 from kvdisk.cli.size import MOST_RANKS, Fit, fit_cpu, fit_nvme, token_bytes
 from kvdisk.config import Config
-from kvdisk.device.control import STORE_FILE
+from kvdisk.device.control import HOMES, STORE_FILE
 from kvdisk.device.drives import list_directories
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.device.mounts import check_mount
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
-from kvdisk.errors import ConfigError, DeviceError, KvdiskError
+from kvdisk.errors import ConfigError, DeviceError, KvdiskError, NoThread, thread_errors
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
 from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
+from kvdisk.tier_settings import MODULE as TIER_MODULE
+from kvdisk.tier_settings import check_either, is_tier, own_tier
 from kvdisk.worker.host_memory import Deployment, host_memory
 
-CONNECTOR = "KVDiskConnector"
+CONNECTOR, TIER_DOOR = "KVDiskConnector", "OffloadingConnector"
 TRIAL_BYTES = 1 << 20
 _ALLOCATOR, _MOVING_MEMORY = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _SAID_ELSEWHERE = DENIED_ERRNOS | UNWRITABLE_ERRNOS
 """Errors about what is printed, and about paths that nobody may look at: ``standard_output``
 reports these."""
 _POLL_S = 1.0
+_WHOLE = frozenset({"kv_connector", "kv_connector_extra_config", "secondary_tiers"})
+"""Keys of what vLLM is given, of which kvdisk's settings are a part."""
 
 
 @dataclass
@@ -100,7 +104,8 @@ class Answer:
     """All that is shown, where an engine can start. ``engines``: data-parallel ranks on this host;
     ``cpu_bytes``, ``nvme_bytes`` and the fits are those of each. ``memory_bytes``: what processes
     may take here, of the memory of ``memory_of``. ``problems``: sentences; an engine starts in
-    spite of them. ``token_bytes``: of one token on the drive; None without a model."""
+    spite of them. ``token_bytes``: of one token on the drive; None without a model.
+    ``door``: the class of vLLM's connector that kvdisk is, or is a tier of."""
 
     cpu_bytes: int
     nvme_bytes: int | None
@@ -113,6 +118,7 @@ class Answer:
     nvme: Fit | None = None
     remote: Trial | None = None
     engines: int = 1
+    door: str = CONNECTOR
     can_start: bool = field(init=False, default=True)
     ok: bool = field(init=False, default=True)
     json_version: int = 1
@@ -140,11 +146,13 @@ def check(
     """Say whether an engine can start with a configuration, and what it would have.
 
     Looks at every setting, at the memory that this container may take, at the
-    directories (owner, mode, room), and at the drives: O_DIRECT, and how fast
+    directories (owner, mode, room), at the store in them as a start does (locks,
+    what cannot be read), at trace_file, and at the drives: O_DIRECT, and how fast
     they are beside what a token of the model takes; and tries the remote store
-    with an object of its own. Run it as the engine's user, in its container. It
-    makes nothing; the file that is measured on goes at once, and so does the
-    object, where the credentials may delete.
+    with an object of its own. Takes the settings of kvdisk as a tier of vLLM's
+    own connector, too. Run it as the engine's user, in its container. It makes
+    nothing; the file that is measured on goes at once, and so does the object,
+    where the credentials may delete.
 
     [bold]Exit codes[/bold]
 
@@ -159,12 +167,15 @@ def check(
     with _no_verdict_of_errors():
         try:
             settings, problems = read_settings(file), _of_environment(file, os.environ)
-            config = check_settings(settings)
+            config, as_tier = check_either(settings), is_tier(settings)
             if config.device == "gds" and (why := gds_unavailable()):
                 raise ConfigError(f"device 'gds' cannot be used: {why}.")
-            geometry = None if model is None else read_model(model, None, kv_dtype).geometry(tp)
-            check_sizes(config, Deployment(tp, dp), geometry)
+            ranks = 1 if as_tier else tp  # a tier's blocks are of all ranks
+            geometry = None if model is None else read_model(model, None, kv_dtype).geometry(ranks)
+            check_sizes(config, Deployment(ranks, dp), geometry)
+            problems += check_start(config, dp, has_memory=as_tier or config.cpu_bytes > 0)
             answer = look(config, geometry, dp, problems)
+            answer.door = TIER_DOOR if as_tier else CONNECTOR
         except KvdiskError as error:
             raise refusal(str(error).rstrip(".") + ".", can_start=False) from None
         if as_json:
@@ -179,9 +190,12 @@ def _no_verdict_of_errors() -> Iterator[None]:
     """End the command with an exit code of its own where an error of ours comes out: Python's own
     code would be taken for a verdict."""
     try:
-        yield
+        with thread_errors():
+            yield
     except (typer.Exit, typer.Abort):
         raise
+    except NoThread as error:  # nor would an engine have any
+        raise refusal(f"{error}.", can_start=False) from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _SAID_ELSEWHERE:
             raise
@@ -191,10 +205,11 @@ def _no_verdict_of_errors() -> Iterator[None]:
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
-    """Return kvdisk's settings from a file. Raises ConfigError."""
+    """Return kvdisk's settings from a file: a connector's, or a tier's entry, as ``is_tier`` says.
+    Raises ConfigError."""
     found = _settings_in(_read_json(file))
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} has no settings of {CONNECTOR}.")
+        raise ConfigError(f"{file} has no settings of {CONNECTOR}, nor a tier of kvdisk's.")
     return found
 
 
@@ -214,8 +229,9 @@ def _of_environment(file: Path, environment: Mapping[str, str]) -> list[str]:
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "kvdisk" not in plugins.split(","):
         sentence = f"VLLM_PLUGINS is {plugins!r}, and vLLM finds kvdisk only where it lists kvdisk"
-        whole = _read_json(file)
-        if "kv_connector" in whole and '"kv_connector_module_path"' not in json.dumps(whole):
+        text = json.dumps(_read_json(file))
+        is_whole = any(f'"{name}"' in text for name in ("kv_connector", "secondary_tiers"))
+        if is_whole and not any(f'"{name}"' in text for name in ("kv_connector_module_path", TIER_MODULE)):
             raise ConfigError(f"{sentence}.")
         problems.append(sentence)
     if _MOVING_MEMORY in environment.get(_ALLOCATOR, ""):
@@ -227,19 +243,23 @@ def _of_environment(file: Path, environment: Mapping[str, str]) -> list[str]:
 
 def _settings_in(whole: Any) -> Any:
     """Return kvdisk's settings in what vLLM takes for a connector, alone or among several; the
-    value itself where it is no such thing."""
-    if not isinstance(whole, dict) or "kv_connector" not in whole:
+    value itself where it is no such thing, and None where there are none. Raises ConfigError."""
+    if not isinstance(whole, dict) or _WHOLE.isdisjoint(whole):
         return whole
-    inner = whole.get("kv_connector_extra_config", {})
-    if whole["kv_connector"] == "MultiConnector" and isinstance(inner, dict):
-        children = [child for child in inner.get("connectors", []) if isinstance(child, dict)]
-        whole = next((child for child in children if child.get("kv_connector") == CONNECTOR), {"kv_connector": None})
-        inner = whole.get("kv_connector_extra_config", {})
-    if whole["kv_connector"] != CONNECTOR:
+    name, extra = whole.get("kv_connector", TIER_DOOR), whole.get("kv_connector_extra_config", {})
+    if "secondary_tiers" in whole:  # vLLM's own connector's part alone
+        extra = whole
+    if name == "MultiConnector" and isinstance(extra, dict):
+        children = [child for child in extra.get("connectors", []) if isinstance(child, dict)]
+        found = [_settings_in(child) for child in children if child.get("kv_connector") in {CONNECTOR, TIER_DOOR}]
+        return next((settings for settings in found if settings is not None), None)
+    if name == TIER_DOOR:
+        return own_tier(extra) if isinstance(extra, dict) else None
+    if name != CONNECTOR:
         return None
     if whole.get("kv_role") != "kv_both":
         raise ConfigError(f"kvdisk does not support the role {whole.get('kv_role')}; set kv_role to kv_both.")
-    return inner
+    return extra
 
 
 def look(config: Config, geometry: Geometry | None, engines: int, problems: Sequence[str]) -> Answer:
@@ -269,7 +289,7 @@ def _without_room(answer: Answer) -> Iterator[str]:
         drives.setdefault(_place_of(one.path).stat().st_dev, []).append(one)
     of_engines = f" of {answer.engines} engines" if answer.engines > 1 else ""
     for found in drives.values():
-        held = [allocated_bytes(one.path) if one.path.exists() else 0 for one in found]
+        held = [_held_bytes(one.path) for one in found]
         free_bytes = found[0].free_bytes - held[0] + sum(held)
         wanted_bytes = sum(one.wanted_bytes for one in found)
         if free_bytes < wanted_bytes:
@@ -279,6 +299,14 @@ def _without_room(answer: Answer) -> Iterator[str]:
                 f"{names} {have} room for {in_words(free_bytes)}, and {their} part of nvme_bytes{of_engines} is "
                 f"{in_words(wanted_bytes)}: the tier keeps what there is room for"
             )
+
+
+def _held_bytes(path: Path) -> int:
+    """Return what the store in a directory holds; 0 where that cannot be looked at, which
+    ``check_start`` has said."""
+    with suppress(OSError):
+        return allocated_bytes(path / HOMES)
+    return 0
 
 
 def _place_of(path: Path) -> Path:
@@ -295,7 +323,7 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, answer: Answ
         "to be made" if not there else "a store" if (path / STORE_FILE).exists() else "empty",
         status.st_uid if there else os.geteuid(),
         status.st_mode & 0o7777 if there else DIRECTORY_MODE,
-        room.f_bavail * room.f_frsize + (allocated_bytes(path) if there else 0),
+        room.f_bavail * room.f_frsize + _held_bytes(path),
         (config.nvme_bytes or 0) // len(config.store_dirs) * answer.engines,
     )
     if said := check_mount(path):
@@ -390,7 +418,8 @@ def _print(answer: Answer) -> None:
     ):
         tokens = f" = {number(fit.tokens)} tokens" if fit is not None else ""
         each = f", of each of {answer.engines} engines" if answer.engines > 1 else ""
-        lines.add_row(name, f"{in_words(size_bytes)}{tokens}{each}" if size_bytes else "none")
+        nothing = "vLLM's own" if answer.door == TIER_DOOR else "none"
+        lines.add_row(name, f"{in_words(size_bytes)}{tokens}{each}" if size_bytes else nothing)
     lines.add_row("Memory", f"{in_words(answer.memory_bytes)} of {printable(answer.memory_of)}")
     for one in answer.directories:
         lines.add_row("Directory", printable(one.path))

@@ -30,7 +30,8 @@ from rich.text import Text
 
 from kvdisk import __version__
 from kvdisk.device.control import STORE_FILE
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError, NoThread, thread_errors
+from kvdisk.errors import printable as printable  # noqa: PLC0414 - the commands take it from here
 from kvdisk.stats import Miss
 
 _STORE = typer.Argument(metavar="DIR...", help="The store: all that store_dirs names.", readable=False)
@@ -196,13 +197,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def printable(value: object) -> str:
-    """Return a value of unknown origin as text that cannot control a terminal; ``?`` for None."""
-    if value is None:
-        return "?"
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value))
-
-
 def engine_store(home_id: str) -> str:
     """Return an engine store's name for people: as many digits of its id as every command takes."""
     return f"engine store {home_id[:ID_LETTERS]}"
@@ -365,9 +359,12 @@ def print_json_error(sentence: str, **also: object) -> None:
 def standard_output(code: Exit = Exit.NOTHING_DONE) -> Iterator[None]:
     """End the command with one sentence and ``code`` where its output cannot be written, as on
     /dev/full. End it with NOTHING_DONE where a path that was typed is in a directory that this user
-    may not look into."""
+    may not look into, and where no thread can be started."""
     try:
-        yield
+        with thread_errors():
+            yield
+    except NoThread as error:
+        raise refusal(f"{error}.") from None
     except OSError as error:
         if error.filename is not None and error.errno in DENIED_ERRNOS:
             raise refusal(f"no permission to look at {error.filename}.") from None

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk.assembly import check_settings, open_remote
+from kvdisk.assembly import open_remote
 from kvdisk.blocks import BlockKey
 from kvdisk.cli.check import read_settings
 from kvdisk.cli.output import (
@@ -40,11 +40,12 @@ from kvdisk.cli.output import (
 )
 from kvdisk.config import Config
 from kvdisk.device.header import payload_checksum, read_header
-from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch
+from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printable
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES
 from kvdisk.remote.s3 import PAGE_OBJECTS, SCHEMES, Listed, S3Bucket, why_failed
+from kvdisk.tier_settings import check_either
 
 FromRemote = Annotated[
     str | None,
@@ -58,6 +59,8 @@ SHOWN = 14
 _PLACES = 16
 _BATCH_BYTES, _BATCH_OBJECTS = 64 << 20, 64
 _BATCH_NAMES = 256
+MOST_OBJECT_BYTES = 1 << 30
+"""More than any block has on a rank: a longer object is none, and is not read."""
 _LEAST_DEADLINE_S = 30.0
 _POLL_S = 1.0
 logging.getLogger("kvdisk.remote").addHandler(logging.NullHandler())  # the commands say it themselves
@@ -141,7 +144,7 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
     nothing is."""
     if named is None or directories:
         raise ConfigError("name the directories of a store, or with --remote a remote store")
-    config = check_settings({"remote": named} if "://" in named else read_settings(Path(named)))
+    config = check_either({"remote": named} if "://" in named else read_settings(Path(named)))
     if config.remote is None:
         raise ConfigError(f"{named} names no remote store")
     return replace(config, remote_deadline_s=max(_LEAST_DEADLINE_S, config.remote_deadline_s))
@@ -238,7 +241,10 @@ def _read_all(objects: Objects, chosen: Sequence[Listed], seal_bytes: int, verdi
     """Read and check objects. Where some of a batch are late, they are asked for again in smaller
     batches: alone an object may come in time. Waits while the store is left alone, unless nothing
     is answered any more."""
-    waiting, silent = deque(_batches(chosen)), 0
+    too_long = [one for one in chosen if one.size_bytes > MOST_OBJECT_BYTES]
+    verdict.wrong += [WrongObject(one.name, "header", f"{size(one.size_bytes)} are no slot") for one in too_long]
+    verdict.objects += len(too_long)
+    waiting, silent = deque(_batches([one for one in chosen if one.size_bytes <= MOST_OBJECT_BYTES])), 0
     while waiting:
         some = waiting.popleft()
         if silent >= MOST_SILENT:
@@ -318,7 +324,7 @@ def check_object(name: str, body: memoryview) -> WrongObject | None:
 def print_remote_survey(survey: RemoteSurvey, console: Console) -> None:
     """Print what is there, at most SHOWN namespaces."""
     lines, known = make_lines(), survey.namespaces
-    lines.add_row("Remote", Text(survey.url, "bold cyan"))
+    lines.add_row("Remote", Text(printable(survey.url), "bold cyan"))
     more = "" if all(one.is_whole for one in known) else "more than "
     total = f"{more}{number(sum(one.objects for one in known))} objects, {size(sum(one.bytes for one in known))}"
     lines.add_row("Holds", f"{total}, in {plural(len(known), 'namespace')}" if known else "no blocks")
@@ -341,7 +347,7 @@ def print_remote_survey(survey: RemoteSurvey, console: Console) -> None:
 def print_remote_verdict(verdict: RemoteVerdict, console: Console, most: int | None) -> None:
     """Print what was found. ``most``: wrong objects that are listed at most; None for all."""
     lines = make_lines()
-    lines.add_row("Remote", Text(verdict.url, "bold cyan"))
+    lines.add_row("Remote", Text(printable(verdict.url), "bold cyan"))
     took = f"{size(verdict.read_bytes)} in {verdict.seconds:.1f} s"
     lines.add_row("Read", f"{plural(verdict.objects, 'object')}, {took}; seed {verdict.seed}")
     if verdict.gone:

@@ -511,6 +511,6 @@ def _print(answer: Answer, console: Console) -> None:
 def _differences(differs: Mapping[str, tuple[str | None, str | None]] | None) -> str:
     if differs is None:
         return "? (an older kvdisk made one of them)"
-    named = [f"{name}: {printable(here)}, {printable(there)}" for name, (there, here) in differs.items()]
+    named = [f"{printable(name)}: {printable(here)}, {printable(there)}" for name, (there, here) in differs.items()]
     more = [f"and {len(named) - _FIELDS_SHOWN} more (--json)"] if len(named) > _FIELDS_SHOWN else []
     return "\n".join([*named[:_FIELDS_SHOWN], *more])

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -41,7 +40,7 @@ from kvdisk.connector.adapter import (
 from kvdisk.connector.identity import refuse_nameless
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.model_weights import read_weights_early
-from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, say_off
+from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, guarded, say_off
 from kvdisk.connector.plugin import join_log
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
@@ -65,9 +64,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 logger = logging.getLogger("kvdisk.connector")
 
@@ -132,24 +128,6 @@ def _refuse_gds_that_sleeps(config: Config, vllm_config: VllmConfig) -> None:
 
 _why_no_gds = functools.cache(gds_unavailable)
 """Cached: vLLM looks a connector up several times, and this takes a second or two."""
-
-
-def guarded(hook: Callable[Concatenate[KVDiskConnector, _P], _R]) -> Callable[Concatenate[KVDiskConnector, _P], _R]:
-    """Return the hook wrapped so that no error of it reaches the engine, but for a ConfigError. The
-    first error switches this object's half off, and the half's stand-in answers the hook."""
-
-    def guarded_hook(self: KVDiskConnector, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
-        try:
-            return hook(self, *arguments, **more)
-        except ConfigError:
-            raise
-        except Exception as error:
-            if not self._switch_off(error, hook.__name__):
-                raise
-            return hook(self, *arguments, **more)
-
-    functools.update_wrapper(guarded_hook, hook)
-    return guarded_hook
 
 
 class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
@@ -262,6 +240,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads were started with the plan."""
 
+    @guarded
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs when all its blocks are loaded."""
 
@@ -353,6 +332,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             logger.error("kvdisk is off until the engine starts again: a worker met an error, and has said which.")
         self.scheduler.settle(report, connector_output.invalid_block_ids)
 
+    @guarded
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last blocks. The engine may free its blocks at once."""
         return self.request_finished_all_groups(request, (block_ids,))

@@ -312,7 +312,13 @@ def platform_facts(vllm_config: VllmConfig) -> list[str]:
 
 
 def _cpu_flags() -> list[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"kvdisk cannot tell what this processor can do, which KV depends on: /proc/cpuinfo: {error.strerror}."
+        ) from error
+    for line in lines:
         if line.startswith(("flags", "Features")):
             return line.split(":", 1)[1].split()
     return []

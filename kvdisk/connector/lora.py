@@ -14,13 +14,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
 from kvdisk.connector.weights import changes_show, content_digest
-from kvdisk.errors import ConfigError, QuietLog
+from kvdisk.errors import ConfigError, NoThread, QuietLog, printable, start_thread
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
@@ -89,8 +90,10 @@ class Looks:
             self._asked[path] = time.monotonic()
             self._questions.put(path)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvdisk-adapters", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvdisk-adapters", daemon=True)
+                with suppress(NoThread):  # then the files do not answer in time, and the next request tries again
+                    start_thread(thread)
+                    self._thread = thread
         return None
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ class Looks:
         if not same:
             return Look(now_s, None, f"{folder} has changed since this engine began, until the next start", True)
         if before and moved:
-            logger.info("kvdisk: the change times of %s have moved, and it is as it was.", folder)
+            logger.info("kvdisk: the change times of %s have moved, and it is as it was.", printable(folder))
         if read or not before:
             self._known[path] = (read, now)
         return Look(now_s, read or content)

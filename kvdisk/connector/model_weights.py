@@ -16,7 +16,7 @@ from vllm import envs
 
 from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder
 from kvdisk.connector.weights import Facts, WeightsChanged, facts, known_digest, read_early, sample_digest
-from kvdisk.errors import ConfigError
+from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.identity import Identity, Named
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def read_weights_early(vllm_config: VllmConfig) -> None:
     drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
     for model, load in ((vllm_config.model_config, vllm_config.load_config), (drafter, None)):
         if model is not None:
-            with suppress(ConfigError, OSError):  # they are downloaded later
+            with suppress(KvdiskError, OSError):  # they are downloaded later, say
                 read_early(weight_files(model, load or drafter_load(vllm_config)), _memory())
 
 

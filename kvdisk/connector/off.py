@@ -9,17 +9,20 @@ be, and that the engine store is closed at the end.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.blocks import BlockKey, JobId
 from kvdisk.config import Config
 from kvdisk.connector.adapter import unfilled_blocks
+from kvdisk.errors import ConfigError
 from kvdisk.messages import Job, JobKind, Move, Plan, Report
 from kvdisk.stats import Stats
 from kvdisk.worker.request_loads import RequestLoads
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvdisk.assembly import SchedulerHalf, WorkerHalf
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Self = TypeVar("_Self", bound="Switched")
 
 logger = logging.getLogger("kvdisk.connector")
 
@@ -55,6 +62,37 @@ def say_off(error: Exception, hook: str, own: Iterable[str]) -> None:
         hook,
         exc_info=error,
     )
+
+
+class Switched(Protocol):
+    """What has hooks, and can be switched off."""
+
+    def _switch_off(self, error: Exception, hook: str) -> bool:
+        """Have a stand-in answer the hooks from now on; return whether it did not before."""
+
+
+def guarded(hook: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Return the hook wrapped so that no error of it reaches the engine, but for a ConfigError. The
+    first error switches its object off. The stand-in then answers the hook, without the arguments
+    that the hook does not know."""
+    names = list(inspect.signature(hook).parameters)[1:]
+
+    def guarded_hook(self: _Self, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
+        try:
+            return hook(self, *arguments, **more)
+        except ConfigError:
+            raise
+        except Exception as error:
+            taken = arguments[: len(names)]
+            known = {name: more[name] for name in names[len(taken) :] if name in more}
+            is_known = len(taken) + len(known) == len(arguments) + len(more)
+            if not self._switch_off(error, hook.__name__) and is_known:
+                raise
+            again: Callable[..., _R] = hook
+            return again(self, *taken, **known)
+
+    functools.update_wrapper(guarded_hook, hook)
+    return guarded_hook
 
 
 class SchedulerOff:

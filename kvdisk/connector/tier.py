@@ -30,21 +30,23 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvdisk.assembly import goes_on_without_nvme
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
 from kvdisk.connector.adapter import offloading_being_built, refuse_version
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.model_weights import identity_of
+from kvdisk.connector.off import guarded as answered
 from kvdisk.connector.off import say_off
 from kvdisk.connector.plugin import join_log
-from kvdisk.connector.tier_settings import TierSettings
-from kvdisk.errors import DeviceError
+from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Identity
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
 from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.tier_settings import TierSettings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -211,7 +213,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         try:
             return BlockStore.open_for(self._config, identity, kinds, rows, self._start_mover)
         except DeviceError as error:
-            if error.is_of_process:
+            if not goes_on_without_nvme(error, has_memory=True):
                 raise
             logger.warning("kvdisk is off until the next start: vLLM goes on with memory alone: %s", error)
             self.is_off = True
@@ -236,6 +238,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- requests ------------------------------------------------------------------------------
 
+    @answered
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Follow a request. Its chunks are offered as they are computed."""
         if not self.is_off:
@@ -319,7 +322,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         logger.log(
             logging.INFO if self._config.log_requests else logging.DEBUG,
             "kvdisk: request %s: %d chunks, %d found, %d loaded%s.",
-            req_context.req_id,
+            printable(req_context.req_id),
             len(keys),
             request.found_blocks,
             request.loaded_blocks,
@@ -376,6 +379,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    @answered
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store chunks that lie in memory: what is there already, or is not wanted, is left out."""
         self._jobs[job_metadata.job_id] = job_metadata
@@ -392,6 +396,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         parents = self._parents_of(request, keys, blocks, job.req_context._offload_key_positions)
         self.store.put(job.job_id, list(map(Put, blocks, parents, job.chunk_ids.tolist())))
 
+    @answered
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load chunks that were answered HIT into rows of memory."""
         self._jobs[job_metadata.job_id] = job_metadata
@@ -408,6 +413,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._done.append(result)
         self._has_moved = True
 
+    @answered
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended, each once."""
         self._settle()
@@ -470,6 +476,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             left -= len(keys)
         self._goes_on = self.store.step(time.monotonic())
 
+    @answered
     def has_pending_work(self) -> bool:
         """Whether to step on without requests."""
         return bool(self._done or self._jobs or (not self.is_off and (self._goes_on or self._ended_requests)))
@@ -495,6 +502,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- events and metrics --------------------------------------------------------------------
 
+    @answered
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what became loadable and what left, where the engine publishes that; that all has
         left when the tier is off."""
@@ -532,6 +540,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             removal_expected=stored and self._expects_removal,
         )
 
+    @answered
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted and measured since the last call, or the last but a few: an idle
         engine has told all."""
@@ -565,6 +574,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if self._mover is not None:
             self._mover.kill()
 
+    def _switch_off(self, error: Exception, hook: str) -> bool:
+        was_off = self.is_off
+        if not was_off:
+            self.switch_off(error, hook)
+        return not was_off
+
+    @answered
     def shutdown(self) -> None:
         """Commit, and release the store, and with it all arrays over vLLM's memory, which could not
         be released otherwise. Idempotent."""

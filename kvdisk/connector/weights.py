@@ -30,7 +30,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128
 
 from kvdisk.device.mounts import kind_of
-from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.errors import ConfigError, KvdiskError, NoThread, start_thread, thread_errors
 
 logger = logging.getLogger("kvdisk.connector")
 
@@ -119,7 +119,8 @@ def known_digest(
 
 def read_early(files: Sequence[Path], memory: Path) -> None:
     """Begin to read large weights, for this process and those that it starts, while they are
-    loaded. Where it could not be remembered that would be in vain, and nothing is read."""
+    loaded. Where it could not be remembered that would be in vain, and nothing is read. Raises
+    OSError, NoThread."""
     found = facts(files)
     if sum(each.size for each in found) < _EARLY_BYTES or not _may_remember(files, found, time.time_ns()):
         return
@@ -128,7 +129,7 @@ def read_early(files: Sequence[Path], memory: Path) -> None:
         with suppress(OSError, KvdiskError):  # who needs the digest meets the same
             known_digest(files, memory)
 
-    threading.Thread(target=read, name="kvdisk-weights", daemon=True).start()
+    start_thread(threading.Thread(target=read, name="kvdisk-weights", daemon=True))
 
 
 def content_digest(files: Sequence[Path], read: Read = os.preadv, clock: Callable[[], float] = time.monotonic) -> str:
@@ -163,8 +164,12 @@ class _Reading:
         self._error: Exception | None = None
         if not pieces:
             self.ended.set()
-        for _ in range(min(_THREADS, len(pieces))):
-            threading.Thread(target=self._run, name="kvdisk-weights", daemon=True).start()
+        try:
+            for _ in range(min(_THREADS, len(pieces))):
+                start_thread(threading.Thread(target=self._run, name="kvdisk-weights", daemon=True))
+        except NoThread as error:
+            self._error = error
+            self.ended.set()
 
     def result(self) -> Iterator[bytes]:
         """Return the hash of each piece, in order; call it once they have ended. Raises OSError."""
@@ -194,9 +199,9 @@ class _Reading:
 
 def sample_digest(files: Sequence[Path]) -> str:
     """Return a digest of each file's name, size, header, and some of its bytes: files of which this
-    differs differ. Raises ConfigError where a file is damaged, OSError."""
+    differs differ. Raises ConfigError where a file is damaged, OSError, NoThread."""
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(_THREADS, "kvdisk-sample") as pool:
+    with thread_errors(), ThreadPoolExecutor(_THREADS, "kvdisk-sample") as pool:
         digest.update(b"".join(pool.map(_sample, files)))
     return digest.hexdigest()
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
 from kvdisk.device.batches import Call, cut
+from kvdisk.errors import NoThread, start_thread
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES, LONGEST_BYTES = 512 << 10, 2 << 20
@@ -135,7 +136,13 @@ class KernelQueue:
         self._flights: dict[int, tuple[Sequence[tuple[int, Transfer]], dict[int, int]]] = {}
         """What the kernel may touch, and the errors so far, by ticket."""
         self._thread = threading.Thread(target=self._report_all, name=f"{name}-report", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except NoThread:
+            queue, self._queue = self._queue, None
+            self._waiting.queue_close(queue)
+            self._waiting.queue_free(queue)
+            raise
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
         """See ``DriveQueue``."""

@@ -308,6 +308,11 @@ def write_salt_key(path: Path, key: bytes) -> None:
     paths.write_control(path / SALT_KEY_FILE, {"key": key.hex()})
 
 
+def is_store(path: Path) -> bool:
+    """Return whether a directory has all of a store's own files. Raises nothing."""
+    return os.path.lexists(path / STORE_FILE) and os.path.lexists(path / LOCK_FILE)
+
+
 def read_store(path: Path) -> StoreRecord | None:
     """Read STORE of a directory; None where the directory is empty, or was left half made.
 

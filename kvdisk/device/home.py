@@ -74,8 +74,9 @@ class _HeldHome(HomePaths):
 
     @property
     def open_path(self) -> Path:
-        """The directory that is held, wherever it is."""
-        return Path(f"/proc/self/fd/{self._lock.directory_fd}")
+        """The directory that is held, wherever it is; without ``/proc`` its path, as it was."""
+        through = Path(f"/proc/self/fd/{self._lock.directory_fd}")
+        return through if os.path.lexists(through) else self.path
 
     def when_there(self, write: Callable[[Path, _Value], None], value: _Value) -> None:
         """Write a file that the next owner can do without, unless the directory is not at its path:

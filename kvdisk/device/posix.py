@@ -23,6 +23,7 @@ from kvdisk.device import aio
 from kvdisk.device.base import Buffer, Op, Outcome, Transfer
 from kvdisk.device.batches import Call, DriveQueue, cut, without
 from kvdisk.device.paths import refusal
+from kvdisk.errors import NoThread, start_thread
 from kvdisk.geometry import ALIGNMENT, round_up
 
 SHORTEST_BYTES = 1 << 20
@@ -53,7 +54,7 @@ class _ThreadQueue:
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(count)
         ]
         for thread in self._threads:
-            thread.start()
+            start_thread(thread)
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
         """See ``DriveQueue``."""
@@ -211,7 +212,7 @@ class PosixDevice:
                 reads = aio.KernelQueue(f"{name}-read", self._done.put, self._longest_bytes)
                 try:
                     writes = aio.KernelQueue(f"{name}-write", self._done.put, self._longest_bytes, reads)
-                except OSError:
+                except (OSError, NoThread):
                     reads.close()
                     raise
                 return {Op.WRITE: writes, Op.READ: reads}  # writes look at the reads' queue: they close first

@@ -25,7 +25,7 @@ from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES
 from kvdisk.device import paths
 from kvdisk.device.header import CHECKSUM_KINDS, HEADER_SUM_OFFSET, IDENTITY_FIELDS, MAGIC, REST_FIELDS
 from kvdisk.device.segment import SEGMENTS, DriveFolder, SegmentFile, SegmentHeader, scan_file, segment_numbers
-from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, thread_errors
 from kvdisk.geometry import ALIGNMENT, EPOCH_LIMIT, FORMAT_VERSION, HEADER_BYTES, slot_offset
 from kvdisk.messages import FOREIGN_SEGMENTS, SegmentSpec
 
@@ -98,6 +98,7 @@ class Findings:
     lost: dict[tuple[int, int], str]
 
 
+@thread_errors()
 def scan_home(
     folders: Sequence[DriveFolder | None],
     shape: HomeShape,

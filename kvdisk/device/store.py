@@ -168,6 +168,13 @@ class Store:
                 write_salt_key(self.path, self._salt_key)
         return self._salt_key
 
+    def look(self) -> None:
+        """Look at every home as ``acquire_home`` does, and take none. A home that has lost its lock
+        gets one. Raises StoreLocked, DeviceError, for what would keep it from one."""
+        with self._stock():
+            if not os.access(self.path / HOMES, os.W_OK | os.X_OK, effective_ids=True):
+                raise DeviceError(errno.EACCES, f"{self.path / HOMES} cannot be written in")
+
     def acquire_home(
         self,
         fingerprint: bytes,

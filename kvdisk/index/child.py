@@ -19,11 +19,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
-from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.errors import DeviceError, KvdiskError, NoThread, start_thread
 
 MAIN = "kvdisk.index.child_main"
 """The module whose ``main`` the process runs. It alone imports LMDB."""
@@ -52,6 +52,10 @@ class ChildEnded(KvdiskError):
         super().__init__(what)
         self.damaged = damaged
         self.late = late
+
+
+class CannotStart(DeviceError):
+    """The process cannot start, which says nothing about an index."""
 
 
 class Child:
@@ -153,13 +157,13 @@ class Child:
                         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
                     )
             except OSError as error:
-                raise DeviceError(error.errno or errno.EIO, "the process that reads indexes cannot start") from error
+                raise CannotStart(error.errno or errno.EIO, "the process that reads indexes cannot start") from error
             self._pipe, self._said = ours, said
             undo.pop_all()
         try:
             _received(ours, START_S)
         except (TimeoutError, OSError, EOFError) as error:
-            raise DeviceError(errno.EIO, f"the process that reads indexes cannot start, {self.stop()}") from error
+            raise CannotStart(errno.EIO, f"the process that reads indexes cannot start, {self.stop()}") from error
         return ours
 
     @contextmanager
@@ -171,7 +175,8 @@ class Child:
             return
         timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), self.kill)
         timer.daemon = True
-        timer.start()
+        with suppress(NoThread):  # then there is no limit for these
+            start_thread(timer)
         try:
             yield
         finally:

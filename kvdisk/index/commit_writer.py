@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvdisk.errors import CorruptRecord, KvdiskError, QuietLog
+from kvdisk.errors import CorruptRecord, KvdiskError, QuietLog, start_thread
 from kvdisk.index.base import IndexState, Progress
 from kvdisk.index.map_size import MAX_TRANSACTION
 from kvdisk.index.records import Operation
@@ -75,7 +75,7 @@ class CommitWriter:
         self._began_s = math.inf  # when the transaction that is under way began
         self._log, self._log_late = QuietLog(clock, logger), QuietLog(clock, logger)  # one for each thread
         self._thread = threading.Thread(target=self._run, name="kvdisk-index", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # The caller's thread.
 

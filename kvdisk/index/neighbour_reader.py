@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import KvdiskError, QuietLog
+from kvdisk.errors import KvdiskError, QuietLog, start_thread
 from kvdisk.index.base import Answer, ForeignCopy
 from kvdisk.index.reader_process import ReaderProcess
 
@@ -52,7 +52,7 @@ class NeighbourReader:
         self._stopping = False
         self._refresh()
         self._thread = threading.Thread(target=self._run, name="kvdisk-neighbours", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # -- the scheduler's thread ----------------------------------------------------------------
 

@@ -13,9 +13,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvdisk.blocks import KEPT_TIERS, JobId, Tier
+from kvdisk.config import Config
 from kvdisk.context import HandedState
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import FILE_EPOCH
+from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.ages import Ages
@@ -471,16 +472,24 @@ class TierManager:
 def _make_remote(parts: Parts, index: RemoteIndex | None, source: Tier) -> RemoteCopies:
     """Return the remote store, which may be none. ``source``: the tier whose copies are sent there.
     Raises ConfigError."""
-    config, geometry, budget = parts.config, parts.geometry, None
+    config = parts.config
     if index is None or config.remote_read_only:
         return RemoteCopies(parts, index, source, None)
-    if rate := config.remote_write_bytes_per_s:
-        largest = geometry.shard_count * max(geometry.slot_sizes)
-        if 60 * rate < 2 * largest:
-            raise ConfigError(f"remote_write_bytes_per_s {rate} sends no two blocks of {largest} bytes in a minute.")
-        budget = WriteBudget.within(60 * rate, 60.0, largest)
+    budget = make_remote_budget(config, parts.geometry)
     admission = make_admission(config.remote_admission, parts.history, "remote_admission")
     return RemoteCopies(parts, index, source, admission, budget)
+
+
+def make_remote_budget(config: Config, geometry: Geometry) -> WriteBudget | None:
+    """Return the budget of bytes sent to a remote store; None where there is none. Raises
+    ConfigError where it would hardly allow a block."""
+    rate = config.remote_write_bytes_per_s
+    if not rate or config.remote_read_only:
+        return None
+    largest = geometry.shard_count * max(geometry.slot_sizes)
+    if 60 * rate < 2 * largest:
+        raise ConfigError(f"remote_write_bytes_per_s {rate} sends no two blocks of {largest} bytes in a minute.")
+    return WriteBudget.within(60 * rate, 60.0, largest)
 
 
 class Gauges:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvdisk.errors import ConfigError, QuietLog
+from kvdisk.errors import ConfigError, QuietLog, start_thread
 from kvdisk.remote.base import ANSWERS, Health, ObjectOp, ObjectsOutcome, RemoteObject, Result
 
 logger = logging.getLogger("kvdisk.remote")
@@ -137,7 +137,7 @@ class BucketObjects:
         self._batches: set[asyncio.Task[None]] = set()
         """The batches under way: the loop itself keeps no reference to them."""
         self._thread = threading.Thread(target=self._run, name="kvdisk-remote", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # -- the caller's thread -------------------------------------------------------------------
 

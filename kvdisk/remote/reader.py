@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdisk.blocks import BlockKey
+from kvdisk.errors import start_thread
 from kvdisk.remote.base import ObjectOp, Objects, RemoteAnswer, RemoteObject, Result
 
 MOST_QUESTIONS = 256
@@ -116,7 +117,7 @@ class RemoteReader:
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvdisk-remote-reader", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # -- the scheduler's thread ----------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvdisk.device.base import Buffer
 from kvdisk.device.paths import refusal
-from kvdisk.errors import ConfigError
+from kvdisk.errors import ConfigError, start_thread
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES
 from kvdisk.worker.cudart import cuda_runtime, forget_error, relax_captures
 
@@ -142,7 +142,7 @@ class Arena(SlotMemory):
                 ) from error
             gpu = torch.cuda.current_device()
             self._pinning = Thread(target=self._pin, args=(gpu,), name="kvdisk-pinning", daemon=True)
-            self._pinning.start()
+            start_thread(self._pinning)
             if cuda_runtime() is None:  # then the thread cannot keep out of the model's captures
                 self.await_pinned()
 

@@ -30,7 +30,7 @@ from kvdisk.device.home import JoinedHome
 from kvdisk.device.paths import NO_ROOM
 from kvdisk.device.segment import DriveFolder
 from kvdisk.device.store import Store
-from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog
+from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog, start_thread
 from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
 from kvdisk.worker.routes import OpenFile
 
@@ -226,7 +226,7 @@ class FileJobs:
         self._thread: Thread | None = None
         if threaded:  # a daemon, as a file system that hangs must not hold up the end of the process
             self._thread = Thread(target=self._work, name="kvdisk-files", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
 
     def add(self, job: Job) -> None:
         """Queue a job."""

@@ -50,9 +50,12 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that can be taken now, of the machine and of each control group around this
-    process. ``root``: as in ``host_memory``."""
-    found = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    free = [int(found["MemAvailable"].split()[0]) << 10]
+    process; 0 where the system does not say. ``root``: as in ``host_memory``."""
+    try:
+        found = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        free = [int(found["MemAvailable"].split()[0]) << 10]
+    except (OSError, KeyError, ValueError):
+        return 0
     return min(free + [left for group in control_groups(root) if (left := _left_in(group)) is not None])
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvdisk.blocks import JobId
+from kvdisk.errors import start_thread
 from kvdisk.geometry import FINGERPRINT_BYTES
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.resources import Resources
@@ -81,7 +82,7 @@ class Mover:
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="kvdisk-mover", daemon=True) if threaded else None
         if self._thread is not None:
-            self._thread.start()
+            start_thread(self._thread)
         else:
             self._runner.attach()
 

@@ -17,6 +17,7 @@ from threading import Event, Thread, get_native_id
 
 import numpy as np
 
+from kvdisk.errors import NoThread, start_thread
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.host_memory import free_memory_bytes
 
@@ -44,12 +45,14 @@ class Populating:
         self._free_bytes = free_bytes or free_memory_bytes
         self._closing = Event()
         self._thread = Thread(target=self._run, name="kvdisk-populate", daemon=True)
-        self._thread.start()
+        with suppress(NoThread):  # it is taken as it is used
+            start_thread(self._thread)
 
     def close(self) -> None:
         """Stop, and wait for the thread. Idempotent."""
         self._closing.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._arenas = ()
 
     def _run(self) -> None:

@@ -309,8 +309,8 @@ def test_one_that_cannot_be_read_is_left_alone(engines, tuned, file, caplog):
         (tuned / file).mkdir()
     bench = start(engines)
     with caplog.at_level(logging.WARNING):
-        serve(bench, "a", tuned)
-    assert not bench.jobs and "the adapter tuned are left alone" in caplog.text
+        serve(bench, "a", tuned, called="tuned\nforged")
+    assert not bench.jobs and "the adapter tuned\ufffdforged are left alone" in caplog.text
 
 
 def test_events_of_an_adapters_blocks_name_it(engines, tuned):

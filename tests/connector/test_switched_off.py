@@ -7,6 +7,7 @@ The bench fails where a request uses a block that does not hold its tokens' byte
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 from schedulers import BLOCK_TOKENS, OTHER, PROMPT, SLOT_BYTES, Bench, Engines, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared
 
-from kvdisk.connector.connector import KVDiskWorkerMetadata
+from kvdisk.connector.connector import KVDiskConnector, KVDiskWorkerMetadata
 from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
@@ -29,6 +30,13 @@ from kvdisk.messages import JobKind, Report
 WAIT_S = 600.0
 TWO_GROUPS = {"window_tokens": 2 * BLOCK_TOKENS}
 """With one group a load that fails is told by its blocks, with two by its request."""
+
+
+UNUSED = {
+    *("get_external_cache_hit_sources", "handle_preemptions", "request_finished", "shutdown"),
+    *("take_events", "wait_for_layer_load"),
+}
+"""Guarded hooks that the bench calls at its end, in a way of its own, or never."""
 
 
 class Planted(Exception):
@@ -139,7 +147,7 @@ def serve_mixed(bench: Bench) -> None:
     bench.finish("hit", "miss", "victim", count=4)
 
 
-def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture, error: type[Exception] = Planted) -> None:
     """Nothing is held, nothing is served, everything else works, and somebody has said why,
     once."""
     assert not bench.references()
@@ -154,7 +162,7 @@ def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     assert bench.connector.reset_cache()
     assert bench.counters()["switched_off"] == 1
     said = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [record.exc_info[0] for record in said if record.exc_info] == [Planted]
+    assert [record.exc_info[0] for record in said if record.exc_info] == [error]
     assert "kvdisk is off until the engine starts again" in said[0].getMessage()
 
 
@@ -172,6 +180,28 @@ def test_an_error_in_a_hook(engines, plant, groups, monkeypatch, caplog):
     serve_mixed(bench)
     assert raised
     assert_off(bench, caplog)
+
+
+GUARDED = {
+    name for name, each in vars(KVDiskConnector).items() if inspect.isfunction(each) and hasattr(each, "__wrapped__")
+}
+
+
+@pytest.mark.parametrize("name", sorted(GUARDED - UNUSED))
+def test_an_argument_that_a_hook_does_not_know(engines, name, monkeypatch, caplog):
+    """It may mean that less is right than before: so kvdisk is off, and the engine goes on."""
+    bench = make(engines)
+    warm(bench)
+    hook, calls = getattr(KVDiskConnector, name), []
+
+    def newer(*arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        return hook(*arguments, **more, novel=True)
+
+    monkeypatch.setattr(KVDiskConnector, name, newer)
+    serve_mixed(bench)
+    assert calls
+    assert_off(bench, caplog, TypeError)
 
 
 # -- what was promised, and what is on its way -----------------------------------------------------

@@ -35,12 +35,12 @@ from kvdisk.connector import tier as tiers
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import PREFIX
 from kvdisk.connector.tier import KVDiskTier
-from kvdisk.connector.tier_settings import KEYS, TierSettings
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.manager.events import BlockChange, Taken
 from kvdisk.stats import METRICS
 from kvdisk.store import BlockStore, Get, Put, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
+from kvdisk.tier_settings import KEYS, TierSettings
 
 ROW_BYTES = 8192
 
@@ -158,7 +158,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Bench] = []
     kept: dict[BlockKey, bytes] = {}
 
-    def open_blocks(config, fingerprint, description, kinds, rows, start_mover):
+    def open_blocks(config, identity, kinds, rows, start_mover):
         store = Blocks(kinds, rows)
         store._blocks = kept
         return store
@@ -167,7 +167,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         made.append(Bench(tmp_path, **fields))
         return made[-1]
 
-    monkeypatch.setattr(BlockStore, "open", open_blocks)
+    monkeypatch.setattr(BlockStore, "open_for", open_blocks)
     yield make_bench
     for bench in made:
         if bench.tier._store is not None or hasattr(bench, "rows"):
@@ -512,6 +512,29 @@ def test_an_error_of_ours_switches_the_tier_off_and_the_engine_goes_on(bench, wh
     assert not bench.tier._requests
 
 
+HOOKS = ["on_new_request", "lookup", "submit_store", "get_finished_jobs", "on_schedule_end", "has_pending_work"]
+HOOKS += ["take_events", "get_stats", "on_request_finished"]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_an_argument_that_a_hook_does_not_know_switches_it_off(bench, name, monkeypatch, caplog):
+    hook, calls = getattr(bench.tier, name), []
+
+    def newer(*arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        return hook(*arguments, **more, novel=True)
+
+    monkeypatch.setattr(bench.tier, name, newer)
+    bench.serve("a", 1, 6)
+    list(bench.manager.take_events())
+    bench.manager.get_stats()
+    bench.rest()
+    assert calls and bench.tier.is_off
+    assert not bench.manager._jobs and not bench.tier._jobs, "every job was reported"
+    assert len([text for text in caplog.messages if "kvdisk is off" in text]) == 1
+    assert bench.serve("b", 1, 6) == 6, "from memory"
+
+
 def test_a_row_that_there_is_not_switches_it_off(bench):
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -545,7 +568,7 @@ def test_a_drive_that_does_not_let_us_have_a_store_leaves_memory(tmp_path, monke
     def fail(*_: object) -> None:
         raise DeviceError(5, "the drive")
 
-    monkeypatch.setattr(BlockStore, "open", fail)
+    monkeypatch.setattr(BlockStore, "open_for", fail)
     bench = Bench(tmp_path)
     assert bench.serve("a", 1, 6) == 0 and bench.serve("b", 1, 6) == 6
     assert any("memory alone" in text for text in caplog.messages)
@@ -716,9 +739,9 @@ def test_a_line_for_each_request(make, caplog):
     bench = make(log_requests=True)
     bench.serve("a", 1, 4)
     bench.forget_memory()
-    bench.serve("b", 1, 6)
+    bench.serve("b\n\x1b[2Jforged", 1, 6)
     assert [text for text in caplog.messages if "request b" in text] == [
-        "kvdisk: request b: 6 chunks, 4 found, 4 loaded, the first missing one absent."
+        "kvdisk: request b\ufffd\ufffd[2Jforged: 6 chunks, 4 found, 4 loaded, the first missing one absent."
     ]
 
 

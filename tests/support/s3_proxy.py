@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+MOST_BYTES = 256 << 20
+
 
 class S3Proxy:
     """Passes requests on to ``address``. ``failing``: methods that it answers with 503 instead;
-    ``said``: with an error of that code and status."""
+    ``said``: with an error of that code and status. ``untrue``: what it says in the place of what,
+    in the bodies of answers. ``endless``: bodies go on, up to MOST_BYTES; ``sent_bytes``: of these.
+    """
 
     def __init__(self, address: str = "") -> None:
         self.failing: set[str] = set()
         self.said: tuple[int, str] = (503, "ServiceUnavailable")
+        self.untrue: tuple[bytes, bytes] | None = None
+        self.endless, self.sent_bytes = False, 0
         target, proxy = urlsplit(address).netloc, self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,6 +43,8 @@ class S3Proxy:
                     connection.endheaders(body)
                     response = connection.getresponse()
                     found = response.read()
+                    if proxy.untrue is not None:
+                        found = found.replace(*proxy.untrue)
                     self._answer(response.status, dict(response.getheaders()), found)
                 except OSError:
                     self.close_connection = True
@@ -51,9 +60,21 @@ class S3Proxy:
                         self.send_header(name, value)
                 length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(body))
                 self.send_header("Content-Length", length)
+                if proxy.endless and self.command == "GET":
+                    self._go_on(body)
+                    return
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(body)
+
+            def _go_on(self, body: bytes) -> None:
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.close_connection = True
+                with suppress(OSError):
+                    while proxy.sent_bytes < MOST_BYTES:
+                        self.wfile.write(b"%x\r\n%b\r\n" % (len(body), body))
+                        proxy.sent_bytes += len(body)
 
             def log_message(self, *_: object) -> None:
                 """Say nothing."""

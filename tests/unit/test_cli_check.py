@@ -5,18 +5,38 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from cli_stores import LLAMA, LLAMA_TOKEN_BYTES, PLAIN, json_of, leave_home, refused, run_here, run_json
+from cli_stores import (
+    LLAMA,
+    LLAMA_TOKEN_BYTES,
+    PLAIN,
+    PLAIN_GEOMETRY,
+    json_of,
+    leave_home,
+    refused,
+    run_here,
+    run_json,
+)
+from support.fake_pool import FakePool
+from support.users import user
 
-from kvdisk.assembly import check_settings, check_sizes
+from kvdisk.assembly import assemble_scheduler, check_settings, check_sizes
 from kvdisk.cli import check
 from kvdisk.cli.size import fit_cpu, fit_nvme
-from kvdisk.errors import ConfigError
+from kvdisk.device import store as store_module
+from kvdisk.device.store import Store
+from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.identity import Identity
+from kvdisk.request_trace import RequestTrace
+from kvdisk.tier_settings import TierSettings
 from kvdisk.worker import host_memory as memory
 from kvdisk.worker.host_memory import Deployment, HostMemory
 
@@ -118,7 +138,12 @@ def test_what_an_engine_refuses_is_refused_in_its_words(tmp_path, settings, meas
             check_sizes(check_settings(wrong), Deployment())
         assert refused("check", written(tmp_path, wrong)) == f"kvdisk: {str(engine.value).rstrip('.')}.\n"
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert "give it more" in refused("check", written(tmp_path, settings | {"nvme_bytes": "1Mi"}), "--model", tmp_path)
+    for change, said in (
+        ({"nvme_bytes": "1Mi"}, "give it more"),
+        ({"nvme_write_bytes_per_day": 9}, "nvme_write_bytes_per_day 9 is less than two blocks of "),
+        ({"remote": "s3://a", "remote_write_bytes_per_s": 9}, "remote_write_bytes_per_s 9 sends no two blocks of "),
+    ):
+        assert said in refused("check", written(tmp_path, settings | change), "--model", tmp_path)
 
 
 def test_a_verdict_is_an_exit_code_and_a_word_of_json(tmp_path, settings, measured, monkeypatch):
@@ -139,6 +164,151 @@ def test_a_verdict_is_an_exit_code_and_a_word_of_json(tmp_path, settings, measur
         monkeypatch.setattr(check, "look", Mock(side_effect=error))
         done = run_here("check", written(tmp_path, settings))
         assert done.exit_code == 3 and "an error of kvdisk's own" in done.stderr
+
+
+# -- what a start does, the check says -------------------------------------------------------------
+
+
+USER = 4321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+@pytest.fixture
+def users_place() -> Iterator[Path]:
+    """A directory of the other user's, below which nobody is kept out."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chown(place, USER, USER)
+        Path(place).chmod(0o755)
+        yield Path(place)
+
+
+def start(settings: dict[str, Any]) -> str:
+    """Start an engine's half and end it; return what it had."""
+    try:
+        half = assemble_scheduler(
+            check_settings(settings), PLAIN_GEOMETRY, FakePool(4, print), Identity.certain(b"?" * 32, {})
+        )
+    except KvdiskError:
+        return "refused"
+    half.close()
+    return "without NVMe" if half.engine_store is None else "whole"
+
+
+def said_by_check(file: Path) -> str:
+    done = run_here("check", file, "--json")
+    if done.exit_code == 2:
+        return "refused"
+    found = json.loads(done.stdout)
+    assert found["can_start"] and found["ok"] is (done.exit_code == 0)
+    return "without NVMe" if any("without its NVMe tier" in problem for problem in found["problems"]) else "whole"
+
+
+@as_root
+@pytest.mark.parametrize("cpu_bytes", ["32Mi", 0])
+@pytest.mark.parametrize("what", ["lock", "homes", "homes/*/HOME", "homes/*/lock", "homes/*/index", "homes/*/segments"])
+def test_what_this_user_cannot_read_or_write_is_to_the_check_what_it_is_to_a_start(
+    users_place, measured, what, cpu_bytes
+):
+    settings = {"store_dirs": str(users_place / "kv"), "nvme_bytes": "64Mi", "cpu_bytes": cpu_bytes}
+    file = written(users_place, settings)
+    with user(USER):
+        assert start(settings) == "whole" == said_by_check(file)
+        for mode in (0, 0o500 if what.endswith(("homes", "index", "segments")) else 0o400):
+            for path in (users_place / "kv").glob(what):
+                path.chmod(mode)
+            said = said_by_check(file)
+            assert start(settings) == said
+
+
+def test_a_store_that_another_process_has_locked_is_refused_as_at_a_start(tmp_path, settings, measured, monkeypatch):
+    file = written(tmp_path, settings)
+    assert start(settings) == "whole"
+    monkeypatch.setattr(store_module, "STORE_LOCK_TIMEOUT_S", 0.1)
+    with Store.open(tmp_path / "kv").locked():
+        assert start(settings) == "refused"
+        assert "has been locked by another process" in refused("check", file)
+    assert said_by_check(file) == "whole"
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["another kind", "in use"])
+def test_a_trace_file_that_a_start_refuses_is_refused(tmp_path, settings, measured, held):
+    """Each data-parallel rank has a file of its own."""
+    traces = [tmp_path / "trace.jsonl", tmp_path / "trace-dp1.jsonl"]
+    settings["trace_file"] = str(traces[0])
+    file = written(tmp_path, settings)
+    assert start(settings) == "whole" == said_by_check(file)
+    for trace, options in zip(traces, ([], ["--dp", "2"]), strict=True):
+        if not held:
+            trace.write_text("mine")
+        fact = {"block_tokens": 16, "block_bytes": 1, "model": ""}
+        with closing(RequestTrace(trace, **fact)) if held else nullcontext():
+            said = refused("check", file, *options)
+            with pytest.raises(ConfigError) as engine:
+                RequestTrace(trace, **fact)
+            assert said == f"kvdisk: {engine.value}\n"
+        trace.unlink()
+        assert not any(name.name.startswith("trace-dp1") for name in tmp_path.iterdir()), "nothing is made"
+
+
+@as_root
+def test_what_is_not_the_stores_is_not_looked_at(users_place, measured):
+    """As lost+found, which is root's."""
+    (users_place / "kv" / "lost+found").mkdir(0o700, parents=True)
+    (users_place / "kv").chmod(0o700)
+    os.chown(users_place / "kv", USER, USER)
+    file = written(users_place, {"store_dirs": str(users_place / "kv"), "nvme_bytes": "64Mi"})
+    with user(USER):
+        assert said_by_check(file) == "whole"
+
+
+# -- the second door -------------------------------------------------------------------------------
+
+
+TIERING = {"spec_name": "TieringOffloadingSpec"}
+
+
+@pytest.fixture
+def tier(settings: dict[str, Any]) -> dict[str, Any]:
+    del settings["cpu_bytes"]
+    return {"type": "kvdisk", **settings}
+
+
+def test_the_settings_of_a_tier_are_checked_in_each_form_in_which_they_are_given(tmp_path, tier, measured):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    extra = TIERING | {"secondary_tiers": [{"type": "other"}, tier]}
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    several = {"connectors": [{"kv_connector": "Other"}, connector]}
+    multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": several}
+    by_path = {"type": "Mine", "module_path": "kvdisk.offloading"}
+    for whole in (tier, tier | by_path, extra, {"kv_connector_extra_config": extra}, connector, multi):
+        found = json_of("check", written(tmp_path, whole), "--model", tmp_path)
+        assert (found["door"], found["nvme_bytes"]) == ("OffloadingConnector", 64 << 20)
+        assert found["nvme"]["tokens"] and found["cpu"] is None
+    assert "vLLM's own" in run_here("check", written(tmp_path, extra)).stdout
+
+
+def test_what_a_tier_refuses_is_refused_in_its_words(tmp_path, tier, measured):
+    for change in ({"cpu_bytes": 1}, {"device": "gds"}, {"stor_dirs": "/x"}, {"nvme_bytes": "1Mi"}, {"locality": "x"}):
+        wrong = tier | change
+        with pytest.raises(ConfigError) as engine:
+            check_sizes(TierSettings.of(wrong).config, Deployment())
+        assert refused("check", written(tmp_path, wrong)) == f"kvdisk: {str(engine.value).rstrip('.')}.\n"
+    assert "TieringOffloadingSpec" in refused("check", written(tmp_path, {"secondary_tiers": [tier]}))
+    assert "kvdisk is one tier" in refused("check", written(tmp_path, TIERING | {"secondary_tiers": [tier, tier]}))
+    assert "nor a tier of kvdisk's" in refused("check", written(tmp_path, TIERING | {"secondary_tiers": []}))
+
+
+def test_a_tier_needs_neither_vllm_nor_torch(needs_queue, tmp_path, tier):
+    found = run_json("check", written(tmp_path, tier), without=("vllm", "torch"))
+    assert found["door"] == "OffloadingConnector" and found["directories"][0]["read_bytes_per_s"] > 1e6
+
+
+def test_an_environment_in_which_vllm_has_no_such_tier_is_said(tmp_path, tier, measured, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    extra = TIERING | {"secondary_tiers": [tier]}
+    assert "vLLM finds kvdisk only where it lists" in refused("check", written(tmp_path, extra))
+    by_path = TIERING | {"secondary_tiers": [tier | {"module_path": "kvdisk.offloading"}]}
+    assert run_here("check", written(tmp_path, by_path)).exit_code == 1
 
 
 def test_all_ranks_of_all_engines_of_this_host_count(tmp_path, settings, measured, monkeypatch):

@@ -8,6 +8,7 @@ import re
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from cli_stores import PLAIN, json_of, refused, run, run_here
 from mass_stores import Layer
 from obstore.store import from_url
-from support.s3_proxy import S3Proxy
+from support.s3_proxy import MOST_BYTES, S3Proxy
 from support.s3_server import RIGHTS
 from test_cli_why import PROMPT, answered, described, keys_of, put
 
@@ -275,6 +276,44 @@ def test_each_object_that_is_wrong_is_named(there):
     done = run_here("verify", "--remote", there.file())
     assert done.exit_code == 1 and "5 objects wrong" in done.stdout
     assert f"it is that of {slot_of(3)[0]}: {slot_of(2)[0]}" in done.stdout
+
+
+def test_the_settings_of_a_tier_name_a_remote_store_too(there, tmp_path):
+    tier = {"type": "kvdisk", "store_dirs": str(tmp_path / "kv"), "nvme_bytes": "64Mi"}
+    settings = json.loads(there.file().read_text())
+    del settings["cpu_bytes"]
+    whole = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier | settings]}
+    (tmp_path / "kvdisk.json").write_text(json.dumps({"kv_connector_extra_config": whole}))
+    assert remote.remote_config(str(tmp_path / "kvdisk.json")).remote == there.url
+
+
+def test_the_size_that_a_listing_names_is_not_taken_for_memory(there, s3_server):
+    there.fill(there.config())
+    proxy = S3Proxy(s3_server.options["aws_endpoint"])
+    proxy.untrue = (b"<Size>%d</Size>" % SLOT_BYTES, b"<Size>%d</Size>" % (1 << 60))
+    try:
+        found = json_of("verify", "--remote", there.file({"aws_endpoint": proxy.address}), code=1)
+    finally:
+        proxy.close()
+    assert len(found["wrong"]) == found["objects"] == OBJECTS and found["read_bytes"] == 0
+    assert {one["what"] for one in found["wrong"]} == {"1024.0 PiB are no slot"}
+
+
+def test_a_body_without_an_end_is_not_read_on(there, s3_server):
+    there.fill(there.config(), objects=RANKS)
+    proxy = S3Proxy(s3_server.options["aws_endpoint"])
+    try:
+        config = Config.from_mapping(json.loads(there.file({"aws_endpoint": proxy.address}).read_text()))
+        with closing(open_remote(config)) as objects:
+            name, body = slot_of(0)
+            proxy.endless = True
+            buffer = bytearray(len(body))
+            objects.submit(ObjectOp.GET, [RemoteObject(name, memoryview(buffer))])
+            (outcome,) = objects.poll(60.0)
+        assert proxy.sent_bytes < MOST_BYTES
+        assert outcome.results == (Result.BAD,) or buffer == body
+    finally:
+        proxy.close()
 
 
 def test_a_key_file_tells_what_somebody_else_wrote(there, tmp_path):

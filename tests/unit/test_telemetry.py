@@ -204,7 +204,7 @@ def test_a_line_of_a_request_is_one_line_whatever_its_name(caplog):
             log_request(logging.DEBUG, outcome)
             log_request(logging.INFO, outcome)
     assert [record.getMessage() for record in caplog.records] == [
-        "req 'a\\nb': 2,900 tokens of prompt and answer = 512 GPU + 0 CPU + 2,048 NVMe + 340 computed; "
+        "req a\ufffdb: 2,900 tokens of prompt and answer = 512 GPU + 0 CPU + 2,048 NVMe + 340 computed; "
         "load 41 ms, saved ~3.9 s, missing: evicted from NVMe (asked for ~5.2 h ago)",
         "req one: 2,828 prompt tokens = 780 GPU + 0 CPU + 2,048 NVMe + 0 computed; load 5.0 min, saved ~60 s",
     ]

@@ -19,7 +19,7 @@ from kvdisk.cli.replay.run import Replayed, Run, run_all
 from kvdisk.cli.replay.tiers import Setting, make_geometry, parse_capacity, split
 from kvdisk.cli.replay.trace import Form, Trace, read_trace
 from kvdisk.config import Config, parse_bytes
-from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.errors import ConfigError, KvdiskError, printable
 from kvdisk.stats import REFUSALS, TIER_WORDS
 
 _DEFAULTS = Config()
@@ -151,8 +151,8 @@ def _print(replayed: Replayed, console: Console) -> None:
     """Print the trace, the table, and how fast the replay went."""
     trace = replayed.trace
     console.print(
-        f"{trace.name} ({trace.form}): {plural(trace.requests, 'request')}, {number(trace.references)} blocks of"
-        f" {trace.block_tokens} tokens, {number(trace.distinct_blocks)} distinct"
+        f"{printable(trace.name)} ({trace.form}): {plural(trace.requests, 'request')}, "
+        f"{number(trace.references)} blocks of {trace.block_tokens} tokens, {number(trace.distinct_blocks)} distinct"
     )
     for note in trace.notes:
         console.print(f"Note: {note}")
