@@ -24,8 +24,8 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.store import Store
 from kvdisk.device.watch import HomeWatch
 from kvdisk.errors import DeviceError, KvdiskError, NoThread
-from kvdisk.identity import Identity
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.identity import Identity
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.messages import SegmentSpec
 from kvdisk.mover_process import MoverProcess
