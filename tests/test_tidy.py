@@ -46,7 +46,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pyarrow": ("kvdisk/cli/export.py",),
     "tokenizers": ("kvdisk/cli/why.py",),
     "pytest": ("kvdisk/testing/",),
-    "huggingface_hub": ("kvdisk/connector/identity.py",),
+    "huggingface_hub": ("kvdisk/connector/model_files.py",),
+    "modelscope": ("kvdisk/connector/model_files.py",),
 }
 """Where a package that is not ours may be imported; what is not listed may be imported nowhere."""
 BARRED = {"threading": "kvdisk/manager/", "time": "kvdisk/manager/"}

@@ -31,18 +31,17 @@ from kvdisk.connector.adapter import (
     ranks_are_alike,
     vllm_minor_version,
 )
+from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, processor_folder
 from kvdisk.connector.weights import known_digest
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LONGEST_FACT = 80
-_WITHOUT = "leave out store_dirs and remote"
-"""What a user does whose weights cannot be told."""
 _MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
 _NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
 """Modules of models that say how weights are loaded, and what a model supports."""
@@ -96,7 +95,7 @@ def fingerprint_of(
         "vllm": vllm_minor_version() if code is None else None,
         "code": code,
         "model_config": final_config,
-        "weights": weights_digest(model),
+        "weights": weights_digest(model, vllm_config.load_config),
         "drafter": _drafter_facts(vllm_config),
         "quantization": model.quantization,
         "dtype": str(model.dtype),
@@ -117,7 +116,7 @@ def fingerprint_of(
             facts[name] = repr(value)
     if (media := model.multimodal_config) is not None:
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
-        facts["media"]["files"] = _processor_digest(_model_folder(model))
+        facts["media"]["files"] = _processor_digest(processor_folder(model, vllm_config.load_config))
     facts |= _context_facts(vllm_config, kv_cache_config)
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
@@ -218,7 +217,7 @@ def _vouched() -> Iterator[None]:
         yield
     except ConfigError as error:
         instead = "set the tier's namespace to a text that names model and revision"
-        raise ConfigError(str(error).replace(_WITHOUT, instead)) from None
+        raise ConfigError(str(error).replace(WITHOUT, instead)) from None
 
 
 def refuse_nameless(vllm_config: VllmConfig) -> None:
@@ -228,7 +227,7 @@ def refuse_nameless(vllm_config: VllmConfig) -> None:
     load_format = str(vllm_config.load_config.load_format)
     if load_format in _NO_IDENTITY:
         raise ConfigError(
-            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: {_WITHOUT}."
+            f"The NVMe tier needs weights that come from files, and load_format is {load_format!r}: {WITHOUT}."
         )
 
 
@@ -322,21 +321,21 @@ def _drafter_facts(vllm_config: VllmConfig) -> list[str] | None:
     if speculative is None or speculative.draft_model_config is None:
         return None
     drafter = speculative.draft_model_config
-    return [speculative.method, str(drafter.quantization), weights_digest(drafter)]
+    return [speculative.method, str(drafter.quantization), weights_digest(drafter, drafter_load(vllm_config))]
 
 
-def weights_digest(model: ModelConfig) -> str:
+def weights_digest(model: ModelConfig, load: LoadConfig) -> str:
     """Return a digest of a model's weight files: names, sizes, headers, and 4 KiB of every tensor.
 
     Weights replaced under the same path are another model; reading them all would cost minutes.
     The digest is remembered in vLLM's cache directory. Raises ConfigError where there are no files
     to read.
     """
-    folder = _model_folder(model)
+    folder = model_folder(model, load)
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(kind))
     if not files:
-        raise ConfigError(f"The NVMe tier needs the model's weight files, and there are none in {folder}: {_WITHOUT}.")
+        raise ConfigError(f"The NVMe tier needs the model's weight files, and there are none in {folder}: {WITHOUT}.")
     return known_digest(files, Path(envs.VLLM_CACHE_ROOT) / "kvdisk")
 
 
@@ -346,20 +345,3 @@ def _processor_digest(folder: Path) -> str:
     for file in sorted(folder.glob("*processor_config.json")):
         digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def _model_folder(model: ModelConfig) -> Path:
-    folder = Path(model.model_weights or model.model)
-    if folder.is_file():
-        return folder.parent
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(folder), revision=model.revision, local_files_only=True))
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
-        raise ConfigError(
-            f"The NVMe tier needs the weight files of {folder} on this machine, and they are not found: {_WITHOUT}."
-        ) from error
