@@ -24,10 +24,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
 from kvdisk.connector.adapter import (
+    deployment_of,
     group_descriptions,
     hash_chain,
     is_plain,
     model_module,
+    others_place_workers,
     ranks_are_alike,
     vllm_minor_version,
 )
@@ -252,11 +254,15 @@ def refuse_unstable(vllm_config: VllmConfig) -> None:
 def refuse_other_machines(vllm_config: VllmConfig) -> None:
     """Raise ConfigError where rows of vLLM's own offloading are not all in the memory of one
     machine."""
-    if vllm_config.parallel_config.nnodes_within_dp > 1:
+    needs, parallel = "all workers of an engine on one machine, whose memory it reads", vllm_config.parallel_config
+    if others_place_workers(vllm_config):
         raise ConfigError(
-            "The tier 'kvdisk' needs all workers of an engine on one machine, whose memory it reads: use "
-            "KVDiskConnector."
+            f"The tier 'kvdisk' needs {needs}, and with distributed_executor_backend "
+            f"{parallel.distributed_executor_backend!r} and data_parallel_backend {parallel.data_parallel_backend!r} "
+            "nobody knows where they will be: set both to 'mp', or use KVDiskConnector."
         )
+    if deployment_of(vllm_config).hosts > 1:
+        raise ConfigError(f"The tier 'kvdisk' needs {needs}: use KVDiskConnector.")
 
 
 def code_digest(root: Path, module: str) -> str | None:

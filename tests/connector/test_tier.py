@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
+from vllm.config import ParallelConfig
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -694,7 +695,7 @@ def test_prompts_can_be_hashed_where_a_name_identifies_the_rows(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     cache = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", enable_prefix_caching=True)
     settings = {"cache_config": cache, "model_config": SimpleNamespace(multimodal_config=None)}
-    engine = SimpleNamespace(**settings, parallel_config=SimpleNamespace(nnodes_within_dp=1))
+    engine = SimpleNamespace(**settings, parallel_config=ParallelConfig())
     fingerprint, described = fingerprint_of_rows(_config_of(1), 4096, (engine, None), "a name")
     assert described["facts"]["hash"] == '["sha256_cbor", "7"]'
     assert fingerprint == _rows_of(1)
