@@ -543,7 +543,7 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
         "parallel_config.tensor_parallel_size": 2,
         "model_config.quantization": "awq",
         "model_config.quantization_config": QuantizationConfigArgs(linear=QuantSpec(weight="fp8_per_tensor_static")),
-        "model_config.model_class_overrides": {"LlamaForCausalLM": "module:Class"},
+        "model_config.model_class_overrides": {"LlamaForCausalLM": "second_machine:Class"},
         "cache_config.prefix_caching_hash_algo": "sha256_cbor",
         "model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 1234.5},
         "speculative_config": SimpleNamespace(method="eagle", draft_model_config=drafter),
