@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 _LONGEST_FACT = 80
 _UNSTABLE_HASHES = ("xxhash", "builtin")
-_NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
+_NO_IDENTITY = frozenset(
+    {"dummy", "ipc_cache", "modelexpress", "runai_streamer", "runai_streamer_sharded", "tensorizer"}
+)
+"""Formats of weights that are not those of the files on this machine, or need not be: a daemon or
+another host may have loaded others from the same path."""
 _MEDIA_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",

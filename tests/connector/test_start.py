@@ -776,6 +776,8 @@ def test_the_layout_of_convolution_states_is_in_the_fingerprint_where_there_are_
     ("name", "value", "said"),
     [
         ("load_config.load_format", "dummy", "load_format is 'dummy'"),
+        ("load_config.load_format", "ipc_cache", "load_format is 'ipc_cache'"),
+        ("load_config.load_format", "modelexpress", "load_format is 'modelexpress'"),
         ("cache_config.prefix_caching_hash_algo", "xxhash", "set prefix_caching_hash_algo to sha256"),
         ("model_config.model", "", "weight files"),
     ],
