@@ -140,6 +140,9 @@ _LAYERS_WITHOUT = ("block_configs", "num_kv_shared_layers", "index_topk", "hybri
 """Fields of a model's configuration that mean layers without KV of their own, or with another
 KV."""
 
+_OWN_EXECUTORS = ("uni", "mp")
+"""The executors whose workers are on the scheduler's machine, or where ``nnodes`` says."""
+
 _LEAST_BLOCK_TOKENS = 16
 """The least tokens of a block, where the user has not set them and vLLM has not chosen yet."""
 
@@ -205,15 +208,22 @@ def offloading_being_built() -> tuple[VllmConfig, KVCacheConfig] | None:
     return None
 
 
+def others_place_workers(vllm_config: VllmConfig) -> bool:
+    """Return whether somebody else than vLLM says on which machines workers are: Ray, a launcher,
+    or an executor that is not vLLM's own. Then one that is alone may be on another machine, too."""
+    parallel = vllm_config.parallel_config
+    return parallel.distributed_executor_backend not in _OWN_EXECUTORS or parallel.data_parallel_backend == "ray"
+
+
 def deployment_of(vllm_config: VllmConfig) -> Deployment:
     """Return how the workers of a configuration are placed. In the server's process this covers all
     data-parallel ranks of the host, in an engine's process perhaps only its own.
 
-    vLLM: Ray places workers as it likes, perhaps not here: then one rank is all that is known.
+    Where others place the workers, perhaps not here, one rank is all that is known.
     """
     parallel = vllm_config.parallel_config
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
-    if parallel.distributed_executor_backend == "ray" or parallel.data_parallel_backend == "ray":
+    if others_place_workers(vllm_config):
         return Deployment(ranks, 1, ranks)
     return Deployment(ranks, max(1, parallel.data_parallel_size_local), parallel.nnodes_within_dp)
 
@@ -224,9 +234,7 @@ def hosts_of(vllm_config: VllmConfig, *, replicated: bool) -> int:
     vLLM: ranks of ``nnodes`` machines are numbered one machine after the other. Ray places them as
     it likes, so that those of one host cannot share a file: then they must all be on one.
     """
-    deployment = deployment_of(vllm_config)
-    is_known = deployment.hosts == vllm_config.parallel_config.nnodes_within_dp
-    return 1 if replicated and not is_known else deployment.hosts
+    return 1 if replicated and others_place_workers(vllm_config) else deployment_of(vllm_config).hosts
 
 
 def data_parallel_rank_of(vllm_config: VllmConfig) -> int | None:

@@ -7,7 +7,6 @@ a byte of KV for the same block hash is in it: a doubt costs a miss, an omission
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -24,14 +23,18 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
 from kvdisk.connector.adapter import (
+    deployment_of,
     group_descriptions,
     hash_chain,
     is_plain,
     model_module,
+    others_place_workers,
     ranks_are_alike,
     vllm_minor_version,
 )
-from kvdisk.connector.model_files import WITHOUT, drafter_load, processor_folder
+from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_without_file
+from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
+from kvdisk.connector.model_settings import settings_that_compute
 from kvdisk.connector.model_weights import WeightsDigest, weights_digest
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
@@ -42,11 +45,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LONGEST_FACT = 80
-_MODELS, _ROTARY = "vllm.model_executor.models", "vllm.model_executor.layers.rotary_embedding"
-_NO_MATHEMATICS = frozenset({"adapters", "config", "interfaces", "interfaces_base", "registry", "utils"})
-"""Modules of models that say how weights are loaded, and what a model supports."""
 _UNSTABLE_HASHES = ("xxhash", "builtin")
-_NO_IDENTITY = frozenset({"dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer"})
+_NO_IDENTITY = frozenset(
+    {"dummy", "ipc_cache", "modelexpress", "runai_streamer", "runai_streamer_sharded", "tensorizer"}
+)
+"""Formats of weights that are not those of the files on this machine, or need not be: a daemon or
+another host may have loaded others from the same path."""
 _MEDIA_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -68,12 +72,14 @@ def fingerprint_of(
     *,
     any_ranks: bool = False,
     digest: WeightsDigest = weights_digest,
+    name: str | None = None,
 ) -> tuple[bytes, dict[str, Any]]:
     """Return the fingerprint (32 bytes) and a description for people and the inspector.
 
     ``stages``: the KV-cache groups of each stage of a pipeline; none: the configuration's own.
     ``units``: of each group how many of vLLM's blocks are stored as one; none: one.
-    ``any_ranks``: stored bytes are laid out alike for any tensor-parallel size.
+    ``any_ranks``: stored bytes are laid out alike for any tensor-parallel size. ``name``: the user
+    vouches that it names weights and code; None: they are found.
 
     Raises ConfigError where the weights have no identity (dummy, streamed), where the hashes of
     blocks are not the same in the next process, or mean something else there: then nothing on NVMe
@@ -81,7 +87,8 @@ def fingerprint_of(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
-    refuse_nameless(vllm_config)
+    if name is None:
+        refuse_nameless(vllm_config)
     final_config = model.hf_config.to_dict()
     final_config.pop("_name_or_path", None)
     stages = stages or [kv_cache_config.prefix_cacheable_groups]
@@ -96,8 +103,8 @@ def fingerprint_of(
         "vllm": vllm_minor_version() if code is None else None,
         "code": code,
         "model_config": final_config,
-        "weights": digest(model, vllm_config.load_config),
-        "drafter": _drafter_facts(vllm_config, digest),
+        "weights": digest(model, vllm_config.load_config) if name is None else {"name": name},
+        "drafter": _drafter_facts(vllm_config, digest) if name is None else None,
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": cache.cache_dtype,
@@ -112,12 +119,9 @@ def fingerprint_of(
     if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
         # These rotary embeddings depend on the longest context the server was started for.
         facts["max_model_len"] = model.max_model_len
-    for name in ("quantization_config", "model_class_overrides"):  # which layers, and whose code
-        if value := getattr(model, name, None):
-            facts[name] = repr(value)
-    if (media := model.multimodal_config) is not None:
-        facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
-        facts["media"]["files"] = _processor_digest(processor_folder(model, vllm_config.load_config))
+    facts |= _model_facts(vllm_config, is_vouched=name is not None) | settings_that_compute(vllm_config)
+    if model.architecture not in (final_config.get("architectures") or ()):
+        facts["architecture"] = model.architecture  # of another implementation than the model's own
     facts |= _context_facts(vllm_config, kv_cache_config)
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
@@ -130,6 +134,21 @@ def fingerprint_of(
         "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description
+
+
+def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]:
+    """Return what says how a model is computed, where there is something to say. ``is_vouched``:
+    its files need not be there."""
+    model = vllm_config.model_config
+    settings = ("quantization_config", "model_class_overrides")  # which layers, and whose code
+    facts: dict[str, Any] = {name: repr(value) for name in settings if (value := getattr(model, name, None))}
+    if (media := model.multimodal_config) is not None:
+        facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
+        folder = text_folder(str(model.model), model.revision)
+        if folder is None and not is_vouched:
+            folder = model_folder(model, vllm_config.load_config)
+        facts["media"]["files"] = None if folder is None else _processor_digest(folder)
+    return facts | foreign_code(vllm_config, is_vouched=is_vouched)
 
 
 def _context_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
@@ -175,22 +194,24 @@ def fingerprint_of_rows(
         "row_parallel": [1] * len(sizes) if any_ranks else sizes,
         "row_stages": envs.VLLM_PP_LAYER_PARTITION,
     }
-    if whose is not None:
-        refuse_unstable(whose[0])
-        refuse_other_machines(whose[0])
     if name is not None:
         facts |= {"name": name, "model": config.model.name, "seed": os.environ.get("PYTHONHASHSEED")}
-        facts["platform"] = [current_platform.device_name, platform.machine()]
-        fingerprint, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
-    elif whose is None:
+    if whose is None and name is None:
         raise ConfigError(
             "kvdisk cannot see from here which weights the model has: set namespace to a text that names model, "
             "revision and quantization."
         )
+    if whose is None:
+        facts["platform"] = [current_platform.device_name, platform.machine()]
+        fingerprint, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
     else:
-        refuse_nameless_rows(whose[0])
+        refuse_other_machines(whose[0])
+        if name is None:
+            refuse_nameless_rows(whose[0])
+        else:
+            refuse_unstable(whose[0])
         with _vouched():
-            fingerprint, description = fingerprint_of(*whose, any_ranks=any_ranks, digest=digest)
+            fingerprint, description = fingerprint_of(*whose, any_ranks=any_ranks, digest=digest, name=name)
         facts["runner"] = bool(getattr(whose[0], "use_v2_model_runner", False))
     text = json.dumps(facts, sort_keys=True, default=str)
     description["door"] = facts["door"]
@@ -224,9 +245,10 @@ def _vouched() -> Iterator[None]:
 
 
 def refuse_nameless(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError where weights have no identity, and for all that ``refuse_unstable`` does
-    so."""
+    """Raise ConfigError where weights or code have no identity, and for all that
+    ``refuse_unstable`` does so."""
     refuse_unstable(vllm_config)
+    refuse_code_without_file(vllm_config)
     load_format = str(vllm_config.load_config.load_format)
     if load_format in _NO_IDENTITY:
         raise ConfigError(
@@ -255,37 +277,15 @@ def refuse_unstable(vllm_config: VllmConfig) -> None:
 def refuse_other_machines(vllm_config: VllmConfig) -> None:
     """Raise ConfigError where rows of vLLM's own offloading are not all in the memory of one
     machine."""
-    if vllm_config.parallel_config.nnodes_within_dp > 1:
+    needs, parallel = "all workers of an engine on one machine, whose memory it reads", vllm_config.parallel_config
+    if others_place_workers(vllm_config):
         raise ConfigError(
-            "The tier 'kvdisk' needs all workers of an engine on one machine, whose memory it reads: use "
-            "KVDiskConnector."
+            f"The tier 'kvdisk' needs {needs}, and with distributed_executor_backend "
+            f"{parallel.distributed_executor_backend!r} and data_parallel_backend {parallel.data_parallel_backend!r} "
+            "nobody knows where they will be: set both to 'mp', or use KVDiskConnector."
         )
-
-
-def code_digest(root: Path, module: str) -> str | None:
-    """Return a digest of a model's code: its module of vLLM's models, those that it imports, and
-    the rotary embeddings, with their imports. None where it is elsewhere.
-
-    A version that computes K and V of this model in another way has other text there. ``root``: the
-    directory that ``vllm`` lies in.
-    """
-    waiting, found = [module, _ROTARY], dict[str, str]()
-    while waiting:
-        name = waiting.pop()
-        path = root.joinpath(*name.split("."))
-        is_package, file = path.is_dir(), path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if name in found or not name.startswith((f"{_MODELS}.", _ROTARY)) or not file.is_file():
-            continue
-        if name.rpartition(".")[2] in _NO_MATHEMATICS:
-            continue
-        text = file.read_bytes()
-        found[name] = hashlib.sha256(text).hexdigest()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom):
-                above = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
-                base = ".".join([*above, *([node.module] if node.module else [])])
-                waiting += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if module in found else None
+    if deployment_of(vllm_config).hosts > 1:
+        raise ConfigError(f"The tier 'kvdisk' needs {needs}: use KVDiskConnector.")
 
 
 def _named_facts(facts: dict[str, Any]) -> dict[str, str]:

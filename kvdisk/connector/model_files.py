@@ -37,20 +37,15 @@ def model_folder(model: ModelConfig, load: LoadConfig) -> Path:
         ) from error
 
 
-def processor_folder(model: ModelConfig, load: LoadConfig) -> Path:
-    """Return the directory that vLLM has a model's processors of images and sounds from.
-
-    vLLM: it never looks for them in ``--download-dir``. Raises ConfigError where neither they nor
-    the weights are found.
-    """
-    if not envs.VLLM_USE_MODELSCOPE and not (place := Path(model.model)).exists():
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            return _in_hub(str(place), model.revision, None)
-        except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            pass  # whoever has none has none there
-    return model_folder(model, load)
+def text_folder(name: str, revision: str | None) -> Path | None:
+    """Return the directory that vLLM has the processors and the code of a model or a repository
+    from; None where there is none. vLLM: it never looks for them in ``--download-dir``."""
+    if (place := Path(name)).exists():
+        return place.parent if place.is_file() else place
+    try:
+        return _in_scope(name, revision) if envs.VLLM_USE_MODELSCOPE else _in_hub(name, revision, None)
+    except Exception:  # of classes that each hub's library has of its own
+        return None
 
 
 def drafter_load(vllm_config: VllmConfig) -> LoadConfig:

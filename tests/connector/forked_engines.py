@@ -95,6 +95,7 @@ def _be_engine(env: dict[str, str], *fds: int) -> NoReturn:
         os.close(fd)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place not in sys.path]
     os.write(status, f"{os.getpid()}\n".encode())
     code = 1
     try:

@@ -17,7 +17,7 @@ from test_start import PLAIN
 from vllm.config import LoadConfig, MultiModalConfig
 
 from kvdisk.connector.identity import fingerprint_of
-from kvdisk.connector.model_files import drafter_load, model_folder, processor_folder
+from kvdisk.connector.model_files import drafter_load, model_folder, text_folder
 from kvdisk.connector.model_weights import weight_files
 from kvdisk.connector.plugin import register
 from kvdisk.errors import ConfigError
@@ -83,7 +83,7 @@ def test_modelscope_has_a_cache_of_its_own(tiny_llama, tmp_path, monkeypatch):
     sys.modules["modelscope.hub.snapshot_download"].snapshot_download = snapshot_download  # type: ignore[attr-defined]
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     load = LoadConfig(download_dir=str(tmp_path))
-    assert model_folder(_model("v1"), load) == processor_folder(_model("v1"), load) == tiny_llama
+    assert model_folder(_model("v1"), load) == text_folder(NAME, "v1") == tiny_llama
     assert asked == [(NAME, {"revision": "v1", "local_files_only": True})] * 2
     with pytest.raises(ConfigError, match=r"someone/absent, .* ModelScope's cache .VLLM_USE_MODELSCOPE"):
         model_folder(SimpleNamespace(model="someone/absent", model_weights="", revision=None), load)
@@ -123,9 +123,9 @@ def test_processors_are_where_vllm_has_them_from(tiny_llama, tmp_path, hub):
     """That is not --download-dir."""
     downloads = _cached(tmp_path / "downloads", tiny_llama)
     load = LoadConfig(download_dir=str(tmp_path / "downloads"))
-    assert processor_folder(_model(), load) == downloads, "there is no other"
+    assert text_folder(NAME, None) is None
     usual = _cached(hub, tiny_llama, is_partial=True)
-    assert processor_folder(_model(), load) == usual
+    assert text_folder(NAME, None) == usual
     config, seen = _config(tiny_llama, load), set()
     config.model_config.multimodal_config = MultiModalConfig()
     for content in ("{}", '{"do_resize": false}'):

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.base import BaseRenderer
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -52,6 +53,7 @@ from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.plugin import register
+from kvdisk.connector.tier_settings import refuse_tiers_early
 from kvdisk.errors import ConfigError
 from kvdisk.worker.host_memory import host_memory
 
@@ -291,6 +293,36 @@ def test_a_tier_of_vllms_own_connector_is_judged_before_the_weights(tiny_llama, 
     assert said is None or str(caught.value).endswith(".")
 
 
+class _Placing(MultiprocExecutor):
+    """Somebody's own, which may place workers on other machines, as ``RayExecutorV2`` does."""
+
+
+@pytest.mark.parametrize("namespace", [{}, {"namespace": "mine"}], ids=["found", "named"])
+@pytest.mark.parametrize(
+    ("placing", "said"),
+    [
+        ({"distributed_executor_backend": "mp"}, None),
+        ({"distributed_executor_backend": "uni"}, None),
+        ({"distributed_executor_backend": "ray"}, "'ray' and data_parallel_backend 'mp' nobody knows"),
+        ({"distributed_executor_backend": "external_launcher"}, "'external_launcher' .* set both to 'mp'"),
+        ({"distributed_executor_backend": _Placing}, "_Placing"),
+        ({"distributed_executor_backend": "a_module.Executor"}, "a_module.Executor"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend 'ray'"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "on one machine, whose memory it reads: use KVDiskConnector"),
+    ],
+)
+def test_a_tier_is_refused_where_workers_may_be_on_other_machines(folder, tmp_path, placing, said, namespace):
+    """Whoever places them; also one that is alone. Half of each row would be stored as zeros."""
+    config = vllm_config(folder)
+    for name, value in placing.items():
+        setattr(config.parallel_config, name, value)
+    tier = _TIER | {"store_dirs": str(tmp_path / "kv")} | namespace
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    config.kv_transfer_config = _transfer(extra, kv_connector="OffloadingConnector")
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        refuse_tiers_early(config)
+
+
 @pytest.mark.parametrize("block_tokens", [32, None])
 def test_the_least_sizes_are_those_of_the_model(folder, block_tokens):
     """Where the block size is not the user's, vLLM may yet choose a larger one."""
@@ -417,6 +449,8 @@ def test_mla_is_the_same_on_every_rank(specs, tensor, prefill, decode, replicate
         ({"nnodes_within_dp": 2, "use_mla": True}, 2, 2),  # each machine has all of a block
         ({"nnodes_within_dp": 4, "use_mla": True}, 4, 4),
         ({"distributed_executor_backend": "ray"}, 4, 4),
+        ({"distributed_executor_backend": "external_launcher"}, 4, 4),
+        ({"distributed_executor_backend": object}, 4, 4),
         ({"data_parallel_backend": "ray"}, 4, 4),
         ({"distributed_executor_backend": "ray", "use_mla": True}, 1, 1),  # who shares a drive is not known
         ({"data_parallel_size_local": 2}, 1, 4),
@@ -510,7 +544,7 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
         "parallel_config.tensor_parallel_size": 2,
         "model_config.quantization": "awq",
         "model_config.quantization_config": QuantizationConfigArgs(linear=QuantSpec(weight="fp8_per_tensor_static")),
-        "model_config.model_class_overrides": {"LlamaForCausalLM": "module:Class"},
+        "model_config.model_class_overrides": {"LlamaForCausalLM": "second_machine:Class"},
         "cache_config.prefix_caching_hash_algo": "sha256_cbor",
         "model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 1234.5},
         "speculative_config": SimpleNamespace(method="eagle", draft_model_config=drafter),
@@ -743,6 +777,8 @@ def test_the_layout_of_convolution_states_is_in_the_fingerprint_where_there_are_
     ("name", "value", "said"),
     [
         ("load_config.load_format", "dummy", "load_format is 'dummy'"),
+        ("load_config.load_format", "ipc_cache", "load_format is 'ipc_cache'"),
+        ("load_config.load_format", "modelexpress", "load_format is 'modelexpress'"),
         ("cache_config.prefix_caching_hash_algo", "xxhash", "set prefix_caching_hash_algo to sha256"),
         ("model_config.model", "", "weight files"),
     ],

@@ -9,12 +9,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from schedulers import vllm_config
 from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
+from test_start import PLAIN
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -34,6 +35,7 @@ from kvdisk.blocks import BlockKey, Tier
 from kvdisk.connector import tier as tiers
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import PREFIX
+from kvdisk.connector.plugin import register
 from kvdisk.connector.tier import KVDiskTier
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.manager.events import BlockChange, Taken
@@ -712,15 +714,14 @@ def _config_of(tensor: int, **changes: Any) -> OffloadingConfig:
     )
 
 
-def test_prompts_can_be_hashed_where_a_name_identifies_the_rows(monkeypatch):
-    """By ``kvdisk why``. The fingerprint is as it would be without."""
+def test_prompts_can_be_hashed_where_a_name_identifies_the_rows(tiny_llama, monkeypatch):
+    """By ``kvdisk why``."""
+    register()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    cache = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", enable_prefix_caching=True)
-    settings = {"cache_config": cache, "model_config": SimpleNamespace(multimodal_config=None)}
-    engine = SimpleNamespace(**settings, parallel_config=SimpleNamespace(nnodes_within_dp=1))
-    fingerprint, described = fingerprint_of_rows(_config_of(1), 4096, (engine, None), "a name")
+    engine = vllm_config(tiny_llama)
+    engine.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    described = fingerprint_of_rows(_config_of(1), 4096, (engine, PLAIN), "a name")[1]
     assert described["facts"]["hash"] == '["sha256_cbor", "7"]'
-    assert fingerprint == _rows_of(1)
 
 
 def test_ranks_find_each_others_rows_where_these_are_laid_out_alike():

@@ -24,6 +24,8 @@ FILES = (
     "test_hooks.py",
     "test_hung_commits.py",
     "test_metrics.py",
+    "test_model_code.py",
+    "test_model_files.py",
     "test_scheduler_*.py",
     "test_start.py",
     "test_switched_off.py",
