@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +40,8 @@ def said_anew():
 
 
 def shared_rows() -> np.ndarray:
-    with open("/dev/shm/kvdisk-test-rows", "x+b") as file:  # noqa: S108 - memory without memfd_create
-        os.unlink(file.name)
+    """Return rows in memory that processes share, as vLLM has them: not by ``memfd_create``."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:  # noqa: S108
         file.truncate(ROWS * ROW_BYTES)
         return np.memmap(file, np.uint8, "r+", shape=(ROWS, ROW_BYTES))
 
