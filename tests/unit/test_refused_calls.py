@@ -41,7 +41,7 @@ def said_anew():
 
 def shared_rows() -> np.ndarray:
     """Return rows in memory that processes share, as vLLM has them: not by ``memfd_create``."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:  # noqa: S108
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(ROWS * ROW_BYTES)
         return np.memmap(file, np.uint8, "r+", shape=(ROWS, ROW_BYTES))
 
