@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk.blocks import BlockKey, Slot
+from kvdisk.blocks import AHEAD_S, BlockKey, Slot
 from kvdisk.cli.indexes import ReadHome, find_namespace, read_homes
 from kvdisk.cli.output import (
     ID_LETTERS,
@@ -403,6 +403,10 @@ def make_plan(
             plan.kept.append(f"{engine_store(home.id)} stays as it is: its engine is on another host, ask that")
             continue
         chosen = _choose(home, before_s, excess_bytes, plan, tenant)
+        if before_s is not None and not (home.why_whole or (chosen is not None and chosen.whole)):
+            ahead = int((home.ages[0] > now_s + AHEAD_S).sum())
+            why = "whose time is still to come: a clock was ahead, or this one is behind"
+            plan.kept += [f"{engine_store(home.id)}: kept is {plural(ahead, 'block')} {why}"] if ahead else []
         unknown += int((home.records.columns.tenants == 0).sum())
         if chosen is not None and home.summary.alive and ask_live:
             everything = before_s is None and excess_bytes == math.inf
