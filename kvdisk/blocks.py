@@ -16,6 +16,16 @@ JobId = NewType("JobId", int)
 GROUP_BYTES = 2
 MAX_KEY_BYTES = 128
 """The longest key that a slot header and an index record can hold (sha256 hashes make 34 bytes)."""
+LATEST_S = 2**32 - 1
+"""The last second since the Unix epoch that a record can hold: in the year 2106."""
+AHEAD_S = 60
+"""Seconds by which a time may lie ahead of the clock without a word: clocks of two hosts differ,
+and are corrected."""
+
+
+def in_record_s(time_s: float) -> int:
+    """Return a time, in seconds since the Unix epoch, as a record can hold it."""
+    return min(max(int(time_s), 0), LATEST_S)
 
 
 class Medium(Enum):

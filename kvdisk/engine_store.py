@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kvdisk.blocks import in_record_s
 from kvdisk.config import Config
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.home import Home
@@ -144,7 +145,7 @@ def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[L
     try:
         nvme = make_nvme(parts, _cut_to_room(layout, store, home, config, geometry), index, home.drive_count)
         nvme.restore(home.id, home.fingerprint, read_uses(home.path), guests_of(home, geometry.rank_count))
-        nvme.uses.now_s = int(time.time())
+        nvme.note_time(in_record_s(time.time()))
     except BaseException:
         index.close()
         raise

@@ -3,7 +3,8 @@
 
 The scheduler's thread does them with its next step. But an idle engine takes no step, and vLLM lets
 nobody wake it. So that thread says when it goes to rest, and until it wakes, a thread that posts a
-task does it itself.
+task does it itself. A store whose owner tells nobody which call is the last for long rests between
+all its calls, and holds ``turn`` in each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._posted: deque[Callable[[], None]] = deque()
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
+        """Held by who works with the manager while the engine rests."""
         self._rests = False
         self._error: BaseException | None = None
 
@@ -35,7 +37,7 @@ class Mailbox:
     def rest(self) -> bool:
         """Call this before an engine waits for requests. From now on other threads do what they
         post. Where a task is waiting, do that instead, and return True."""
-        with self._turn:
+        with self.turn:
             if self.work():
                 return True
             self._rests = True
@@ -45,8 +47,13 @@ class Mailbox:
         """Take the manager back, before any call to it. Raises what a task raised on another thread
         meanwhile."""
         if self._rests:
-            with self._turn:
+            with self.turn:
                 self._rests = False
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a task raised on another thread meanwhile: for who holds ``turn`` for each of
+        its calls, and never wakes."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -62,7 +69,7 @@ class Mailbox:
         """Have ``task`` done: now, on this thread, where the engine rests; otherwise with its next
         step. Where it is done now, raises what it raises."""
         self._posted.append(task)
-        with self._turn:
+        with self.turn:
             if self._rests:
                 try:
                     while self.work():

@@ -2,18 +2,21 @@
 """Carries out what a command asks of a running engine: ``kvdisk clear --live``, ``prune --live``.
 
 It runs on a thread beside the engine's steps. It changes nothing itself: each segment is one task
-for the scheduler's thread, so that no step is long. See docs/RESETS.md.
+for the scheduler's thread, so that no step is long. No task begins once the time is over for which
+the command has asked: what it says then stays true. See docs/RESETS.md.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from kvdisk.blocks import AHEAD_S
 from kvdisk.device.home import Home, Place
-from kvdisk.device.orders import Answer, Request, read_request, remove_request, write_answer
+from kvdisk.device.orders import Answer, Request, keep_answer, take_request, write_answer
 from kvdisk.errors import CorruptRecord
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.manager import TierManager
@@ -24,6 +27,8 @@ logger = logging.getLogger("kvdisk")
 LOOK_S = 0.5
 STEP_WAIT_S = 60.0
 """Seconds that the engine has to take a step; one that takes none hangs."""
+PAUSE_S = 0.001
+"""Between two tasks, for a call of the engine that waits for its turn: it might wait for all."""
 _Gone = tuple[int, int]
 """The number of blocks that a task dropped, and the bytes of the segment that goes with them."""
 
@@ -36,38 +41,54 @@ class Orders:
         self._manager = manager
         self._nvme = nvme
         self._mailbox = mailbox
-        self._answered = ""
+        self._unsent: Answer | None = None
+        """An answer that the drive has not taken yet."""
 
     def look(self) -> None:
         """Do what a request asks, if there is one, and answer it. Raises OSError."""
         if self._home.place() is not Place.THERE:
             return
-        try:
-            request = read_request(self._home.path)
-        except CorruptRecord as error:
-            logger.warning("kvdisk leaves a request undone that it cannot read: %s", error)
-            remove_request(self._home.path)
-            return
-        if request is None or request.id == self._answered:
-            return
-        answer = self._carry_out(request)
-        self._answered = request.id
-        self._home.when_there(write_answer, answer)
-        remove_request(self._home.path)
-        what = "clear" if request.everything else "prune"
-        done = f"{answer.blocks:,} blocks, {answer.segments:,} segments of {answer.bytes:,} bytes"
-        logger.info("kvdisk deletes what kvdisk %s --live asked for: %s.", what, done)
+        if self._unsent is None:
+            keep_answer(self._home.path)
+            try:
+                request = take_request(self._home.path)
+            except CorruptRecord as error:
+                logger.warning("kvdisk leaves a request undone that it cannot read: %s", error)
+                return
+            if request is None:
+                return
+            self._unsent = self._answer_to(request)
+        self._home.when_there(write_answer, self._unsent)
+        self._unsent = None
 
-    def _carry_out(self, request: Request) -> Answer:
+    def _answer_to(self, request: Request) -> Answer:
+        what = f"kvdisk {'clear' if request.everything else 'prune'} --live"
+        late_s = time.time() - request.asked_s
+        if request.home_id != self._home.id:
+            why = "it was meant for an engine that had this engine store before"
+        elif not -AHEAD_S <= late_s < request.wait_s:
+            why = f"it was meant for {request.wait_s:g} s, and has been there for {late_s:.0f} s by this host's clock"
+        else:
+            answer = self._carry_out(request, time.monotonic() + min(request.wait_s, request.wait_s - late_s))
+            done = f"{answer.blocks:,} blocks, {answer.segments:,} segments of {answer.bytes:,} bytes"
+            stays = "" if answer.why is None else f"; the rest stays: {answer.why}"
+            logger.info("kvdisk deletes what %s asked for: %s%s.", what, done, stays)
+            return answer
+        logger.warning("kvdisk leaves a request of %s undone: %s.", what, why)
+        return Answer(request.id, 0, 0, 0, waits=False, why=why)
+
+    def _carry_out(self, request: Request, deadline: float) -> Answer:
         blocks = segments = segment_bytes = 0
         for task in self._tasks(request):
-            gone = self._do(task)
+            gone = self._do(task, deadline)
             if gone is None:
-                why = f"the engine took no step for {STEP_WAIT_S:.0f} s"
+                hangs = time.monotonic() < deadline
+                why = f"the engine took no step for {STEP_WAIT_S:.0f} s" if hangs else "its time was over"
                 return Answer(request.id, blocks, segments, segment_bytes, waits=True, why=why)
             blocks += gone[0]
             segments += gone[1] > 0
             segment_bytes += gone[1]
+            time.sleep(PAUSE_S)
         return Answer(request.id, blocks, segments, segment_bytes, waits=segments > 0 and self._mailbox.rests)
 
     def _tasks(self, request: Request) -> Iterator[Callable[[], _Gone]]:
@@ -82,18 +103,22 @@ class Orders:
         for segment, ranges in request.slots.items():
             yield partial(nvme.let_go, segment, request.generation, ranges)
 
-    def _do(self, task: Callable[[], _Gone]) -> _Gone | None:
+    def _do(self, task: Callable[[], _Gone], deadline: float) -> _Gone | None:
         """Have the scheduler's thread do a task. Return None where it does not come to it within
-        STEP_WAIT_S: then the task is not done later either."""
+        STEP_WAIT_S, or by ``deadline``: then the task is not done later either."""
         found: list[_Gone] = []
-        ended = threading.Event()
+        ended, turn, is_over = threading.Event(), threading.Lock(), False
 
         def run() -> None:
-            if not ended.is_set():
-                found.append(task())
+            try:
+                with turn:
+                    if not is_over and time.monotonic() < deadline:
+                        found.append(task())
+            finally:
                 ended.set()
 
         self._mailbox.post(run)
-        if not ended.wait(STEP_WAIT_S):
-            ended.set()
+        ended.wait(min(STEP_WAIT_S, max(0.0, deadline - time.monotonic())))
+        with turn:  # a task that has begun is waited for
+            is_over = True
         return found[0] if found else None

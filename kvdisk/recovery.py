@@ -90,7 +90,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
     found = scan_home(home.folders, shape, watch, spread=home.is_spread)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment[:4]) for segment in found.segments]
-    blocks = _as_records(found.blocks, int(time.time()))
+    blocks = _as_records(found.blocks)
     _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():
         logger.warning("kvdisk dropped segment %d on drive %d of engine store %s: %s", segment, drive, home.id, why)
@@ -105,7 +105,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
     return found
 
 
-def _as_records(found: Blocks, now_s: int) -> BlockColumns:
+def _as_records(found: Blocks) -> BlockColumns:
     """Return blocks that a rebuild found as index records, in the order of an index."""
     found = found[ascending(found["epoch"], found["key"].tolist())]
     keys, parents = found["key"].tolist(), found["parent"].tolist()
@@ -117,7 +117,7 @@ def _as_records(found: Blocks, now_s: int) -> BlockColumns:
         found["generation"].copy(),
         b"".join(parents),
         np.fromiter(map(len, parents), np.int64, len(parents)),
-        stored_times(found["epoch"], keys, parents, found["generation"], now_s),
+        stored_times(found["epoch"], keys, parents, found["generation"]),
         np.zeros(len(keys), np.uint64),  # no header names a tenant
     )
 

@@ -8,6 +8,7 @@ fails is a result, never an exception. docs/LIBRARY.md has an example.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import operator
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -63,6 +64,9 @@ __all__ = [
     "geometry_of",
     "make_block_key",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 logger = logging.getLogger("kvdisk")
 
@@ -134,6 +138,18 @@ class _Job:
         return ended
 
 
+def _in_turn(call: Callable[Concatenate[BlockStore, _P], _R]) -> Callable[Concatenate[BlockStore, _P], _R]:
+    """Have the manager for one call. Between calls others may: commands that ask a running store
+    for something, and its upkeep. Nobody knows which call is the last for long."""
+
+    @functools.wraps(call)
+    def called(self: BlockStore, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
+        with self._turn:
+            return call(self, *arguments, **more)
+
+    return called
+
+
 _RESULTS = {reason: Result.__members__.get(reason.name, Result.CANCELLED) for reason in Reason}
 _RESULTS[Reason.REMOTE_ERROR] = Result.IO_ERROR
 _PRESENCES = bytes.maketrans(bytes([ABSENT, WRITING, READY]), bytes([Presence.ABSENT, Presence.COMING, Presence.READY]))
@@ -155,6 +171,7 @@ class BlockStore(BlockStoreFace):
         """What keys end with."""
         self._row_count = row_count
         self._parts = parts
+        self._turn = parts.mailbox.turn
         self._manager = parts.manager
         self._blocks = parts.manager.blocks
         self._mover = mover
@@ -220,7 +237,10 @@ class BlockStore(BlockStoreFace):
         except BaseException:
             parts.close()
             raise
-        return cls(config, geometry, len(memory), parts, mover)
+        store = cls(config, geometry, len(memory), parts, mover)
+        while parts.mailbox.rest():
+            pass
+        return store
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -228,8 +248,8 @@ class BlockStore(BlockStoreFace):
         """See ``BlockStoreFace``."""
         if self._is_off:
             return bytes(len(keys))
-        self._wake()
-        found = self._blocks.presences(keys).translate(_PRESENCES)
+        with self._turn:  # what ``_in_turn`` does, in less time
+            found = self._blocks.presences(keys).translate(_PRESENCES)
         if not self._asked:
             return found
         asked, absent = self._asked, Presence.ABSENT
@@ -238,11 +258,11 @@ class BlockStore(BlockStoreFace):
             for key, presence in zip(keys, found, strict=True)
         )
 
+    @_in_turn
     def ask(self, keys: Sequence[BlockKey]) -> None:
         """See ``BlockStoreFace``."""
         if self._is_off:
             return
-        self._wake()
         prompt, number = self._blocks.ask(keys), next(self._numbers)
         if self._blocks.is_asking(prompt):
             self._questions[number] = prompt, time.monotonic() + self._config.lookup_wait_s
@@ -261,10 +281,10 @@ class BlockStore(BlockStoreFace):
                 if self._asked.get(key) == number:
                     del self._asked[key]
 
+    @_in_turn
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
         """See ``BlockStoreFace``."""
         if not self._is_off:
-            self._wake()
             self._manager.note_time(int(time.time()))
             self._blocks.reached(request, keys)
 
@@ -282,6 +302,7 @@ class BlockStore(BlockStoreFace):
         if len(known) < len(keys):
             job.waiting = list({key: at for at, key in reversed(list(enumerate(keys)))}.values())[::-1]
 
+    @_in_turn
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
         """See ``BlockStoreFace``."""
         keys = [get.key for get in blocks]
@@ -289,7 +310,6 @@ class BlockStore(BlockStoreFace):
         job = self._new_job(tag, keys)
         if self._is_off or not blocks:
             return
-        self._wake()
         job.results = [Result.ABSENT] * len(blocks)
         record, found = self._blocks.load(blocks, arrival)
         if record is not None:
@@ -308,13 +328,13 @@ class BlockStore(BlockStoreFace):
 
     # -- steps -----------------------------------------------------------------------------------
 
+    @_in_turn
     def step(self, now: float) -> bool:
         """See ``BlockStoreFace``."""
         assert not self._is_closed, "the store is closed"
         if self._is_off:
             return bool(self._jobs)
-        self._wake()
-        self._parts.mailbox.work()
+        self._parts.mailbox.check()
         self._manager.commit()
         self._manager.note_time(int(time.time()))
         self._plan_puts(now)
@@ -325,9 +345,7 @@ class BlockStore(BlockStoreFace):
         taken = self._parts.telemetry.take(now)
         if taken is not None:
             self._stats.merge(taken)
-        if self._jobs or self._questions or self._manager.has_pending_work(now):
-            return True
-        return self._parts.mailbox.rest()
+        return bool(self._jobs or self._questions or self._manager.has_pending_work(now))
 
     def _plan_puts(self, now: float) -> None:
         """Write what there is room for. The rest waits where room is coming, though not for long,
@@ -362,11 +380,12 @@ class BlockStore(BlockStoreFace):
 
     def _settle(self, wait_s: float) -> None:
         """Take in what the mover has finished, and end the jobs of which nothing is left."""
-        if not self._is_gone:
-            self._wake()
-            report = self._poll_mover(wait_s)
-            if not self._is_off:
-                self._manager.settle(report, time.monotonic(), int(time.time()))
+        self._take_in(Report() if self._is_gone else self._poll_mover(wait_s))
+
+    @_in_turn
+    def _take_in(self, report: Report) -> None:
+        if not self._is_off:
+            self._manager.settle(report, time.monotonic(), int(time.time()))
         if self._is_off:
             self._void(self._jobs.values(), also_under_way=self._is_gone)
         for job in list(self._jobs.values()):
@@ -420,12 +439,12 @@ class BlockStore(BlockStoreFace):
 
     # -- epochs and the end ----------------------------------------------------------------------
 
+    @_in_turn
     def forget(self, epoch: int) -> None:
         """See ``BlockStoreFace``."""
         assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
         if self._is_off:
             return
-        self._wake()
         dropped = self._manager.held()
         self._manager.reset(epoch)
         self._parts.telemetry.note_reset(epoch, dropped)
@@ -449,6 +468,7 @@ class BlockStore(BlockStoreFace):
             end.callback(self._cancel_all)
             end.callback(self._mover.close)
             end.callback(self._shut)
+            end.callback(self._parts.mailbox.wake)  # for good
             if not self._is_off:
                 self._settle(0.0)  # what comes after this is not settled: the next start looks for itself
 
@@ -462,20 +482,15 @@ class BlockStore(BlockStoreFace):
 
     # -- what it tells ---------------------------------------------------------------------------
 
+    @_in_turn
     def changes(self) -> Taken:
         """See ``BlockStoreFace``."""
-        self._wake()
         if self._journal is None:
             self._journal = self._manager.publish()
         return self._journal.take()
 
+    @_in_turn
     def stats(self) -> Stats:
         """See ``BlockStoreFace``."""
-        self._wake()
         self._stats.merge(self._parts.telemetry.take_all())
         return self._stats.take()
-
-    def _wake(self) -> None:
-        """Take the manager back from who may have used it while nothing was to be done: the
-        commands that ask a running store for something."""
-        self._parts.mailbox.wake()

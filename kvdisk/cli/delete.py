@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk.blocks import BlockKey, Slot
+from kvdisk.blocks import AHEAD_S, BlockKey, Slot
 from kvdisk.cli.indexes import ReadHome, find_namespace, read_homes
 from kvdisk.cli.output import (
     ID_LETTERS,
@@ -72,11 +72,12 @@ from kvdisk.device.control import HomeSummary
 from kvdisk.device.listing import list_homes
 from kvdisk.device.orders import (
     MOST_RANGES,
-    REQUEST_FILE,
     Answer,
     Request,
+    is_taken,
     read_answer,
-    remove_request,
+    read_request,
+    withdraw,
     write_request,
 )
 from kvdisk.device.store import Store
@@ -86,6 +87,8 @@ from kvdisk.salts import DIGEST_BYTES
 
 JSON_VERSION = 2
 _POLL_S = 0.05
+_ANSWER_S = 5.0
+"""How long an engine whose time is over has to answer: it begins nothing more by then."""
 OnlyStopped = Annotated[
     bool, typer.Option("--stopped", help="Leave engine stores that an engine owns alone, instead of refusing.")
 ]
@@ -174,7 +177,8 @@ def clear(
 
     Refuses while an engine uses the store, unless --stopped says to leave its
     part alone, or --live to have it deleted by the engine itself, which then
-    serves nothing that was stored before, also not from memory. The plan is
+    serves nothing that was stored before, also not from kvdisk's memory.
+    Behind vLLM's OffloadingConnector, vLLM's memory stays as it is. The plan is
     shown, and asked for, before anything is deleted.
 
     [bold]Exit codes[/bold]
@@ -257,7 +261,7 @@ def _delete(
     results = {home.result for home in plan.engine_stores}
     if results & {"in use", "gone"}:
         raise typer.Exit(Exit.IN_USE)
-    raise typer.Exit(Exit.WRONG if "failed" in results or plan.kept or plan.short_bytes else Exit.FINE)
+    raise typer.Exit(Exit.WRONG if results & {"failed", "withdrawn"} or plan.kept or plan.short_bytes else Exit.FINE)
 
 
 # -- what there is -----------------------------------------------------------------------------
@@ -320,8 +324,9 @@ class HomePlan:
 
     ``blocks``: null where their number is not known. ``bytes``: what the drive gets back.
     ``result``: "deleted", "in use" (an engine has come), "gone" (an engine has taken it over, or it
-    was deleted), "failed", or null in a dry run; ``why`` says more. ``live``: its engine is asked
-    to delete; ``blocks`` and ``bytes`` are then what the engine says that it has deleted.
+    was deleted), "withdrawn" (its engine has not taken the request, and will not), "failed", or
+    null in a dry run; ``why`` says more. ``live``: its engine is asked to delete; ``blocks`` and
+    ``bytes`` are then what the engine says that it has deleted.
     """
 
     id: str
@@ -403,6 +408,10 @@ def make_plan(
             plan.kept.append(f"{engine_store(home.id)} stays as it is: its engine is on another host, ask that")
             continue
         chosen = _choose(home, before_s, excess_bytes, plan, tenant)
+        if before_s is not None and not (home.why_whole or (chosen is not None and chosen.whole)):
+            ahead = int((home.ages[0] > now_s + AHEAD_S).sum())
+            why = "whose time is still to come: a clock was ahead, or this one is behind"
+            plan.kept += [f"{engine_store(home.id)}: kept is {plural(ahead, 'block')} {why}"] if ahead else []
         unknown += int((home.records.columns.tenants == 0).sum())
         if chosen is not None and home.summary.alive and ask_live:
             everything = before_s is None and excess_bytes == math.inf
@@ -432,14 +441,15 @@ def _asked_of(home: HomeState, chosen: HomePlan, plan: Plan, *, everything: bool
     names = set(plan.keys.get(home.id, ()))
     each = zip(columns.epochs.tolist(), columns.keys, strict=True) if names else ()
     rows = [row for row, name in enumerate(each) if name in names]
-    requests = [Request(uuid.uuid4().hex, everything, up_to, segments)] if everything or segments else []
+    asked = Request("", home.id, generation=up_to)
+    requests = [asked._replace(everything=everything, segments=segments)] if everything or segments else []
     ranges = _ranges(sorted(zip(columns.segments[rows].tolist(), columns.indices[rows].tolist(), strict=True)))
     for start in range(0, len(ranges), MOST_RANGES):
         slots: dict[int, list[tuple[int, int]]] = {}
         for segment, first, count in ranges[start : start + MOST_RANGES]:
             slots.setdefault(segment, []).append((first, count))
-        requests.append(Request(uuid.uuid4().hex, False, up_to, (), slots))
-    plan.requests[home.id] = requests
+        requests.append(asked._replace(slots=slots))
+    plan.requests[home.id] = [request._replace(id=uuid.uuid4().hex) for request in requests]
     freed_bytes = sum(home.segment_bytes[segment] for segment in segments)
     return replace(chosen, whole=False, segments=segments, bytes=freed_bytes, live=True)
 
@@ -540,7 +550,8 @@ def _cut_to(home: HomeState, among: set[int], excess_bytes: float) -> HomePlan |
 
 def carry_out(store: Store, plan: Plan, wait_s: float = 0.0) -> None:
     """Delete what is planned, and what a crash left in folders that no engine store names.
-    ``wait_s``: seconds to wait for each live engine.
+    ``wait_s``: seconds to wait for each live engine; Ctrl-C ends that, and what was asked of others
+    is not begun.
 
     Raises StoreLocked and DeviceError before anything is deleted, unless nothing is planned. A
     failure with one engine store is that store's result.
@@ -550,52 +561,121 @@ def carry_out(store: Store, plan: Plan, wait_s: float = 0.0) -> None:
     except (StoreLocked, DeviceError):
         if plan.engine_stores:
             raise
+    goes_on = True
     for home in plan.engine_stores:
-        if home.live:
-            home.result, home.why = _ask_engine(store, home, plan.requests[home.id], wait_s)
+        if not goes_on:
+            home.result, home.why, home.blocks, home.bytes = "withdrawn", "the command was interrupted before it", 0, 0
+        elif home.live:
+            goes_on = _ask_engine(store, home, plan.requests[home.id], wait_s)
         else:
             keys, erased = plan.keys.get(home.id, []), plan.erased.get(home.id, [])
             home.result, home.why = _delete_of_home(store, home, keys, erased)
 
 
-def _ask_engine(store: Store, plan: HomePlan, requests: Sequence[Request], wait_s: float) -> tuple[str, str | None]:
-    """Have a live engine delete its part; ``plan`` then has what it deleted. Return the result, and
-    why."""
-    path, deadline_s = store.home_path(plan.id), time.monotonic() + wait_s
+class _Unanswered(NamedTuple):
+    """What has become of a request that its engine has not answered: see ``HomePlan``."""
+
+    result: str
+    why: str
+
+
+def _ask_engine(store: Store, plan: HomePlan, requests: Sequence[Request], wait_s: float) -> bool:
+    """Have a live engine delete its part; ``plan`` then has what it deleted, the result, and why.
+    Return whether the command goes on: nobody has interrupted it."""
+    path, deadline_s, waits, goes_on = store.home_path(plan.id), time.monotonic() + wait_s, False, True
     plan.blocks = plan.bytes = 0
-    waits = False
+    plan.result = "deleted"
     try:
         for request in requests:
-            answer = _answer_to(path, request, deadline_s)
-            if answer is None:
-                return "failed", f"its engine did not answer in {wait_s:g} s: it hangs, or is of an older kvdisk"
+            answer: Answer | _Unanswered = _Unanswered("withdrawn", "the command was interrupted")
+            if goes_on:
+                answer, goes_on = _ask_for(store, path, request, deadline_s, wait_s)
+            if isinstance(answer, _Unanswered):
+                plan.result, plan.why = answer
+                break
             plan.blocks += answer.blocks
             plan.bytes += answer.bytes
             waits |= answer.waits
             if answer.why is not None:
-                return "failed", answer.why
+                plan.result, plan.why = "failed", f"its engine has not done all of it: {answer.why}"
+                break
     except FileNotFoundError:
-        return "gone", "its engine has ended, or it was deleted, meanwhile"
-    except (OSError, CorruptRecord) as error:
-        return "failed", str(error)
-    return "deleted", "the drive gets the bytes back with the engine's next request" if waits else None
+        plan.result, plan.why = "gone", "its engine has ended, or it was deleted, meanwhile"
+    except (OSError, KvdiskError) as error:
+        plan.result, plan.why = "failed", str(error)
+    if plan.result == "deleted":
+        plan.why = "the drive gets the bytes back with the engine's next request" if waits else None
+    elif plan.blocks:
+        plan.why = f"{plan.why}; {plural(plan.blocks, 'block')} and {size(plan.bytes)} went, and the rest stays"
+    return goes_on
 
 
-def _answer_to(home_path: Path, request: Request, deadline_s: float) -> Answer | None:
-    """Return an engine's answer; None where it does not come in time, and the request is withdrawn.
-    Raises OSError, CorruptRecord."""
-    while (home_path / REQUEST_FILE).exists() and time.monotonic() < deadline_s:  # another command's
+def _post(store: Store, home_path: Path, request: Request, deadline_s: float) -> bool:
+    """Make a request; return whether there was a place for it in time. Raises OSError, StoreLocked,
+    DeviceError."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        with store.locked(timeout_s=left_s):  # or two commands would take one's request for the other's
+            if not _is_waiting(home_path):
+                write_request(home_path, request._replace(asked_s=time.time(), wait_s=left_s))
+                return True
         time.sleep(_POLL_S)
-    write_request(home_path, request)
-    while True:
-        answer = read_answer(home_path)
-        if answer is not None and answer.id == request.id:
-            return answer
-        if time.monotonic() >= deadline_s:
-            remove_request(home_path)
-            return None
+    return False
+
+
+def _is_waiting(home_path: Path) -> bool:
+    """Whether a request waits that is still meant: one that a killed command has left is not."""
+    try:
+        found = read_request(home_path)
+    except CorruptRecord:
+        return False
+    return found is not None and 0 <= time.time() - found.asked_s < found.wait_s
+
+
+def _ask_for(
+    store: Store, home_path: Path, request: Request, deadline_s: float, wait_s: float
+) -> tuple[Answer | _Unanswered, bool]:
+    """Make a request; return its engine's answer, or what has become of the request, and whether
+    nobody has interrupted the command. Raises OSError, KvdiskError."""
+    try:
+        if not _post(store, home_path, request, deadline_s):
+            why = f"the request of another command was before it for {wait_s:g} s"
+            return _Unanswered("withdrawn", why), True
+        return _answer_in_time(home_path, request, deadline_s, wait_s), True
+    except KeyboardInterrupt:
+        if not withdraw(home_path, request.id) and is_taken(home_path, request.id):
+            left_s = max(0.0, deadline_s - time.monotonic())
+            why = "the command was interrupted, and its engine has begun: it goes on until it is done, for"
+            return _Unanswered("failed", f"{why} {left_s:.0f} s at most"), False
+        answer = _own_answer(home_path, request)
+        undone = _Unanswered("withdrawn", "the command was interrupted; it is not done later either")
+        return undone if answer is None else answer, False
+
+
+def _answer_in_time(home_path: Path, request: Request, deadline_s: float, wait_s: float) -> Answer | _Unanswered:
+    if (answer := _await_answer(home_path, request, deadline_s)) is not None:
+        return answer
+    if withdraw(home_path, request.id):
+        why = f"its engine did not answer in {wait_s:g} s: it hangs, or is of an older kvdisk"
+        return _Unanswered("withdrawn", f"{why}; it is not done later either")
+    if (answer := _await_answer(home_path, request, deadline_s + _ANSWER_S)) is not None:
+        return answer
+    if is_taken(home_path, request.id):
+        why = "its engine has begun, and does not answer: it begins nothing more, and a part may be deleted"
+    else:
+        why = "its engine left it undone: it is of another version of kvdisk"
+    return _Unanswered("failed", why)
+
+
+def _await_answer(home_path: Path, request: Request, until_s: float) -> Answer | None:
+    while (answer := _own_answer(home_path, request)) is None and time.monotonic() < until_s:
         home_path.stat()
         time.sleep(_POLL_S)
+    return answer
+
+
+def _own_answer(home_path: Path, request: Request) -> Answer | None:
+    answer = read_answer(home_path)
+    return answer if answer is not None and answer.id == request.id else None
 
 
 def _delete_of_home(

@@ -418,7 +418,7 @@ class TopReader:
             problem = str(error).replace(f"{owner.path}/", "")
         if figures is None:
             return Engine(owner.id, _model_of(owner), problem)
-        idle = now_s - figures.time_s >= STALE_S
+        idle = abs(now_s - figures.time_s) >= STALE_S  # of a clock that was ahead: nobody goes on writing
         watched = self._watched.get(owner.id)
         if watched is None or (watched.last.pid, watched.last.started_s) != (figures.pid, figures.started_s):
             watched = self._watched[owner.id] = _Watched(figures)

@@ -50,13 +50,15 @@ def uses_charge_bytes(slot_count: int) -> int:
 class Holding(NamedTuple):
     """An engine store while the store is locked.
 
-    ``record``: None where HOME or the lock is missing, or HOME does not decode. ``live``: it has an
-    owner, or may have one; otherwise ``lock`` holds it exclusively. ``charged_bytes``: the
-    allocated bytes, but with a live owner's index at its full size.
+    ``record``: None where HOME or the lock is missing, or HOME does not decode. ``last_use_s``:
+    what HOME says, but no later than when this process opened the store; -1 without a record.
+    ``live``: it has an owner, or may have one; otherwise ``lock`` holds it exclusively.
+    ``charged_bytes``: the allocated bytes, but with a live owner's index at its full size.
     """
 
     id: str
     record: HomeRecord | None
+    last_use_s: int
     live: bool
     allocated_bytes: int
     charged_bytes: int
@@ -79,10 +81,7 @@ class Stock:
     def unowned(self) -> list[Holding]:
         """The engine stores without an owner, the one with the oldest use first; those that are not
         complete come before all others."""
-        return sorted(
-            (home for home in self.homes if not home.live),
-            key=lambda home: home.record.last_use_s if home.record else -1,
-        )
+        return sorted((home for home in self.homes if not home.live), key=lambda home: home.last_use_s)
 
     def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
         """Return ``unowned`` in the order of deletion: those of this namespace after all others."""

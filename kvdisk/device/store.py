@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdisk.blocks import AHEAD_S
 from kvdisk.device import paths
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S, Holding, Stock, reserve_bytes
 from kvdisk.device.control import (
@@ -98,6 +99,9 @@ TENDED_S = 20
 IN_USE_S = 300
 """How long after its last use a home that was not closed in order counts as in use, where no lock
 can say so. An owner notes its use every half minute."""
+MOST_AHEAD_S = 86_400
+"""How far the clock of another machine, which has such a home in use, may be ahead of this one's.
+One that is behind by more than IN_USE_S cannot be told from one that has stopped."""
 
 
 class Store:
@@ -114,6 +118,8 @@ class Store:
         self._log = QuietLog(time.monotonic, logger)
         self._noted: list[tuple[int, int] | None] = []
         """What tells the directories of ``drives`` from any others, as they were opened."""
+        self._ahead: dict[str, int] = {}
+        """When unowned homes were first seen whose last use is still to come."""
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
@@ -244,12 +250,13 @@ class Store:
         for home in stock.homes:
             record = home.record if home.live else None
             if record and record.suits(fingerprint, description) and self.is_of_another_machine(record):
-                ago_s = max(0, self.now_s() - record.last_use_s)
-                logger.warning("kvdisk leaves engine store %s alone: another machine used it %d s ago", home.id, ago_s)
+                ago_s = self.now_s() - record.last_use_s
+                when = f"{ago_s} s ago" if ago_s >= -AHEAD_S else f"by a clock that is {-ago_s} s ahead of this one"
+                logger.warning("kvdisk leaves engine store %s alone: another machine used it %s", home.id, when)
 
     def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
         fit = [
-            (home.allocated_bytes, home.record.last_use_s, home)
+            (home.allocated_bytes, home.last_use_s, home)
             for home in stock.unowned
             if home.record and home.record.suits(fingerprint, description) and serves(self.drives, home.record)
         ]
@@ -263,7 +270,9 @@ class Store:
             stock.homes.remove(mine)
             index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
             charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
-        stock.homes.append(Holding("", record, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1)))
+        stock.homes.append(
+            Holding("", record, record.last_use_s, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1))
+        )
         self._trim(stock, record.fingerprint, 0)
 
     def hold_home(self, home_id: str) -> Home:
@@ -343,7 +352,7 @@ class Store:
         """Return the unowned guest of the owner before, or else of the last one of that lineage
         that came to this host. Its index knows nothing of the files of others."""
         fit = [
-            (home.id == guests.previous_id, home.record.last_use_s, home)
+            (home.id == guests.previous_id, home.last_use_s, home)
             for home in stock.unowned
             if home.record
             and home.record.is_guest_of(guests.lineage, fingerprint, guests.description)
@@ -368,7 +377,7 @@ class Store:
                     self._trim(stock, record.fingerprint, 0, self.now_s() - ORPHAN_SPARED_S)
 
     def _is_tended(self, record: HomeRecord) -> bool:
-        return not record.clean and self.now_s() - record.last_use_s < TENDED_S
+        return not record.clean and abs(self.now_s() - record.last_use_s) < TENDED_S
 
     def leave(self, home: JoinedHome) -> None:
         """Release a home that a rank joined. A guest was closed in order by the last of them.
@@ -572,8 +581,7 @@ class Store:
         for home in stock.unowned_to_delete(mine.record.fingerprint):
             if _free_bytes(folder.path) >= needed_bytes:
                 break
-            last_use_s = home.record.last_use_s if home.record else -1
-            if last_use_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
+            if home.last_use_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
                 self._delete(stock, home)
         return _free_bytes(folder.path) >= needed_bytes
 
@@ -611,7 +619,16 @@ class Store:
         allocated = charged = self.measure(home_id, record)
         if live and record is not None:
             charged += max(0, record.index_bytes - paths.allocated_bytes(path / INDEX))
-        return Holding(home_id, record, live, allocated, charged, lock)
+        return Holding(home_id, record, self._last_use_s(home_id, record, live), live, allocated, charged, lock)
+
+    def _last_use_s(self, home_id: str, record: HomeRecord | None, live: bool) -> int:
+        """Return when a home was used last, -1 without a record. A time that is still to come says
+        nothing: an unowned home then counts as used when this process saw it first."""
+        now_s = self.now_s()
+        if live or record is None or record.last_use_s <= now_s + AHEAD_S:
+            self._ahead.pop(home_id, None)
+            return -1 if record is None else record.last_use_s
+        return self._ahead.setdefault(home_id, now_s)
 
     def is_used(self, record: HomeRecord | None, lock: HomeLock) -> bool:
         """Whether a home that no process here holds may be in use all the same.
@@ -620,7 +637,9 @@ class Store:
         one of this machine, so by another machine; or it has lost its lock file, and its owner may
         be one that locks that alone.
         """
-        if record is None or record.clean or abs(self.now_s() - record.last_use_s) > IN_USE_S:
+        if record is None or record.clean:
+            return False
+        if not -MOST_AHEAD_S <= self.now_s() - record.last_use_s <= IN_USE_S:
             return False
         return not lock.is_held or self.is_of_another_machine(record)
 
@@ -646,8 +665,7 @@ class Store:
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
         for home in stock.unowned_to_delete(fingerprint):
-            last_use_s = home.record.last_use_s if home.record else -1
-            if stock.exceeds(needed_bytes) and last_use_s <= unused_since_s:
+            if stock.exceeds(needed_bytes) and home.last_use_s <= unused_since_s:
                 self._delete(stock, home)
         return not stock.exceeds(needed_bytes)
 
@@ -656,7 +674,7 @@ class Store:
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
             self._log.warn("delete", f"engine store {home.id} has to go for others, and cannot be deleted")
-            stock.homes.append(home._replace(record=None))
+            stock.homes.append(home._replace(record=None, last_use_s=-1))
 
     def _remove_loose(self, stock: Stock) -> None:
         """Remove the folders that no home names, unless a live home's HOME cannot be read: they may

@@ -11,6 +11,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from kvdisk.blocks import in_record_s
 from kvdisk.index.base import BlockColumns
 from kvdisk.index.records import Packed, decode_blocks
 
@@ -30,16 +31,16 @@ def stored_times(
     keys: Sequence[bytes],
     parents: Sequence[bytes],
     generations: NDArray[np.uint64],
-    now_s: int,
 ) -> NDArray[np.uint32]:
     """Return a time of storing, in seconds since the Unix epoch, for each block of which only the
     slot header is known. The times keep the blocks' order.
 
     A header has no time, but a generation: it begins with its engine's start, in nanoseconds, and
     counts up. No block is older than that start, and none gets a later time: with ``max_age_s`` a
-    block may end too early, and never too late. Blocks of one chain that were stored one after
-    another (a run) get one time, so that the chain's tail leaves first. The run before gets an
-    earlier time, by less than a second where there are many runs.
+    block may end too early, and never too late. Where a clock was ahead they are still to come.
+    Blocks of one chain that were stored one after another (a run) get one time, so that the chain's
+    tail leaves first. The run before gets an earlier time, by less than a second where there are
+    many runs.
     """
     named_epochs = epochs.tolist()
     rows = dict(zip(zip(named_epochs, keys, strict=True), range(len(keys)), strict=True))
@@ -53,7 +54,7 @@ def stored_times(
         run = run_of[parent] if parent >= 0 else -1
         if run < 0 or generation - counted[parent] > _RUN_GENERATIONS:
             run = len(starts)
-            starts.append(min(now_s, generation // 10**9))
+            starts.append(in_record_s(generation // 10**9))
         run_of[row] = run
     runs_of, times, last_s = Counter(starts), [0] * len(starts), math.inf
     for run in reversed(range(len(starts))):

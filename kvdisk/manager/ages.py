@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How old blocks may get: with ``max_age_s`` none is served that was first stored longer ago, and
-its copies end, some in each step. Scheduler thread only."""
+its copies end, some in each step. Scheduler thread only.
+
+All is judged by the clock as it is now, which may have been wrong, and may be. A block whose time
+is still to come may have any age: it is not served, and ends once this process has known it for
+``max_age_s``.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import AHEAD_S, BlockKey
+from kvdisk.errors import QuietLog
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.tiers import Tiers, TierSpace
@@ -17,6 +24,8 @@ LOOK_S = 10
 served meanwhile."""
 MOST_ENDED = 256
 """Copies that a step ends."""
+SETTLE_S = 60
+"""How long no copy ends after the clock was moved: it may be put right again."""
 
 
 class Ages:
@@ -29,8 +38,10 @@ class Ages:
         self._stats = parts.stats
         self._state = parts.state
         self._tiers = tiers
-        self._oldest_s = 0
-        self._look_at_s = 0
+        self._now = self._began = self._look_at = 0.0
+        self._clock_offset: float | None = None
+        """The time of day less the time of steps."""
+        self._log = QuietLog(lambda: self._now, logging.getLogger("kvdisk.manager"))
         self._found: deque[tuple[TierSpace, int]] = deque()
         """Copies that were too old when they were looked for; a row may be another block's by
         now."""
@@ -38,38 +49,54 @@ class Ages:
     def note_time(self, now_s: int) -> None:
         """Set the time, in seconds since the Unix epoch."""
         self._state.now_s = now_s
-        if self._config.max_age_s is None:
-            return
-        self._oldest_s = max(self._oldest_s, int(now_s - self._config.max_age_s))
-        self._catalog.hide_older(self._oldest_s)
+        if self._config.max_age_s is not None:
+            self._catalog.limit_ages(max(1, int(now_s - self._config.max_age_s)), now_s + AHEAD_S)
 
     @property
     def any(self) -> bool:
         """Whether copies wait to be ended."""
         return bool(self._found)
 
-    def end_some(self) -> None:
+    def end_some(self, now: float) -> None:
         """End some of the copies that are too old, the oldest first. Call it once a step."""
-        if not self._oldest_s:
+        if self._config.max_age_s is None:
             return
-        if not self._found and self._state.now_s >= self._look_at_s:
-            self._look_at_s = self._state.now_s + LOOK_S
+        self._watch_clock(now)
+        if not self._found and now >= self._look_at:
+            self._look_at = now + LOOK_S
+            also_ahead = now - self._began > self._config.max_age_s
             for space in self._tiers:
-                self._found.extend((space, row) for row in self._catalog.columns(space.tier).too_old().tolist())
+                rows = self._catalog.columns(space.tier).too_old(also_ahead=also_ahead)
+                self._found.extend((space, row) for row in rows.tolist())
         for _ in range(min(MOST_ENDED, len(self._found))):
             space, row = self._found.popleft()
             self._end(space, (row,))
 
+    def _watch_clock(self, now: float) -> None:
+        """Have nothing end for a while, and say so, where the time of day has moved by itself."""
+        offset = self._state.now_s - now
+        if self._clock_offset is None:
+            self._began, self._clock_offset = now, offset
+        self._now, moved_s, self._clock_offset = now, round(offset - self._clock_offset), offset
+        if abs(moved_s) > AHEAD_S:
+            self._found.clear()
+            self._look_at = now + SETTLE_S
+            self._log.warn(
+                "ahead" if moved_s > 0 else "back",
+                f"the clock was moved by {moved_s:+,} s: blocks that are older than max_age_s by it, or whose time is "
+                f"still to come, are not served; what is too old {SETTLE_S} s from now is dropped.",
+            )
+
     def end(self, keys: Sequence[BlockKey]) -> None:
-        """End those of these blocks' copies that are too old, because they are to be stored
-        anew."""
-        if self._oldest_s:
+        """End those of these blocks' copies that are too old, or of a time to come, because they
+        are to be stored anew."""
+        if self._config.max_age_s is not None:
             rows = [row for row in self._catalog.find_all(keys) if row != NONE]
             for space in self._tiers:
                 self._end(space, rows)
 
     def _end(self, space: TierSpace, rows: Sequence[int]) -> None:
-        old = list(filter(self._catalog.columns(space.tier).is_too_old, rows))
+        old = list(filter(self._catalog.columns(space.tier).is_of_no_age, rows))
         if old:
             space.discard(*old)
             self._stats.add(f"expired_blocks.{space.tier.label}", len(old))

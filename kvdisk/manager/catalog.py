@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
+from kvdisk.blocks import KEPT_TIERS, LATEST_S, BlockKey, Slot, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
 from kvdisk.manager.parents import KeyBytes, parents_among, without_circles
@@ -77,14 +77,14 @@ class TierColumns:
     slot's. ``pins``: how many jobs use it, its writer counts. ``hidden``: segments that nobody is
     to read now. Copies in the tier hang on the row of their parent, whether or not that has one
     too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
-    last. ``oldest_s``: READY copies of blocks that were first stored before count as absent.
-    ``share``: counts the copies of each tenant; None: nobody does. ``gains``, ``losses``: as those
-    of ``Catalog``, of this tier alone, whatever others have.
+    last. ``oldest_s``, ``latest_s``: READY copies of blocks that were first stored before or after
+    count as absent. ``share``: counts the copies of each tenant; None: nobody does. ``gains``,
+    ``losses``: as those of ``Catalog``, of this tier alone, whatever others have.
     """
 
     def __init__(self, parent_rows: array[int], stored_s: array[int]) -> None:
         self._parent_rows, self._stored_s = parent_rows, stored_s
-        self.oldest_s = 0
+        self.oldest_s, self.latest_s = 0, LATEST_S
         self.share: CopyCounts | None = None
         self.gains = self.losses = 0
         self.states = bytearray()
@@ -168,7 +168,8 @@ class TierColumns:
         """Return the presence of a row's block by this copy alone."""
         state = self.states[row]
         if state == READY and (
-            self._stored_s[row] < self.oldest_s or (self.hidden and self.segments[row] in self.hidden)
+            not self.oldest_s <= self._stored_s[row] <= self.latest_s
+            or (self.hidden and self.segments[row] in self.hidden)
         ):
             return ABSENT
         return _PRESENCE_OF[state]
@@ -181,18 +182,23 @@ class TierColumns:
             hidden = np.isin(np.frombuffer(self.segments, np.uint32)[rows], self._hidden)
             found[hidden & (states == READY)] = ABSENT
         if self.oldest_s:
-            found[(np.frombuffer(self._stored_s, np.uint32)[rows] < self.oldest_s) & (states == READY)] = ABSENT
+            stored_s = np.frombuffer(self._stored_s, np.uint32)[rows]
+            found[((stored_s < self.oldest_s) | (stored_s > self.latest_s)) & (states == READY)] = ABSENT
         return found
 
-    def is_too_old(self, row: int) -> bool:
-        """Whether a row has a copy of before ``oldest_s`` that has not ended."""
-        return self._stored_s[row] < self.oldest_s and self.states[row] in {WRITING, READY}
+    def is_of_no_age(self, row: int) -> bool:
+        """Whether a row has a copy of before ``oldest_s`` or after ``latest_s`` that has not
+        ended."""
+        return not self.oldest_s <= self._stored_s[row] <= self.latest_s and self.states[row] in {WRITING, READY}
 
-    def too_old(self) -> NDArray[np.intp]:
+    def too_old(self, *, also_ahead: bool) -> NDArray[np.intp]:
         """Return the rows with copies of before ``oldest_s`` that have not ended, the oldest first,
-        of one time the latest; fast."""
+        of one time the latest; fast. ``also_ahead``: those of after ``latest_s``, too."""
         states, stored_s = np.frombuffer(self.states, np.uint8), np.frombuffer(self._stored_s, np.uint32)
-        rows = np.flatnonzero((stored_s < self.oldest_s) & (states != ABSENT) & (states != DOOMED))
+        is_old = stored_s < self.oldest_s
+        if also_ahead:
+            is_old |= stored_s > self.latest_s
+        rows = np.flatnonzero(is_old & (states != ABSENT) & (states != DOOMED))
         order: NDArray[np.intp] = np.lexsort((-rows, stored_s[rows]))
         return np.take(rows, order)
 
@@ -523,12 +529,14 @@ class Catalog:
             self.gains += 1
             self.losses += 1
 
-    def hide_older(self, oldest_s: int) -> None:
-        """Make copies of blocks that were first stored before ``oldest_s`` unreadable, for good:
-        it never goes back."""
-        if oldest_s > self._columns[KEPT_TIERS[0]].oldest_s:
+    def limit_ages(self, oldest_s: int, latest_s: int) -> None:
+        """Make READY copies of blocks that were first stored before ``oldest_s`` or after
+        ``latest_s`` unreadable, and all others readable."""
+        first = self._columns[KEPT_TIERS[0]]
+        if (oldest_s, latest_s) != (first.oldest_s, first.latest_s):
             for columns in self._columns.values():
-                columns.oldest_s = oldest_s
+                columns.oldest_s, columns.latest_s = oldest_s, latest_s
+            self.gains += 1
             self.losses += 1
 
     # -- the life of copies ------------------------------------------------------------------------

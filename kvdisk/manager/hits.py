@@ -182,7 +182,7 @@ class HitCounts:
         been where no tier has evicted any."""
         row = self._catalog.find(key)
         if row != NONE:
-            return any(self._catalog.columns(space.tier).is_too_old(row) for space in self._tiers)
+            return any(self._catalog.columns(space.tier).is_of_no_age(row) for space in self._tiers)
         expired, evicted = (
             any(self._stats[f"{name}.{space.tier.label}"] for space in self._tiers)
             for name in ("expired_blocks", "evicted_blocks")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvdisk.blocks import KEPT_TIERS, JobId, Tier
+from kvdisk.blocks import KEPT_TIERS, JobId, Tier, in_record_s
 from kvdisk.config import Config
 from kvdisk.context import HandedState
 from kvdisk.errors import ConfigError
@@ -54,10 +54,10 @@ Transfers are answered within one; jobs of files and commits may hang with their
 class TierManager:
     """See the module.
 
-    ``first_generation``: larger than any that this engine's store has seen. ``neighbours``: the
-    other engines of the store; None: their blocks are not looked for. ``tell``: takes what each
-    request found, once its load has ended. ``remote``: what the remote store has; None: there is
-    none.
+    ``first_generation``: larger than any that this engine's store has seen, if no clock was ahead.
+    ``neighbours``: the other engines of the store; None: their blocks are not looked for. ``tell``:
+    takes what each request found, once its load has ended. ``remote``: what the remote store has;
+    None: there is none.
     """
 
     def __init__(
@@ -257,6 +257,7 @@ class TierManager:
     def note_time(self, now_s: int) -> None:
         """Set the time, in seconds since the Unix epoch, for the uses and ages of blocks. Call it
         before lookups and before stores are planned: a step may be the first one for long."""
+        now_s = in_record_s(now_s)
         self._ages.note_time(now_s)
         for space in self._tiers:
             space.note_time(now_s)
@@ -275,7 +276,7 @@ class TierManager:
             space.admission.note_room(*space.free_and_total)
         # A lower tier's room reaches the first one only through a demotion, which settles.
         self._state.released += self._tiers.first.is_searching
-        self._ages.end_some()
+        self._ages.end_some(now)
         self._kv_hints.refresh(now)
         self._hints.begin_step(now)
         self._tiers.first.make_room(now, self.blocks.wanted)
@@ -305,6 +306,7 @@ class TierManager:
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""
+        now_s = in_record_s(now_s)
         self.stats.merge(report.stats)
         self._remote.note_time(now)
         ended = self._transfers.absorb(report)

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.blocks import AHEAD_S, BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Answer, ForeignCopy, Neighbours
 from kvdisk.manager.hint_source import HintSource
@@ -90,7 +90,7 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
             and (copy.home_id, key, copy.generation) not in self._rejected
             and (
                 self._config.max_age_s is None
-                or self._state.now_s - copy.stored_s <= self._config.max_age_s - HINT_LIFE_S
+                or -AHEAD_S <= self._state.now_s - copy.stored_s <= self._config.max_age_s - HINT_LIFE_S
             )
         )
 

@@ -450,10 +450,10 @@ class NvmeSpace(TierSpace):
         generation above ``up_to``; what a job uses ends with that.
 
         Return how many blocks that are, and the bytes of the segment, over all ranks, where it goes
-        with them: 0 where it stays.
+        with them: 0 where it stays, as one does that is just being opened.
         """
         spec = self.segments.in_place.get(segment)
-        if spec is None or segment in self.segments.opening:
+        if spec is None:
             return 0, 0
         chosen = np.ones(spec.slot_count, np.bool_)
         if ranges is not None:
@@ -463,7 +463,7 @@ class NvmeSpace(TierSpace):
         indices, generations = self._catalog.columns(self.tier).indices, self._catalog.generations
         rows = self._catalog.kept_in(self.tier, segment)
         going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
-        if ranges is None and len(going) == len(rows):
+        if ranges is None and len(going) == len(rows) and segment not in self.segments.opening:
             self._drop_segment(spec)
             file_bytes = segment_file_bytes(spec.slot_bytes, spec.slot_count)
             return len(rows), file_bytes * self._geometry.shard_count

@@ -34,9 +34,10 @@ class WriteBudget:
         return cls(burst_bytes, max(0, byte_count - burst_bytes) / seconds, largest_bytes)
 
     def refresh(self, now: float) -> bool:
-        """Fill the bucket; return whether blocks may be written now."""
+        """Fill the bucket; return whether blocks may be written now. A clock that goes back takes
+        nothing out."""
         if self._refreshed_s is not None:
-            filled = self._bytes + (now - self._refreshed_s) * self._bytes_per_s
+            filled = self._bytes + max(0.0, now - self._refreshed_s) * self._bytes_per_s
             self._bytes = min(float(self.burst_bytes), filled)
         self._refreshed_s = now
         if not self.may_spend and self._bytes >= min(self.burst_bytes, self._RUN_BLOCKS * self._largest):

@@ -557,7 +557,7 @@ def test_a_failed_start_gives_the_store_back(tmp_path: Path) -> None:
                 opens()
 
 
-def test_commands_reach_a_store_at_rest(tmp_path: Path) -> None:
+def test_commands_reach_a_store_between_its_calls(tmp_path: Path) -> None:
     """What they ask for is done at once, though nobody steps it; then it goes on as before."""
     rows = make_rows()
     store = opened(tmp_path, rows)
@@ -567,13 +567,17 @@ def test_commands_reach_a_store_at_rest(tmp_path: Path) -> None:
     store._parts.mailbox.post(lambda: done.append(1))
     assert done == [1]
     assert ready_of(store, KEYS) == KEYS
-    store._parts.mailbox.post(lambda: done.append(2))  # it does not rest any more
-    assert done == [1]
-    store.get(1, [Get(KEYS[0], 0)])  # so that it does not rest after this step, either
-    store.step(time.monotonic())
+    store.get(1, [Get(KEYS[0], 0)])
+    store._parts.mailbox.post(lambda: done.append(2))
     assert done == [1, 2]
     finish(store, 1)
+    with pytest.raises(ZeroDivisionError):
+        store._parts.mailbox.post(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        store.step(time.monotonic())
     store.close()
+    store._parts.mailbox.post(lambda: done.append(3))
+    assert done == [1, 2], "nobody works on a store that is closed"
 
 
 # -- the documentation ---------------------------------------------------------------------------

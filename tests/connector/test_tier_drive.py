@@ -4,6 +4,7 @@ process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 from support.waits import WAIT_S, lives
 from test_tier import ROW_BYTES, Bench
+from typer.testing import CliRunner
 
 from kvdisk.cli import verify
+from kvdisk.cli.main import app
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 
@@ -128,6 +131,19 @@ def test_the_mover_ends_with_loads_and_stores_out(make, stopped, caplog):
     bench.close()
     bench = make()
     assert bench.serve("after a restart", 1, 12) == 12
+
+
+def test_an_engine_at_rest_answers_a_command_also_where_it_publishes_events(make, tmp_path):
+    bench = make(enable_kv_events=True)
+    bench.serve("a", 1, 6)
+    assert sum(not event.removed for event in bench.manager.take_events())
+    bench.tier.get_stats()
+    done = CliRunner().invoke(app, ["clear", str(tmp_path / "store"), *["--live", "--yes", "--json", "--wait", "600"]])
+    (one,) = json.loads(done.stdout)["engine_stores"]
+    assert (one["result"], one["blocks"]) == ("deleted", 6)
+    assert any(event.removed for event in bench.manager.take_events())
+    bench.forget_memory()
+    assert bench.serve("again", 1, 6) == 0
 
 
 def test_ended_within_a_moment_of_its_start_and_twice(make):

@@ -181,7 +181,13 @@ def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
         engine.drain()
         assert engine.call(f"{ACTS}:state_of") == IDLE | {"off": True}
     assert "Traceback" not in (tmp_path / "log").read_text()
-    with start(tiny_llama, tmp_path, memory=3 << 20) as engine:
+    events = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+    with start(tiny_llama, tmp_path, memory=3 << 20, limits=GPU | events, enable_kv_events=True) as engine:
+        assert answers(engine)[0] == expected
+        engine.drain()
+        command = [sys.executable, "-m", "kvdisk.cli.main", "clear", str(tmp_path / "store"), "--live", "--yes"]
+        said = subprocess.run([*command, "--wait", "600"], check=True, capture_output=True, text=True).stdout
+        assert "let go of" in said, "an engine that takes no step answers"
         assert answers(engine)[0] == expected
 
 

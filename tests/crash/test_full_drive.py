@@ -174,6 +174,24 @@ def growth(drive: Path) -> None:
     engine.close()
 
 
+def clear_a_live_store(drive: Path) -> None:
+    """A request needs no room, nor does its answer."""
+    model = LiveModel()
+    engine = LiveEngine(model.config(str(drive / "store"), blocks=64, segment_blocks=8, store_decode=True), model)
+    engine.serve(["a" * 24])
+    while engine.parts.mailbox.rest() or not list(drive.glob("store/homes/*/ANSWER")):
+        time.sleep(0.01)
+    for _ in range(2):
+        ballast = fill(drive)
+        (one,) = cli("clear", drive / "store", "--live", "--wait", LIMIT_S)["engine_stores"]
+        assert (one["result"], one["blocks"] > 0) == ("deleted", True)
+        ballast.unlink()
+        engine.parts.mailbox.wake()
+        engine.serve(["b" * 24])
+        assert not engine.parts.mailbox.rest()
+    engine.close()
+
+
 SCENARIOS: tuple[Callable[[Path], None], ...] = (
     growth,
     start_over,
@@ -181,6 +199,7 @@ SCENARIOS: tuple[Callable[[Path], None], ...] = (
     start_without_anything_to_delete,
     smaller_cap,
     prune_a_part,
+    clear_a_live_store,
     end_in_order,
     repair,
 )

@@ -4,23 +4,29 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.live_audit import audit
 from support.live_engine import LiveEngine
 from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
-from support.waits import WAIT_S
+from support.waits import WAIT_S, until
 from typer.testing import CliRunner
 
 from kvdisk.cli.main import app
+from kvdisk.config import Config
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
+from kvdisk.store import BlockKind, BlockStore, Presence, Put, Result, make_block_key
 
 MODEL = LiveModel()
 PROMPTS = [letter * 24 for letter in "abcdef"]
@@ -139,6 +145,21 @@ def test_an_engine_deletes_what_a_plan_names_and_nothing_that_came_since(quick_p
     assert audit(engine) > 0
 
 
+def test_an_engine_that_has_taken_no_step_yet_clears_itself_too(quick_path, start):
+    """Its segments are not open yet, and their blocks are in its index."""
+    engine = start()
+    engine.serve(PROMPTS)
+    engine.close()
+    engine = start()
+    assert not engine.parts.mailbox.rest()
+    (done,) = command("clear", quick_path / "store")["engine_stores"]
+    assert done["result"] == "deleted" and done["blocks"] > 0
+    engine.parts.mailbox.wake()
+    engine.serve(PROMPTS)
+    assert hits(engine) == 0
+    assert audit(engine) > 0
+
+
 def test_an_engine_that_does_not_answer_is_left_as_it_is(quick_path):
     store = Store.open(quick_path / "store")
     home = store.acquire_home(b"\1" * 32, {"model": "m"}, 64 << 20)
@@ -146,7 +167,112 @@ def test_an_engine_that_does_not_answer_is_left_as_it_is(quick_path):
     (home.segments_path / "0" / "rank0.kv").write_bytes(bytes(4096))
     found = command("clear", store.path, "--wait", "0.1", code=1)
     (one,) = found["engine_stores"]
-    assert one["result"] == "failed" and "did not answer in 0.1 s" in one["why"]
+    assert one["result"] == "withdrawn" and "did not answer in 0.1 s" in one["why"]
     assert not (home.path / "REQUEST").exists(), "it is not done later either"
     home.close(clean=True)
     assert command("clear", store.path)["engine_stores"][0]["whole"], "one that has stopped needs nobody"
+
+
+# -- who gives up, and who is killed -------------------------------------------------------------
+
+
+def asking(path: Path, wait_s: float) -> subprocess.Popen[str]:
+    """Begin a command in a process of its own."""
+    words = ["clear", str(path), "--live", "--yes", "--json", "--wait", str(wait_s)]
+    command = [sys.executable, "-m", "kvdisk.cli.main", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result_of(asked: subprocess.Popen[str]) -> dict[str, Any]:
+    said, _ = asked.communicate()
+    assert asked.returncode == 1
+    (one,) = json.loads(said)["engine_stores"]
+    found: dict[str, Any] = one
+    return found
+
+
+def test_what_an_engine_has_not_deleted_in_time_stays(quick_path, start):
+    """Its steps are long, and a segment goes with each."""
+    engine = start()
+    engine.serve(PROMPTS)
+    segments = engine.parts.nvme.segments.in_place
+    before = len(segments)
+    assert before > 2
+    asked = asking(quick_path / "store", 3.0)
+    until(lambda: engine.step() or len(segments) < before)
+    left = len(segments)
+    one = result_of(asked)
+    assert (one["result"], left) == ("failed", before - 1)
+    assert f"{one['blocks']} blocks" in one["why"] and one["why"].endswith("went, and the rest stays")
+    for _ in range(100):
+        engine.step()
+    rest(engine)
+    assert len(segments) >= left
+    engine.parts.mailbox.wake()
+    served = hits(engine)
+    engine.serve(PROMPTS)
+    assert hits(engine) > served
+
+
+def test_who_is_interrupted_says_whether_it_is_done(quick_path, start):
+    engine = start()
+    engine.serve(PROMPTS[:1])
+    asked = asking(quick_path / "store", WAIT_S)
+    home = engine.parts.home.path
+    until(lambda: list(home.glob("REQUEST.taken")))
+    asked.send_signal(signal.SIGINT)
+    one = result_of(asked)
+    assert one["result"] == "failed" and "its engine has begun: it goes on until it is done" in one["why"]
+    until(lambda: engine.step() or not list(home.glob("REQUEST*")))
+    served = hits(engine)
+    engine.serve(PROMPTS[:1])
+    assert hits(engine) == served, "it has"
+
+
+def test_a_request_that_nobody_takes_is_withdrawn_by_who_is_interrupted(quick_path):
+    home = Store.open(quick_path / "store").acquire_home(b"\1" * 32, {"model": "m"}, 64 << 20)
+    (home.segments_path / "0").mkdir()
+    (home.segments_path / "0" / "rank0.kv").write_bytes(bytes(4096))
+    asked = asking(quick_path / "store", WAIT_S)
+    until((home.path / "REQUEST").exists)
+    asked.send_signal(signal.SIGINT)
+    one = result_of(asked)
+    assert (one["result"], one["why"]) == ("withdrawn", "the command was interrupted; it is not done later either")
+    assert not list(home.path.glob("REQUEST*"))
+    home.close(clean=True)
+
+
+def test_no_later_owner_obeys_what_a_killed_command_has_left(quick_path, start, caplog):
+    engine = start()
+    engine.serve(PROMPTS)
+    engine.close()
+    store = Store.open(quick_path / "store")
+    (left,) = list_homes(store.path)
+    owner = store.hold_home(left.id)
+    asked = asking(store.path, WAIT_S)
+    until((owner.path / "REQUEST").exists)
+    asked.kill()
+    asked.communicate()
+    owner.release()
+    engine = start()
+    until(lambda: not (engine.parts.home.path / "REQUEST").exists())
+    until((engine.parts.home.path / "ANSWER").exists)
+    engine.serve(PROMPTS)
+    assert hits(engine) == 20 * len(PROMPTS)
+    assert "undone: it was meant for an engine that had this engine store before" in caplog.text
+
+
+def test_a_store_whose_process_makes_no_call_answers(quick_path):
+    """As after the loop of docs/LIBRARY.md, where the last call is a poll."""
+    rows = np.zeros((4, 4096), np.uint8)
+    config = Config.from_mapping({"store_dirs": str(quick_path), "nvme_bytes": "64MiB", "nvme_admission": "all"})
+    store = BlockStore.open(config, b"n" * 32, {}, [BlockKind(4096, tokens=16)], rows)
+    key = make_block_key(b"a block", 0)
+    store.put(1, [Put(key, None, 0)])
+    while not (ended := store.poll(0.01)):
+        store.step(time.monotonic())
+    assert ended[0].results == [Result.DONE]
+    (one,) = command("clear", quick_path)["engine_stores"]
+    assert (one["result"], one["blocks"]) == ("deleted", 1)
+    assert store.presence([key]) == bytes([Presence.ABSENT])
+    store.close()

@@ -351,7 +351,7 @@ BUGS = {
     "lookup remembered whatever one tier gets or loses": Bug(
         instead(Catalog, "changes", lambda real, catalog, _tiers: real(catalog)), (on.LIMITED,)
     ),
-    "lookup remembered though blocks grow too old": Bug(instead(Catalog, "hide_older", forget_losses), (on.AGES,)),
+    "lookup remembered though blocks grow too old": Bug(instead(Catalog, "limit_ages", forget_losses), (on.AGES,)),
     "block loaded that is too old": Bug(load_parts_that_are_too_old, (on.LONG_SIZES["ages"],)),
     "later part of a load from a tier that is left out": Bug(load_later_parts_from_anywhere, (on.LONG_SIZES["ages"],)),
     "reading ahead without bound": Bug(lambda planter: planter.set(prefetch, "PREFETCH_DIVISOR", 1), on.QUEUE_SIZES),

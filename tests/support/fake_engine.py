@@ -120,8 +120,8 @@ class Watch:
 
 
 class FakeEngine:
-    """See the module. ``now``: the clock, set by the test. ``weights``: number of the weights in
-    memory.
+    """See the module. ``now``: the clock, set by the test; ``clock_ahead_s``: how far the time of
+    day is ahead of it. ``weights``: number of the weights in memory.
 
     ``zeroes``: new blocks are overwritten before fenced copies can begin, as some of vLLM's runners
     do. ``victims``: how many tokens each request that was preempted since the last step had
@@ -141,6 +141,7 @@ class FakeEngine:
         self.watch = Watch()
         self.most_running = most_running
         self.now = 0.0
+        self.clock_ahead_s = 0
         self.weights = 0
         self.phase = Phase.IDLE
         self.step_count = 0
@@ -216,6 +217,11 @@ class FakeEngine:
         self._tables.free(request)
         del self.requests[request.id]
 
+    @property
+    def clock_s(self) -> int:
+        """The time of day."""
+        return int(self.now + self.clock_ahead_s)
+
     # -- scheduling ----------------------------------------------------------------------------
 
     def schedule(self, budget_tokens: int) -> None:
@@ -226,7 +232,7 @@ class FakeEngine:
         self._scheduled = {}
         self._new_blocks.clear()
         preempted: list[str] = []
-        self.manager.note_time(int(self.now))
+        self.manager.note_time(self.clock_s)
         self._schedule_running(budget_tokens, preempted)
         if not preempted:
             self._schedule_waiting(budget_tokens)
@@ -385,7 +391,7 @@ class FakeEngine:
                 self._sample(request)
         self._scheduled = {}
         self.watch.settled(report)
-        self.manager.settle(report, self.now, int(self.now))
+        self.manager.settle(report, self.now, self.clock_s)
         self.watch.note_settled()
         for request_id in ended:
             self._note_recved(self.requests[request_id])

@@ -18,6 +18,7 @@ from kvdisk.messages import JobKind
 from kvdisk.stats import Miss
 
 AGE_S = 1000
+DAY_S = 86_400
 PROMPT, OTHER = "aabbccddx", "aabbeeffx"
 BLOCKS = len(keys_of(PROMPT))
 
@@ -157,12 +158,85 @@ def test_a_neighbours_block_is_as_old_as_its_record_says(age_s, served):
         assert loaded(bench) == 0
 
 
-def test_the_clock_that_goes_back_brings_nothing_back():
+def test_a_rank_of_another_host_whose_clock_is_ahead_offers_nothing():
+    bench = bench_of()
+    home = FakeHome("n" * 32, SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, 16, 0))
+    for place, key in enumerate(keys_of(PROMPT)):
+        home.store(key, place, 7 + place, 1, None, GEOMETRY.groups[0])
+        home.copies[key] = home.copies[key]._replace(stored_s=int(bench.now) + DAY_S)
+    bench.neighbours.homes.append(home)
+    bench.step()
+    bench.add(PROMPT)
+    bench.neighbours.answer()
+    bench.finish()
+    assert bench.stats["loaded_blocks_foreign"] == 0
+
+
+@pytest.mark.parametrize(("cpu", "nvme"), [(16, 0), (0, 64)], ids=["memory", "drive"])
+@pytest.mark.parametrize("ahead_s", [DAY_S, 200 * 365 * DAY_S, -DAY_S], ids=["day", "2170", "behind"])
+def test_a_clock_that_was_wrong_for_a_moment_takes_nothing_with_it(cpu, nvme, ahead_s, caplog):
+    """What was stored before it serves again, and what is stored after it serves at once."""
+    bench = bench_of(cpu, nvme)
+    bench.advance(2 * DAY_S)
+    bench.serve(PROMPT)
+    bench.engine.clock_ahead_s = ahead_s
+    for _ in range(20):
+        bench.step(seconds=0.1)
+        assert bench.catalog.presences(keys_of(PROMPT)) == bytes(BLOCKS), "judged by the clock as it is"
+    bench.engine.clock_ahead_s = 0
+    bench.step()
+    assert loaded(bench) == BLOCKS
+    bench.serve(OTHER)
+    assert loaded(bench, OTHER) == BLOCKS
+    assert bench.stats["expired_blocks.cpu"] == bench.stats["expired_blocks.nvme"] == 0
+    said = [record.message.partition("the clock was moved by ")[2][:1] for record in caplog.records]
+    assert said == (["+", "-"] if ahead_s > 0 else ["-", "+"])
+
+
+@pytest.mark.parametrize(("cpu", "nvme"), [(16, 0), (0, 64)], ids=["memory", "drive"])
+def test_what_was_stored_while_the_clock_was_ahead_is_in_nobodys_way(cpu, nvme):
+    """Nobody knows how old it is: it is not served, and is stored anew when it is computed."""
+    bench = bench_of(cpu, nvme)
+    bench.engine.clock_ahead_s = DAY_S
+    bench.serve(PROMPT)
+    assert loaded(bench) == BLOCKS
+    bench.engine.clock_ahead_s = 0
+    bench.step()
+    assert loaded(bench) == 0
+    assert loaded(bench) == BLOCKS
+    assert bench.stats["failed_loads"] == 0
+
+
+def test_a_store_of_a_host_whose_clock_was_ahead_ends_once_it_must_be_old_enough():
+    bench = bench_of(cpu=0)
+    bench.engine.clock_ahead_s = DAY_S
+    bench.serve(PROMPT)
+    bench.restart()
+    bench.step()
+    assert bench.held(PROMPT) == [False] * BLOCKS
+    bench.advance(AGE_S - 1)
+    bench.idle()
+    assert len(bench.catalog.rows_in(Tier.NVME)) == BLOCKS, "it may be this host's clock that is behind"
+    bench.advance(20)
+    bench.idle()
+    assert not records(bench)
+
+
+def test_a_small_correction_of_the_clock_is_no_news(caplog):
     bench = bench_of()
     bench.serve(PROMPT)
-    bench.manager.note_time(int(bench.now) + AGE_S + 1)
-    bench.manager.note_time(int(bench.now))
-    assert bench.catalog.presences(keys_of(PROMPT)) == bytes(BLOCKS)
+    bench.engine.clock_ahead_s = -5
+    assert loaded(bench) == BLOCKS and not caplog.records
+
+
+def test_a_clock_that_is_put_right_for_good_ends_what_is_too_old_by_it():
+    bench = bench_of(cpu=0)
+    bench.serve(PROMPT)
+    bench.engine.clock_ahead_s = DAY_S
+    bench.step()
+    bench.advance(ages.SETTLE_S + 1)
+    bench.idle()
+    assert not records(bench)
 
 
 def test_what_a_drive_has_that_rests_is_no_younger_when_it_is_stored_anew_beside_it():

@@ -12,6 +12,7 @@ import pytest
 
 from kvdisk.device import paths
 from kvdisk.device import store as store_module
+from kvdisk.device.cap import ORPHAN_SPARED_S
 from kvdisk.device.control import home_ids
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
@@ -138,6 +139,19 @@ def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, count: real(fd, offset, count + MIB))
     assert not engine.makes()
     assert allocated(path) == before
+    engine.leave()
+
+
+@pytest.mark.parametrize("used_s", [1_000_000, 5_000_000_000], ids=["now", "to come"])
+def test_an_orphan_is_spared_for_a_while_whatever_clock_its_owner_had(path, used_s):
+    dead, engine, now = Engine(path, "o", now=used_s), Engine(path, "a"), [1_000_000]
+    assert dead.fill() == engine.fill() == 7
+    dead.leave()
+    store = Store.open(path, clock=lambda: now[0])
+    assert not store.trim(engine.home.fingerprint, unused_s=ORPHAN_SPARED_S), "it may be starting again"
+    now[0] += ORPHAN_SPARED_S
+    assert store.trim(engine.home.fingerprint, unused_s=ORPHAN_SPARED_S)
+    assert ids(path) == {engine.home.id}
     engine.leave()
 
 

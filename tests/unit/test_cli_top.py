@@ -123,6 +123,8 @@ def test_rates_are_differences_of_two_figures(engines):
     (engine,) = frame.engines
     assert engine.idle and set(engine.bytes_per_s.values()) == {0.0} and engine.tiers["nvme"].hit_rate_now is None
     assert "idle for 1 min 26 s" in shown(frame)
+    engines.now -= 2 * 86_400
+    assert reader.read().engines[0].idle, "these figures are of a clock that was ahead"
 
 
 def test_an_engine_that_was_reset_says_when(engines):

@@ -17,7 +17,7 @@ import rebuild_stores
 
 from kvdisk.assembly import assemble_scheduler
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S
-from kvdisk.device.control import HomeRecord, read_record
+from kvdisk.device.control import HomeRecord, read_record, write_record
 from kvdisk.device.home import Home
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.store import Store
@@ -364,6 +364,9 @@ def test_ranks_look_after_their_guest(hosts):
     assert os.stat(guest.path / "HOME").st_ino == before, "another rank has just done so"
     (listed,) = list_homes(hosts.two)
     assert listed.alive
+    write_record(guest.path, replace(read_record(guest.path), last_use_s=int(now[0]) + 86_400))
+    store.tend(guest)
+    assert the_guest(hosts.two).last_use_s == now[0], "a clock was ahead, and nobody has tended it"
     store.leave(guest)
     assert the_guest(hosts.two).clean
     (listed,) = list_homes(hosts.two)

@@ -337,8 +337,11 @@ def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path, caplog):
     assert not just_started.is_of_another_machine(home.record)
     used_ago(home, 60, boot_id="theirs", clean=True)
     assert alive(store) == {home.id: False, beside.id: True}, "it was closed in order"
-    used_ago(home, 400, boot_id="theirs")
-    assert alive(store) == {home.id: False, beside.id: True}
+    used_ago(home, -3600, boot_id="theirs")
+    assert alive(store) == {home.id: True, beside.id: True}, "its clock may be ahead of this one's"
+    for seconds in (-2 * 86_400, 400):
+        used_ago(home, seconds, boot_id="theirs")
+        assert alive(store) == {home.id: False, beside.id: True}
     after = acquire(store)
     assert not after.fresh and after.record.boot_id != "theirs", "or it would be another machine's if this one died"
     for closed in (after, beside):

@@ -125,6 +125,17 @@ def test_what_goes(homes, asked, chosen):
     ] == chosen
 
 
+@pytest.mark.parametrize("last_use_s", [1000, NOW_S + 86_400])
+def test_what_has_a_time_that_is_still_to_come_stays_and_is_said(last_use_s):
+    """Its clock was ahead, or the one of this host is behind: nobody knows how old it is."""
+    ahead = home("a", last_use_s, [*chain([0], 100), *chain([1], NOW_S + 86_400, first=10), *chain([2], 200, first=20)])
+    plan = plan_of([ahead, home("b", NOW_S - 10, chain([0], NOW_S - 10))], before_s=500)
+    assert [one.segments for one in plan.engine_stores] == [(0, 2)]
+    assert plan.kept == [
+        "engine store a: kept is 1 block whose time is still to come: a clock was ahead, or this one is behind"
+    ]
+
+
 def test_what_is_said_of_it():
     plan = plan_of([MIXED], before_s=500)
     assert (plan.keys, plan.engine_stores[0].blocks, plan.engine_stores[0].bytes) == ({"a": [(0, key(11))]}, 4, 200)

@@ -32,6 +32,16 @@ def test_no_24_hours_see_more_than_the_budget_and_all_of_it_can_be_used(blocks_a
     assert sum(count for _, count in written) >= 0.4 * 6 * (blocks_a_day - max(1, blocks_a_day / 24)) - 1
 
 
+def test_a_clock_that_goes_back_takes_nothing_out_and_gives_nothing_twice():
+    budget, block_s = WriteBudget.within(2400 * BLOCK, DAY_S, BLOCK), DAY_S / 2300
+    budget.refresh(10 * DAY_S)
+    assert budget.refresh(11 * DAY_S)
+    before = budget.left_bytes
+    assert budget.refresh(0.0) and budget.left_bytes == before
+    budget.spend(budget.affords(BLOCK), BLOCK)
+    assert not budget.refresh(block_s) and budget.left_bytes <= BLOCK
+
+
 def test_it_starts_empty_and_a_spent_one_pauses_until_a_run_of_blocks_is_back():
     budget, block_s = WriteBudget.within(2400 * BLOCK, DAY_S, BLOCK), DAY_S / 2300
     for start_s in (5.0, 5.0 + DAY_S):
