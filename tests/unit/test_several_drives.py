@@ -128,7 +128,7 @@ def test_no_segment_gets_the_number_of_a_neighbours():
     assert max(segments.specs) == FOREIGN_SEGMENTS - 1
 
 
-def test_of_a_drive_that_fails_at_the_start_each_step_ends_some_copies(monkeypatch):
+def test_of_a_drive_that_is_empty_at_the_start_each_step_ends_some_copies(monkeypatch):
     """All of a large store at once would hold up a step for seconds. Nobody is promised any of
     it."""
     served = Served(drives=1, segments=3)
@@ -141,7 +141,7 @@ def test_of_a_drive_that_fails_at_the_start_each_step_ends_some_copies(monkeypat
     served.engine.forward()
     while runnable := served.rank.runnable:
         is_home = served.rank.opens_home(runnable[0])
-        served.rank.run_leg(runnable[0], failure=None if is_home else Reason.IO_ERROR)
+        served.rank.run_leg(runnable[0], failure=None if is_home else Reason.ABSENT)
     served.engine.update()
     left = []
     for _ in range(5):
