@@ -331,6 +331,9 @@ class FakeRank:
         right = content is not None and content.holds(epoch, key, generation, value)
         assert right, f"{tier.name} {slot} of rank {self.rank} has {content}, not {key!r} {generation} {value!r}"
 
+    def opens_segment(self, job_id: JobId) -> bool:
+        return self._works[job_id].job.kind is JobKind.OPEN_SEGMENT
+
     def opens_home(self, job_id: JobId) -> bool:
         return self._works[job_id].job.kind is JobKind.OPEN_HOME
 

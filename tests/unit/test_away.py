@@ -4,6 +4,7 @@ are tried again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import pytest
@@ -148,7 +149,7 @@ def test_each_pause_is_longer_and_one_segment_of_a_drive_is_tried_before_the_oth
     for _ in range(200):
         away.step(seconds=0.5)
     times, numbers = zip(*tried, strict=True)
-    pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
     assert pauses == sorted(pauses) and len(tried) < 10
     assert set(numbers) == set(FILES), "one that never can be opened does not keep the others away"
     tried.clear()
