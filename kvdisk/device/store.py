@@ -607,7 +607,8 @@ class Store:
             homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
             named = {name for home in homes if home.record for name in home.record.drives}
             loose = [path for name, path in list_folders(self.drives).items() if name not in named]
-            yield Stock(homes, loose, sum(map(self._measure, loose)))
+            known = all(home.record is not None for home in homes if home.live)  # they may be those of one that is not
+            yield Stock(homes, loose, sum(map(self._measure, loose)) if known else 0)
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
         try:

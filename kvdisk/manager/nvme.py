@@ -302,8 +302,10 @@ class NvmeSpace(TierSpace):
             wish, total = wanted[size_class], self.pool.total[size_class]
             if not self.update_writable(now) or self.segments.defers_eviction(size_class, now):
                 continue
-            # While some is away, nothing that can be served leaves before somebody wants to write.
-            spare = spare_slots(total) if self._is_wanted or not self.segments.away else 0
+            spare = spare_slots(total)
+            if self.segments.away and not self._is_wanted:
+                # Nothing that can be served leaves before somebody wants to write.
+                wish, spare = wish if self.upper else 0, 0
             needed = max(self._affordable(size_class, wish), spare)
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
             made = short <= 0 or self._make_or_take(size_class, now)

@@ -183,7 +183,7 @@ FAULTS = (not_mounted, store_locked, held_by_a_late_worker, used_by_another_boot
 )
 def test_what_a_rank_cannot_open_at_a_start_is_there_when_it_can(hosts, start, monkeypatch, fault, model):
     engine = start(model)
-    engine.serve(PROMPTS)
+    serve_until_all_hits(engine)
     blocks = audit_hosts(engine, hosts)
     engine.close()
     written = sorted(path.name for host in hosts for path in host.glob("homes/*/segments/*/*"))

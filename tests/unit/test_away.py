@@ -199,6 +199,7 @@ def test_a_class_takes_no_room_of_another_while_something_is_away():
 def test_an_operator_deletes_what_is_away_too():
     away = filled()
     away.restart_with(1)
+    away.watch.must_stay.clear()
     blocks, file_bytes = away.parts.nvme.let_go(1)
     assert blocks == 2 and file_bytes > 0
     away.serve("uux")
@@ -210,6 +211,7 @@ def test_an_operator_deletes_what_is_away_too():
 def test_a_file_that_is_removed_while_another_rank_cannot_open_its_own_is_lost():
     away = filled()
     away.restart_with(1)
+    away.watch.must_stay.clear()
     away.parts.nvme.lose({1})
     away.serve("uux")
     assert 1 not in away.files and not away.away
