@@ -220,7 +220,7 @@ class NvmeSpace(TierSpace):
             logger.warning("kvdisk has opened all of its engine store again.")
             return
         logger.warning(
-            "kvdisk cannot open %s on every rank now: it stays as it is, is tried again, and what is in there is "
+            "kvdisk cannot open %s on every rank now: all of that stays, and is tried again; what is in there is "
             "computed meanwhile.",
             f"{away} of {len(self.segments.specs)} segments" if is_open else "its engine store",
         )
