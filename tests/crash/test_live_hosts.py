@@ -173,6 +173,10 @@ def few_descriptors(_, monkeypatch):
         yield
 
 
+def files_of(hosts: Hosts) -> set[tuple[str, int]]:
+    return {(path.name, path.stat().st_ino) for host in hosts for path in host.glob("homes/*/segments/*/*")}
+
+
 FAULTS = (not_mounted, store_locked, held_by_a_late_worker, used_by_another_boot, unreadable, few_descriptors)
 
 
@@ -186,7 +190,7 @@ def test_what_a_rank_cannot_open_at_a_start_is_there_when_it_can(hosts, start, m
     serve_until_all_hits(engine)
     blocks = audit_hosts(engine, hosts)
     engine.close()
-    written = sorted(path.name for host in hosts for path in host.glob("homes/*/segments/*/*"))
+    written = files_of(hosts)
     trouble = fault(hosts, monkeypatch)
     next(trouble)
     troubled = start(model)
@@ -195,7 +199,7 @@ def test_what_a_rank_cannot_open_at_a_start_is_there_when_it_can(hosts, start, m
     assert hits(troubled) < ALL and failures(troubled) == 0
     troubled.close()
     assert next(trouble, None) is None
-    assert sorted(path.name for host in hosts for path in host.glob("homes/*/segments/*/*")) == written
+    assert files_of(hosts) == written
     after = start(model)
     after.serve(PROMPTS)
     assert hits(after) == ALL and failures(after) == 0
