@@ -20,6 +20,7 @@ from kvdisk.config import Config
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
 from kvdisk.device.home import Home
 from kvdisk.device.listing import latest_like
+from kvdisk.device.mounts import is_on_root
 from kvdisk.device.store import Store
 from kvdisk.device.uses import read_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
@@ -129,7 +130,7 @@ def _read_or_rebuild(parts: Parts, layout: NvmeLayout, store: Store, home: Home)
         if home.fresh or error.is_of_process or isinstance(error, CannotStart):
             raise
         logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
-    rebuild_index(home, layout.index_bytes)
+    rebuild_index(home, layout.index_bytes, leave_unread=True)
     return _read(parts, layout, store, home)
 
 
@@ -183,7 +184,8 @@ def guests_of(home: Home, rank_count: int) -> GuestSpec | None:
     host."""
     if not home.is_spread:
         return None
-    return GuestSpec(home.record.lineage, home.previous_id, -(-home.cap_bytes // rank_count), home.record.description)
+    rank_bytes, mounted = -(-home.cap_bytes // rank_count), not is_on_root(home.path)
+    return GuestSpec(home.record.lineage, home.previous_id, rank_bytes, home.record.description, mounted)
 
 
 # -- sizes -----------------------------------------------------------------------------------------

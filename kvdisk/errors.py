@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WARNING_INTERVAL_S = 60.0
+OF_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""By which the system says that this process, or the machine, lacks open files or memory."""
 
 
 def printable(value: object) -> str:
@@ -57,7 +59,7 @@ class DeviceError(KvdiskError):
         super().__init__(f"{what}: errno {errno_}")
         self.errno = errno_
         self._what = what
-        self.is_of_process = errno_ in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+        self.is_of_process = errno_ in OF_PROCESS
 
     def __reduce__(self) -> tuple[type[DeviceError], tuple[int, str]]:
         return type(self), (self.errno, self._what)

@@ -25,7 +25,8 @@ class JobKind(IntEnum):
     verified, then to the GPU blocks. DEMOTE: CPU slot to NVMe slot. PROMOTE: NVMe slot to CPU slot,
     verified. In the last three the remote store may take the place of the NVMe slot, as ``BY_KEY``,
     or in a DEMOTE as ``BY_KEY_OVER``. OPEN_HOME, OPEN_SEGMENT, DROP_SEGMENT: files; every rank runs
-    them before later jobs of the plan.
+    them before later jobs of the plan. What a rank could not open may be named again: on a rank
+    that has it open already that does nothing.
     """
 
     STORE = 1
@@ -41,13 +42,16 @@ class Reason(IntEnum):
     """Why a move failed; a closed list."""
 
     ABSENT = 1
-    """No source was named: the copy was gone when the job was planned."""
+    """No source was named: the copy was gone when the job was planned. Or the file of a segment is
+    known to be gone: its directory can be read, and has none."""
     HEADER = 2
-    """The slot's header is not that of this key, generation, namespace and length."""
+    """The slot's header, or the file's, is not that of this key, generation, namespace and
+    length."""
     CHECKSUM = 3
     """The header is right, and the payload is not."""
     IO_ERROR = 4
-    """The device failed, or moved fewer bytes than asked."""
+    """The device failed, or moved fewer bytes than asked. Or a file cannot be opened now, whatever
+    keeps it: that says nothing of what is in it."""
     NO_SPACE = 5
     """The drive is full (ENOSPC, EDQUOT)."""
     DEADLINE = 6
@@ -142,12 +146,14 @@ class GuestSpec(NamedTuple):
     """What ranks on another host than the engine store's need to make a guest there: a home of the
     same id, for their files. ``lineage``: see ``HomeRecord``. ``previous_id``: the id that the home
     had under its last owner; empty: it is new. ``rank_bytes``: the most that one rank's files may
-    take. ``description``: what HOME shall say."""
+    take. ``description``: what HOME shall say. ``mounted``: whether the engine store's directory is
+    on another file system than the root."""
 
     lineage: str
     previous_id: str
     rank_bytes: int
     description: Mapping[str, Any]
+    mounted: bool = False
 
 
 class HomeSpec(NamedTuple):

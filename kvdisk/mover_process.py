@@ -48,7 +48,8 @@ START_S = 120.0
 """What the process may take to start, on a machine that may be busy: it also tries the drive."""
 GRACE_S = 10.0
 """Beside twice ``io_deadline_s``, and ``remote_deadline_s`` where there is a remote store, within
-which every job has its answer: how long nothing may come of a process that has jobs."""
+which every job that moves blocks has its answer: how long nothing may come of a process that has
+some."""
 CLOSE_S = 10.0
 """How long what has begun is waited for at the end; then the process is killed."""
 REAP_S = 1.0
@@ -299,9 +300,10 @@ class MoverProcess:
             self._look(left_s)
 
     def _watch(self) -> None:
-        """Kill a process that has jobs and does not answer; note the end of one that was killed."""
+        """Kill a process that has blocks to move and does not answer; note the end of one that was
+        killed."""
         now_s = time.monotonic()
-        if self._out:
+        if any(self._out.values()):  # jobs of files have no moves, and wait for drives and locks as long as it takes
             self._unheard_s += min(now_s - self._looked_s, _MOST_UNSEEN_S)
         else:
             self._unheard_s = 0.0

@@ -48,7 +48,7 @@ def open_index(
     DeviceError, StoreLocked.
     """
     if not home.index_is_sound():
-        rebuild_index(home, index_bytes)
+        rebuild_index(home, index_bytes, leave_unread=True)
     index = _open(home, index_bytes, commit_s)
     with ExitStack() as held:
         held.callback(index.close)
@@ -66,9 +66,10 @@ def open_index(
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
 
 
-def rebuild_index(home: Home, index_bytes: int) -> Findings:
+def rebuild_index(home: Home, index_bytes: int, *, leave_unread: bool = False) -> Findings:
     """Make the index of an engine store anew from its slot headers, and return what they said.
-    Files of segments that are of no use are removed.
+    Files of segments that are of no use are removed; of those that cannot be read, too, unless
+    ``leave_unread``, which raises DeviceError for one.
 
     ``index_bytes``: the size that it may grow to; more where the blocks need more. If it is broken
     off at any point it has to be done again, and ``Home.index_is_sound`` says so. Nothing else may
@@ -87,7 +88,7 @@ def rebuild_index(home: Home, index_bytes: int) -> Findings:
             said_s = time.monotonic()
             logger.warning("kvdisk rebuilds engine store %s: %d of %d segments read.", home.id, done, total)
 
-    found = scan_home(home.folders, shape, watch, spread=home.is_spread)
+    found = scan_home(home.folders, shape, watch, spread=home.is_spread, leave_unread=leave_unread)
     remove_lost(home.folders, list(found.lost))
     segments = [SegmentRecord(*segment[:4]) for segment in found.segments]
     blocks = _as_records(found.blocks)

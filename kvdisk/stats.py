@@ -215,6 +215,11 @@ METRICS: Mapping[str, Metric] = {
         Metric("used_bytes", _G, "bytes of a tier's slots that hold blocks, on all ranks", "tier", TIERS),
         Metric("capacity_bytes", _G, "bytes of all the slots that a tier may have, on all ranks", "tier", TIERS),
         Metric("held_blocks", _G, "blocks that a tier holds", "tier", TIERS),
+        Metric(
+            "unavailable_blocks",
+            _G,
+            "blocks on NVMe that are not served, as some rank cannot open their segment now; their room stays taken",
+        ),
         Metric("limbo_blocks", _G, "NVMe slots that come free when the deletion of their record is committed"),
         Metric("queued_jobs", _G, "jobs planned or under way", "job", (*JOBS, "files")),
         Metric("backlog_blocks", _G, "blocks in the CPU tier that wait to be written to NVMe"),

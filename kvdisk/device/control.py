@@ -8,7 +8,7 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,15 +166,30 @@ def home_ids(store_path: Path) -> list[str]:
         return []
 
 
-def read_record(home_path: Path) -> HomeRecord:
-    """Read HOME. Raises CorruptRecord where it does not decode or is of another format, OSError."""
-    fields = paths.read_control(home_path / HOME_FILE)
+def read_record(home_path: Path, damaged: Callable[[CorruptRecord], object] | None = None) -> HomeRecord:
+    """Read HOME; where that does not decode, HOME.tmp, which has what it said before. What it says
+    of the index is checked when that is opened. ``damaged`` is told. Raises CorruptRecord where
+    neither decodes, or they are of another format, OSError: FileNotFoundError where there is no
+    HOME, whatever HOME.tmp says, as the deletion of a home begins with that."""
+    try:
+        return _read_record(home_path / HOME_FILE)
+    except CorruptRecord as error:
+        with suppress(CorruptRecord, FileNotFoundError):
+            record = _read_record(paths.kept_beside(home_path / HOME_FILE))
+            if damaged is not None:
+                damaged(error)
+            return record
+        raise
+
+
+def _read_record(path: Path) -> HomeRecord:
+    fields = paths.read_control(path)
     try:
         fields["fingerprint"] = bytes.fromhex(fields["fingerprint"])
         fields["drives"] = tuple(DriveName(**drive) for drive in fields["drives"])
         record = HomeRecord(**fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptRecord(f"{home_path / HOME_FILE} does not have the fields of an engine store") from error
+        raise CorruptRecord(f"{path} does not have the fields of an engine store") from error
     numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s, record.index_bytes)
     if (
         not all(isinstance(number, int) and 0 <= number < _NUMBER_LIMIT for number in numbers)
@@ -189,7 +204,7 @@ def read_record(home_path: Path) -> HomeRecord:
         or len(record.fingerprint) != FINGERPRINT_BYTES
         or record.format_version != FORMAT_VERSION
     ):
-        raise CorruptRecord(f"{home_path / HOME_FILE} is of another format")
+        raise CorruptRecord(f"{path} is of another format")
     return record
 
 

@@ -9,11 +9,12 @@ crash.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import uuid
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -27,13 +28,14 @@ from kvdisk.device.control import (
     StoreRecord,
     check_directory,
     home_ids,
+    read_record,
     read_store,
     store_directory,
     why_no_store,
 )
-from kvdisk.device.mounts import check_mount
+from kvdisk.device.mounts import check_mount, is_on_root
 from kvdisk.device.segment import DriveFolder
-from kvdisk.errors import ConfigError, KvdiskError
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import FORMAT_VERSION
 
 _GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
@@ -140,6 +142,39 @@ def _check_is_part(path: Path, record: StoreRecord, first_id: str, first_path: P
         raise ConfigError(f"store_dirs: {path} is part of another store than the one in {first_path}")
 
 
+def check_first_is_mounted(directories: Directories) -> None:
+    """Raise DeviceError (ENODEV) where the first directory is no store, and on the root file
+    system: its drive is not mounted, or has never been."""
+    path = list_directories(directories)[0]
+    if not os.path.lexists(path / STORE_FILE) and is_on_root(path):
+        text = "is no store, and on the root file system, as the scheduler's is not: is its drive mounted?"
+        raise DeviceError(errno.ENODEV, f"{path} {text}")
+
+
+def _check_is_mounted(first: Path, path: Path, here: Collection[str]) -> None:
+    """Raise ConfigError where a directory that is to become part of a store is on the root file
+    system, as the first is not, and an engine store has a part on a drive that is not ``here``."""
+    if not is_on_root(path) or is_on_root(first):
+        return
+    for home_id in home_ids(first):
+        with suppress(CorruptRecord, OSError):
+            if any(drive.store_id not in here for drive in read_record(first / HOMES / home_id).drives):
+                raise ConfigError(
+                    f"store_dirs: {path} is no store, and on the root file system, while engine store {home_id} has a "
+                    "part on a drive that is not here: mount it, or delete that engine store"
+                )
+
+
+def _store_ids(directories: Iterable[Path]) -> set[str]:
+    """Return the store ids of those directories that have one that can be read."""
+    found = set()
+    for path in directories:
+        with suppress(KvdiskError, OSError):
+            record = read_store(path)
+            found.update([] if record is None else [record.store_id])
+    return found
+
+
 def open_further(
     first: Drive, further: Iterable[Path], *, create: bool, need_all: bool, now_s: int
 ) -> tuple[Drive, ...]:
@@ -149,9 +184,11 @@ def open_further(
     directory is not fit or belongs elsewhere, CorruptRecord, DeviceError. To create, the caller
     holds the store lock.
     """
-    drives = [first]
+    drives, further = [first], tuple(further)
     for path in further:
         try:
+            if create and not os.path.lexists(path / STORE_FILE):
+                _check_is_mounted(first.path, path, _store_ids((first.path, *further)))
             drive = Drive(path, _store_id_of(first, path, create, now_s))
         except KvdiskError:
             if need_all:
@@ -207,7 +244,8 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
     """Make what is missing of a home's folders; what is no directory there is removed. Raises
     OSError."""
     for folder in folders:
-        assert folder is not None
+        if folder is None:
+            continue  # on a drive that is not here now
         for path in (folder.path, folder.segments_path):
             if not paths.is_directory(path):
                 paths.remove_anything(path.parent, path.name)

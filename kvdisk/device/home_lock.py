@@ -68,9 +68,13 @@ class HomeLock:
     def look(cls, home_path: Path, *, readonly: bool = False) -> HomeLock:
         """Open what there is of an engine store's lock, and take nothing. Raises OSError."""
         lock = cls(-1, -1)
-        with suppress(FileNotFoundError, NotADirectoryError):
-            lock.directory_fd = paths.open_directory(home_path)
-            lock.file_fd = paths.open_own(home_path / LOCK_FILE, os.O_RDONLY if readonly else os.O_RDWR)
+        try:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                lock.directory_fd = paths.open_directory(home_path)
+                lock.file_fd = paths.open_own(home_path / LOCK_FILE, os.O_RDONLY if readonly else os.O_RDWR)
+        except OSError:
+            lock.close()
+            raise
         return lock
 
     def try_exclusive(self) -> bool:

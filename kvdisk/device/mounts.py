@@ -110,6 +110,13 @@ def kind_of(path: Path) -> Mount | None:
     return mount_of(os.path.realpath(path), parse_mounts(text))
 
 
+def is_on_root(path: Path) -> bool:
+    """Whether a directory is on the root file system, or would be if it were made; False where the
+    system does not say."""
+    mount = kind_of(path)
+    return mount is not None and mount.point == "/"
+
+
 def check_mount(path: Path) -> str | None:
     """Return a sentence that a user must know about a directory's file system, or None. Raises
     ConfigError where it cannot hold a store."""

@@ -256,10 +256,10 @@ def encode_json(value: dict[str, Any]) -> bytes:
 def write_control(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file in one step. It survives a loss of power from here on. Raises OSError.
 
-    The file that it replaces stays beside it as ``.tmp``. The next call writes over it, and so
-    needs no room.
+    The file that it replaces stays beside it (``kept_beside``). The next call writes over it, and
+    so needs no room.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = kept_beside(path)
     encoded = encode_json(value)
     fd = _open_kept(temporary)
     if fd < 0:
@@ -275,6 +275,11 @@ def write_control(path: Path, value: dict[str, Any]) -> None:
     finally:
         os.close(fd)
     sync(path.parent)
+
+
+def kept_beside(path: Path) -> Path:
+    """Return where ``write_control`` leaves what a control file said before."""
+    return path.with_name(path.name + ".tmp")
 
 
 def _open_kept(path: Path) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from kvdisk.geometry import ALIGNMENT, EPOCH_LIMIT, FORMAT_VERSION, HEADER_BYTES
 from kvdisk.messages import FOREIGN_SEGMENTS, SegmentSpec
 
 THREADS = 16
+_TRIES, _PAUSE_S = 4, 1.0
+"""How often headers of a file are read that cannot be read at once, and how long after each
+other."""
 _PIECE_BYTES = 1 << 20
 _MOST_RANKS = 1 << 16
 _FIELDS = (*IDENTITY_FIELDS, *REST_FIELDS, ("sum", "Q", HEADER_SUM_OFFSET))
@@ -105,6 +109,7 @@ def scan_home(
     progress: Callable[[int, int], None],
     *,
     spread: bool = False,
+    leave_unread: bool = False,
 ) -> Findings:
     """Read all headers of a home that no engine writes to. ``folders``: its parts, by drive.
     ``spread``: files of some ranks are on other hosts: those that are here say what there is, and
@@ -112,7 +117,8 @@ def scan_home(
 
     ``progress`` is called with segments read and segments in all. Writes nothing. Raises
     DeviceError where the directories, or all segments of a drive, cannot be read, or this process
-    lacks open files or memory.
+    lacks open files or memory; with ``leave_unread`` where any segment cannot be read that is not
+    known to be of no use.
     """
     places, lost = _find_segments(folders)
     segments: list[SegmentSpec] = []
@@ -137,6 +143,8 @@ def scan_home(
                 lost[place[1], place[0]] = str(result)
                 if isinstance(result, DeviceError) and result.errno not in _NO_FILE:
                     failed[place[1]] = result
+                    if leave_unread:
+                        raise result
             else:
                 segments.append(result[0])
                 parts.append(result[1])
@@ -210,10 +218,16 @@ def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
     most = _PIECE_BYTES // HEADER_BYTES
     memory = mmap.mmap(-1, _PIECE_BYTES)  # anonymous maps have the alignment that O_DIRECT needs
     parts, unread = [], 0
+    tries = _TRIES
     with memoryview(memory) as view:
         for first in range(0, file.slot_count, most):
             count = min(most, file.slot_count - first)
-            unread += _read_headers(file, view, first, count)
+            missing = _read_headers(file, view, first, range(count))
+            while missing and tries > 1:  # what is left out here is not found again
+                tries -= 1
+                time.sleep(_PAUSE_S)
+                missing = _read_headers(file, view, first, missing)
+            unread += len(missing)
             blocks = decode_headers(view, count, shape, file)
             blocks["index"] += first
             parts.append(blocks)
@@ -222,10 +236,10 @@ def _headers(file: SegmentFile, shape: HomeShape) -> Blocks:
     return np.concatenate(parts)
 
 
-def _read_headers(file: SegmentFile, view: memoryview, first: int, count: int) -> int:
-    """Read headers one by one, zeros where that fails; return how many failed."""
-    unread = 0
-    for number in range(count):
+def _read_headers(file: SegmentFile, view: memoryview, first: int, wanted: Iterable[int]) -> list[int]:
+    """Read headers one by one, zeros where that fails; return which failed."""
+    unread = []
+    for number in wanted:
         place = view[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
         try:
             whole = os.preadv(file.fd, [place], slot_offset(file.slot_bytes, first + number)) == HEADER_BYTES
@@ -233,7 +247,7 @@ def _read_headers(file: SegmentFile, view: memoryview, first: int, count: int) -
             whole = False
         if not whole:
             place[:] = bytes(HEADER_BYTES)
-            unread += 1
+            unread.append(number)
     return unread
 
 

@@ -76,6 +76,7 @@ from kvdisk.device.home import Home, JoinedHome, Place
 from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
 from kvdisk.errors import (
+    OF_PROCESS,
     ConfigError,
     CorruptRecord,
     DeviceError,
@@ -208,6 +209,8 @@ class Store:
             self._tell_of_other_machines(stock, fingerprint, description)
             for home in stock.unowned:
                 if home.record is None:
+                    if os.path.lexists(self.home_path(home.id) / HOME_FILE):
+                        logger.warning("kvdisk deletes engine store %s, whose HOME and HOME.tmp are damaged", home.id)
                     self._delete(stock, home)
             self._remove_loose(stock)
             mine = self._choose(stock, fingerprint, description)
@@ -321,6 +324,7 @@ class Store:
                 return HomeLock.join(path, LOCK_WAIT_S, f"engine store {home_id}") if there.live else there.lock.keep()
             if there is None:
                 there = self._choose_guest(stock, fingerprint, guests)
+                self._check_none_waits(stock, there, fingerprint, guests)
                 old = None if there is None else there.record
             is_first = there is None or not there.live
             record = HomeRecord(
@@ -356,9 +360,29 @@ class Store:
             for home in stock.unowned
             if home.record
             and home.record.is_guest_of(guests.lineage, fingerprint, guests.description)
-            and serves(self.drives, home.record)
+            and home.record.drives[0].store_id == self.drives[0].store_id
         ]
         return max(fit, key=lambda found: found[:2])[2] if fit else None
+
+    def _check_none_waits(self, stock: Stock, chosen: Holding | None, fingerprint: bytes, guests: GuestSpec) -> None:
+        """Raise StoreLocked where the guest of the owner before may be there, and cannot be taken
+        yet: a worker may hold it, or its HOME cannot be read. Beside another one its files would
+        be lost."""
+        if not guests.previous_id or (chosen is not None and chosen.id == guests.previous_id):
+            return
+        for home in stock.homes:
+            if home.live and (
+                home.id == guests.previous_id
+                if home.record is None
+                else home.record.is_guest_of(guests.lineage, fingerprint, guests.description)
+            ):
+                raise StoreLocked(f"engine store {home.id}, which has this rank's files, cannot be taken over yet")
+
+    def folders_again(self, home: JoinedHome) -> tuple[DriveFolder | None, ...]:
+        """Return a joined home's folders, with those on drives that can be opened by now. Raises
+        CorruptRecord, DeviceError."""
+        with paths.device_errors(f"looking for the drives of engine store {home.id}"):
+            return self.folders(home.id, read_record(home.path))
 
     def tend(self, home: JoinedHome) -> None:
         """Do for a guest what its owner does for a home: note that it is used, trim what others
@@ -600,14 +624,25 @@ class Store:
             homes = [self._take_stock_of(home_id, stack) for home_id in home_ids(self.path)]
             named = {name for home in homes if home.record for name in home.record.drives}
             loose = [path for name, path in list_folders(self.drives).items() if name not in named]
-            yield Stock(homes, loose, sum(map(self._measure, loose)))
+            known = all(home.record is not None for home in homes if home.live)  # they may be those of one that is not
+            yield Stock(homes, loose, sum(map(self._measure, loose)) if known else 0)
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
+        try:
+            return self._take_stock(home_id, stack)
+        except OSError as error:
+            if error.errno in OF_PROCESS:
+                raise
+            # It may have an owner: nobody takes or deletes it. Nor is it in anybody's way.
+            self._log.warn("look", f"engine store {home_id} cannot be looked at now, and is left alone: {error}")
+            return Holding(home_id, None, -1, True, 0, 0, HomeLock(-1, -1))
+
+    def _take_stock(self, home_id: str, stack: ExitStack) -> Holding:
         path, record = self.home_path(home_id), None
         lock = HomeLock.look(path)
         stack.callback(lock.close)
         with suppress(FileNotFoundError, CorruptRecord):
-            record = read_record(path)
+            record = read_record(path, self._tell_of_damage)
         live = not lock.try_exclusive() or self.is_used(record, lock)
         if not live and not lock.is_held:
             # HOME is made last and removed first: with it the lock file was there, and was removed
@@ -641,7 +676,11 @@ class Store:
             return False
         if not -MOST_AHEAD_S <= self.now_s() - record.last_use_s <= IN_USE_S:
             return False
-        return not lock.is_held or self.is_of_another_machine(record)
+        # Whoever holds a guest locks its directory, too.
+        return (not lock.is_held and not record.guest) or self.is_of_another_machine(record)
+
+    def _tell_of_damage(self, error: CorruptRecord) -> None:
+        self._log.warn("HOME", f"{error}; HOME.tmp says what it said before, and is used")
 
     def is_of_another_machine(self, record: HomeRecord) -> bool:
         """Whether a home was used in another boot, after this machine had begun its own."""

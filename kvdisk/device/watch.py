@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvdisk.device.home import INDEX_FILE, Home, Place
+from kvdisk.device.paths import is_directory
 from kvdisk.device.segment import DriveFolder, segment_path
 from kvdisk.messages import SegmentSpec
 
@@ -37,7 +38,7 @@ class HomeWatch:
 
     def lost_segments(self, segments: Mapping[int, SegmentSpec]) -> frozenset[int]:
         """Return the segments that lack the file of some rank, or have another in its place. A
-        drive that does not answer counts as if all files were there."""
+        drive that does not answer, or is not there, counts as if all files were there."""
         self._seen = {key: found for key, found in self._seen.items() if key[0] in segments}
         return frozenset(number for number, spec in segments.items() if self._is_lost(spec))
 
@@ -54,6 +55,8 @@ class HomeWatch:
                 return False
             if found is None and self._home.is_spread and (spec.segment, rank) not in self._seen:
                 continue  # it is on another host
+            if found is None and spec.drive > 0 and not is_directory(folder.segments_path):
+                return False  # a drive that was taken away has all that it had
             if found is None or self._seen.setdefault((spec.segment, rank), found) != found:
                 return True
         return False

@@ -40,6 +40,9 @@ MOST_ENDED = 1024
 """Copies of segments that are being dropped which one step ends."""
 _MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
 """Kept free of a large tier, so that there are long runs to choose from."""
+_IS_LOST = frozenset({Reason.ABSENT, Reason.HEADER})
+"""Why a segment that could not be opened is given up: its file is known to be gone, or not to be
+its own. Whatever else keeps a rank from it may pass."""
 
 
 def spare_slots(total: int) -> int:
@@ -73,6 +76,14 @@ class NvmeSpace(TierSpace):
         planned."""
         self._lost: set[int] = set()
         """Segments that are being dropped because their files were removed."""
+        self._given_up = 0
+        """Segments that were given up since ``_tell`` was last called."""
+        self._told = (True, 0)
+        """What ``_tell`` said last: whether the engine store is open, and how many segments are
+        away."""
+        self._stopped = False
+        self._is_wanted = False
+        """Whether anybody has ever asked for slots."""
         self._ending: dict[int, None] = {}
         """Segments that are being dropped and may still have copies, which nobody reads any more:
         each step ends some."""
@@ -142,9 +153,9 @@ class NvmeSpace(TierSpace):
     @property
     def status(self) -> TierStatus:
         """The state of the tier now."""
-        works, is_spent = self.segments.home_open, self._budget is not None and not self._budget.may_spend
+        works, is_spent = not self._stopped, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
-        is_writable = works and self._index_state is not IndexState.GONE
+        is_writable = works and self.segments.home_open and self._index_state is not IndexState.GONE
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
         return TierStatus(
@@ -161,8 +172,11 @@ class NvmeSpace(TierSpace):
         self.uses.now_s = now_s
 
     def refresh(self, now: float) -> bool:
-        """Bring commits, drives and budget up to date. Return whether room may have come free."""
+        """Bring commits, drives and budget up to date, and try again what could not be opened.
+        Return whether room may have come free."""
         released = self.commit()
+        if not self._stopped:
+            self.segments.open_again(now)
         resumed = self.segments.drives.refresh(now) and self.update_writable(now)
         if self._budget is not None:
             resumed |= self._budget.refresh(now) and self._budget.take_resumed()
@@ -176,18 +190,15 @@ class NvmeSpace(TierSpace):
         """Fill the budget, and learn which drives may be written. Return whether copies may be: the
         store is open, some drive is in order and not in a back-off, the budget is not spent, and
         the index is not gone: without it no slot that had a copy comes free."""
-        if self._index_state is IndexState.GONE or not self._is_identified:
+        if self._stopped or self._index_state is IndexState.GONE or not self._is_identified:
             return False
         return self.segments.update_writable(now) and (self._budget is None or self._budget.refresh(now))
 
     def on_settled(self, record: JobRecord, now: float) -> None:
         """Take note of what a settled job says of drives and files; hide what a quarantined drive
         holds."""
-        if record.job.kind is JobKind.OPEN_HOME and record.failed:
-            self.segments.home_open = False
-            logger.warning(
-                "kvdisk could not open its engine store on every rank; the NVMe tier is off until a restart."
-            )
+        if record.job.kind is JobKind.OPEN_HOME:
+            self.segments.home_open = not record.failed
         spec = record.job.segment
         if spec is not None and spec.source is None:
             if record.job.kind is JobKind.DROP_SEGMENT:
@@ -200,15 +211,41 @@ class NvmeSpace(TierSpace):
                 self._opened(spec, now, next(iter(record.failed.values()), None))
         self.segments.on_settled(record, now, self._drops)
         self._hide()
+        self._tell()
 
     def _hide(self) -> None:
-        unread = self.segments.on_drives(self.segments.drives.quarantined).union(self._ending)
+        """Let nobody read what is on a quarantined drive, is being dropped, or is away; before the
+        engine is identified, anything."""
+        quarantined = self.segments.on_drives(self.segments.drives.quarantined)
+        unread = quarantined.union(self._ending, self.segments.away)
         self._catalog.hide(self.tier, unread if self._is_identified else frozenset(self.segments.specs))
+
+    def _tell(self) -> None:
+        """Say in a line what became of the segments once all that are tried have answered."""
+        if self.segments.is_opening:
+            return
+        if self._given_up:
+            text = "kvdisk gives up segments (%d): on some rank their files are gone, or are not theirs."
+            logger.warning(text, self._given_up)
+            self._given_up = 0
+        state = is_open, away = self.segments.home_open, len(self.segments.away)
+        if state == self._told:
+            return
+        self._told = state
+        if is_open and not away:
+            logger.warning("kvdisk has opened all of its engine store again.")
+            return
+        logger.warning(
+            "kvdisk cannot open %s on every rank now: all of that stays, and is tried again; what is in there is "
+            "computed meanwhile.",
+            f"{away} of {len(self.segments.specs)} segments" if is_open else "its engine store",
+        )
 
     def gauges(self) -> dict[str, float]:
         """Return the tier's gauges, by series."""
         found = super().gauges()
         found[f"capacity_bytes.{self.tier.label}"] = self._free_and_total_bytes()[1]
+        found["unavailable_blocks"] = sum(map(self.pool.used_slots, self.segments.away))
         found["limbo_blocks"] = sum(self.pool.limbo)
         found["uncommitted_changes"] = max(0, self._ticket - self._committed)
         free = sum(self.pool.free)
@@ -229,6 +266,7 @@ class NvmeSpace(TierSpace):
         From the drives that could be written at the last ``update_writable``. They are charged
         to the budget.
         """
+        self._is_wanted |= count > 0
         count = self._affordable(size_class, count)
         run_slots = max(1, RUN_BYTES // self._geometry.slot_sizes[size_class])
         slots: list[Slot] = []
@@ -280,7 +318,11 @@ class NvmeSpace(TierSpace):
             wish, total = wanted[size_class], self.pool.total[size_class]
             if not self.update_writable(now) or self.segments.defers_eviction(size_class, now):
                 continue
-            needed = max(self._affordable(size_class, wish), spare_slots(total))
+            spare = spare_slots(total)
+            if self.segments.away and not self._is_wanted:
+                # Nothing that can be served leaves before somebody wants to write.
+                wish, spare = wish if self.upper else 0, 0
+            needed = max(self._affordable(size_class, wish), spare)
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
             made = short <= 0 or self._make_or_take(size_class, now)
             if short <= 0:
@@ -316,12 +358,12 @@ class NvmeSpace(TierSpace):
         written.
 
         What a quarantined drive has may leave, too: it would hold back the heads of its chains on
-        the others.
+        the others. What is away may not: no room came of it.
         """
         anywhere, segments = super()._evictable(), self.segments
-        if len(segments.writable) == len(segments.drives):
+        if len(segments.writable) == len(segments.drives) and not segments.away:
             return anywhere
-        places = segments.on_drives({*segments.writable, *segments.drives.quarantined})
+        places = segments.on_drives({*segments.writable, *segments.drives.quarantined}).difference(segments.away)
         segment_of = self._catalog.columns(self.tier).segments
         return lambda row: anywhere(row) and segment_of[row] in places
 
@@ -373,15 +415,22 @@ class NvmeSpace(TierSpace):
     # -- segments ------------------------------------------------------------------------------
 
     def _opened(self, spec: SegmentSpec, now: float, failure: Reason | None) -> None:
-        """Every rank has answered the job that makes or opens a segment. Where one rank fails, it
-        is dropped on all."""
+        """Every rank has answered the job that makes or opens a segment. Where one rank could not
+        make it, or its file is lost, it is dropped on all; where one cannot open it now, it is
+        away."""
         self.segments.opening.discard(spec.segment)
         if spec.segment in self._drops:
             return
+        is_new = spec.segment not in self.pool.states
+        if not is_new and failure is not None and failure not in _IS_LOST:
+            self._set_aside(spec)
+            return
         if spec.create:
             self.segments.made(spec, now, failure)
+        elif failure is not None and is_new:  # one rank has made it for all, and nothing is in it
+            self.segments.drives.note_segment_result(spec.drive, now, failed=True)
         elif failure is not None:
-            logger.warning("kvdisk gives up segment %d, which could not be opened on every rank.", spec.segment)
+            self._given_up += 1
         if failure is not None:
             self._drop_segment(spec)
             return
@@ -395,13 +444,27 @@ class NvmeSpace(TierSpace):
 
     def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
         """Take a segment's slots into service."""
-        self.pool.add_segment(spec.segment, self.segments.class_of(spec), spec.slot_count, used, spec.drive)
+        size_class = self.segments.class_of(spec)
+        if spec.segment in self.segments.away:
+            self.pool.return_segment(spec.segment, size_class, spec.drive)
+            self.segments.came_back(spec)
+        else:
+            self.pool.add_segment(spec.segment, size_class, spec.slot_count, used, spec.drive)
         self.segments.in_place[spec.segment] = spec
+
+    def _set_aside(self, spec: SegmentSpec) -> None:
+        """Take a segment that some rank cannot open now out of service. Its copies stay, hidden,
+        with their records and files."""
+        if self.pool.has_segment(spec.segment):
+            self.pool.retire_segment(spec.segment)
+        self.segments.set_aside(spec)
+        self._hide()
 
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
         self.segments.in_place.pop(spec.segment, None)
+        self.segments.away.pop(spec.segment, None)
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
         self._drops[spec.segment] = False
@@ -439,9 +502,10 @@ class NvmeSpace(TierSpace):
     def lose(self, segments: Collection[int]) -> None:
         """See ``TierSpace``. Each rank closes what it has open, and so gives the bytes back."""
         for segment in segments:
-            if segment in self.segments.in_place and segment not in self.segments.opening:
+            spec = self.segments.settled(segment)
+            if spec is not None:
                 self._lost.add(segment)
-                self._drop_segment(self.segments.specs[segment])
+                self._drop_segment(spec)
 
     def let_go(
         self, segment: int, up_to: float = math.inf, ranges: Sequence[tuple[int, int]] | None = None
@@ -452,7 +516,7 @@ class NvmeSpace(TierSpace):
         Return how many blocks that are, and the bytes of the segment, over all ranks, where it goes
         with them: 0 where it stays, as one does that is just being opened.
         """
-        spec = self.segments.in_place.get(segment)
+        spec = self.segments.in_place.get(segment) or self.segments.away.get(segment)
         if spec is None:
             return 0, 0
         chosen = np.ones(spec.slot_count, np.bool_)
@@ -473,7 +537,7 @@ class NvmeSpace(TierSpace):
     def stop_writes(self) -> None:
         """Write nothing more until a restart: the next start would not find it. What is there is
         served."""
-        self.segments.home_open = False
+        self._stopped = True
 
     def _drop_files(self) -> None:
         for segment, is_planned in self._drops.items():

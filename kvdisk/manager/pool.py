@@ -91,13 +91,20 @@ class SlotPool:
             np.frombuffer(states, np.uint8)[used] = USED
             assert states.count(USED) == len(used), "two copies in one slot"
         self.states[segment] = states
+        self.return_segment(segment, size_class, drive)
+
+    def return_segment(self, segment: int, size_class: int, drive: int = 0) -> None:
+        """Take a segment that was retired into service again, as its slots are by now."""
+        assert segment not in self._place_of
+        states = self.states[segment]
         self._place_of[segment] = (size_class, drive)
         is_free = np.frombuffer(states, np.uint8) == FREE
         edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False)).tolist()
         for start, end in zip(edges[::2], edges[1::2], strict=True):
             self._runs[size_class, drive].add((segment << _SHIFT) + start, end - start)
         self.free[size_class] += states.count(FREE)
-        self.total[size_class] += slot_count
+        self.limbo[size_class] += states.count(LIMBO)
+        self.total[size_class] += len(states)
 
     def retire_segment(self, segment: int) -> None:
         """Take a segment out of service: no slot of it is handed out any more."""
@@ -120,10 +127,13 @@ class SlotPool:
         states = self.states.get(segment, b"")
         return states.count(FREE) == len(states)
 
+    def used_slots(self, segment: int) -> int:
+        """Return how many slots of a segment copies hold."""
+        return self.states[segment].count(USED)
+
     def used_part(self, segment: int) -> float:
         """Return which part of a segment's slots copies hold."""
-        states = self.states[segment]
-        return states.count(USED) / len(states)
+        return self.used_slots(segment) / len(self.states[segment])
 
     def is_unused(self, segment: int) -> bool:
         """Whether no copy holds a slot of a segment."""

@@ -86,6 +86,8 @@ class RoomShift:
         """
         if len(self._evictors) == 1 or self.taker is not None or not self._segments.lacks_room(size_class):
             return None
+        if self._segments.away:  # what a class has there may be all that it needs
+            return None
         total = self._pool.total[size_class]
         least = 0.0
         if total:

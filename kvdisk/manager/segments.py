@@ -240,8 +240,11 @@ class Segments:
     files.
 
     ``writable``: drives that might be written at the last ``update_writable``. ``home_open``:
-    False once a rank could not open the engine store. ``opening``: segments of which a job that
+    False while a rank cannot open the engine store. ``opening``: segments of which a job that
     makes or opens them is under way.
+
+    A segment that some rank cannot open *now* is ``away``: its room stays taken, and nothing of it
+    is given up. It is tried again, in this life and the next.
     """
 
     def __init__(self, tier: Tier, parts: Parts, layout: NvmeLayout, drive_count: int) -> None:
@@ -265,6 +268,13 @@ class Segments:
         self.in_place: dict[int, SegmentSpec] = {}
         """Those of ``specs`` whose files are there on every rank, as far as is known. Any thread
         may copy it."""
+        self.away: dict[int, SegmentSpec] = {}
+        """Those of ``specs`` that some rank cannot open now; who was tried last is last. Any thread
+        may copy it."""
+        self._probes: set[int] = set()
+        """Those that are tried first, one of each drive: the others follow where that succeeds."""
+        self._home = HomeSpec("", b"")
+        self._again_s, self._pause_s = 0.0, FIRST_BACK_OFF_S
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -279,11 +289,15 @@ class Segments:
     def open_all(self, home: HomeSpec, dropping: Collection[int] = ()) -> None:
         """Plan the jobs that open the store and its segments, but for those that are being
         dropped."""
-        known = home._replace(known_segments=tuple(self.specs))
-        self._transfers.add(JobKind.OPEN_HOME, [], [], home=known)
+        self._home = home
+        self._open_home()
         for spec in self.specs.values():
             if spec.segment not in dropping:
                 self.open(spec)
+
+    def _open_home(self) -> None:
+        known = self._home._replace(known_segments=tuple(self.specs))
+        self._transfers.add(JobKind.OPEN_HOME, [], [], home=known)
 
     def _note(self, spec: SegmentSpec) -> None:
         self.specs[spec.segment] = spec
@@ -298,6 +312,43 @@ class Segments:
         """Plan the job that makes or opens a segment."""
         self.opening.add(spec.segment)
         self._transfers.add(JobKind.OPEN_SEGMENT, [], [], segment=spec)
+
+    def settled(self, segment: int) -> SegmentSpec | None:
+        """Return a segment that is in place or away, and of which no job of files is under way."""
+        return None if segment in self.opening else self.in_place.get(segment) or self.away.get(segment)
+
+    # -- what cannot be opened now -------------------------------------------------------------
+
+    def set_aside(self, spec: SegmentSpec) -> None:
+        """A rank cannot open a segment now."""
+        self.in_place.pop(spec.segment, None)
+        self.away.pop(spec.segment, None)
+        self._probes.discard(spec.segment)
+        self.away[spec.segment] = spec
+
+    def came_back(self, spec: SegmentSpec) -> None:
+        """Every rank could open a segment that was away. After the first of its drive the others
+        are tried."""
+        del self.away[spec.segment]
+        self._pause_s = FIRST_BACK_OFF_S
+        if spec.segment in self._probes:
+            self._probes.remove(spec.segment)
+            for other in self.away.values():
+                if other.drive == spec.drive and other.segment not in self.opening:
+                    self.open(other)
+
+    def open_again(self, now: float) -> None:
+        """Plan another attempt at what some rank could not open, after a pause that grows: at the
+        engine store, and at one segment of each drive."""
+        if self.is_opening or now < self._again_s or (self.home_open and not self.away):
+            return
+        self._again_s, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_BACK_OFF_S)
+        self._opened_s = now
+        self._open_home()
+        first = {spec.drive: spec for spec in reversed(self.away.values())}
+        self._probes = {spec.segment for spec in first.values()}
+        for spec in first.values():
+            self.open(spec)
 
     @property
     def is_opening(self) -> bool:
@@ -431,7 +482,7 @@ class Segments:
 
     def on_settled(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
         """Take note of what a settled job says of the drives that it wrote to, or read from. Reads
-        of dropped segments say nothing: their files may not have been opened."""
+        of segments that are dropped or away say nothing: their files may not have been opened."""
         wrote: dict[int, bool] = {}
         for at, slot in enumerate(places_in(record.job.moves, self._tier)):
             spec = None if slot is None else self.specs.get(slot.segment)
@@ -442,7 +493,7 @@ class Segments:
                 bad = hangs or reason in _WRITE_IS_BAD
                 if bad or reason is None:
                     wrote[spec.drive] = bad or wrote.get(spec.drive, False)
-            elif spec.segment not in dropping and (hangs or reason in _READ_TELLS):
+            elif spec.segment not in dropping and spec.segment not in self.away and (hangs or reason in _READ_TELLS):
                 self.drives.note_read_result(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
         for drive, bad in wrote.items():
             self.drives.note_write_result(drive, now, "a write failed on some rank" if bad else None)

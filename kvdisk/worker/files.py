@@ -25,9 +25,9 @@ from kvdisk.blocks import Tier
 from kvdisk.device import segment as segments
 from kvdisk.device.base import Device
 from kvdisk.device.control import PLATFORM
-from kvdisk.device.drives import Directories
+from kvdisk.device.drives import Directories, check_first_is_mounted
 from kvdisk.device.home import JoinedHome
-from kvdisk.device.paths import NO_ROOM
+from kvdisk.device.paths import NO_ROOM, device_errors, is_directory
 from kvdisk.device.segment import DriveFolder
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog, start_thread
@@ -37,6 +37,9 @@ from kvdisk.worker.routes import OpenFile
 logger = logging.getLogger("kvdisk.worker")
 
 _MOST_FILES = 65536
+_SPARE_FILES = 64
+"""Descriptors that segments leave to the rest of the process, or a quarter where there are few."""
+_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR})
 GIVE_BACK_S = 30.0
 """How often a rank looks for files that others have removed, between what it opens and drops."""
 
@@ -49,15 +52,17 @@ class SegmentFiles(Protocol):
     """
 
     def open_home(self, spec: HomeSpec) -> None:
-        """Join the home, once, before any segment; remove this rank's files of unknown segments."""
+        """Join the home before any segment; remove this rank's files of unknown segments. Called
+        again, it does what it could not do before."""
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
-        """Make (``spec.create``) or open this rank's file; return it, kept open here.
+        """Make (``spec.create``) or open this rank's file; return it, kept open here. DeviceError
+        with ENOENT: it is gone, from a directory that can be read.
 
-        None: there is nothing to open. Where all ranks share a file, the one that writes it makes
-        it and has it open from then on; the others open it with a second job. Of another home
-        (``spec.source``) a file is opened to read only, and only on a drive that the home here is
-        open on. To make one waits up to two seconds for the store.
+        None: there is nothing to open, or it is open already. Where all ranks share a file, the one
+        that writes it makes it and has it open from then on; the others open it with a second job.
+        Of another home (``spec.source``) a file is opened to read only, and only on a drive that
+        the home here is open on. To make one waits up to two seconds for the store.
         """
 
     def drop_segment(self, spec: SegmentSpec) -> None:
@@ -90,6 +95,9 @@ class HomeFiles:
         """Among them."""
         self._part, self._part_count = rank // sharers, rank_count // sharers
         self._joined: tuple[Store, JoinedHome] | None = None
+        self._is_clean = False
+        """Whether files of unknown segments were removed from all drives that are open."""
+        self._most_files = _MOST_FILES
         self._open: dict[int, segments.SegmentFile] = {}
         self._mine: set[int] = set()
         """Those of them that this rank writes."""
@@ -97,33 +105,49 @@ class HomeFiles:
 
     def open_home(self, spec: HomeSpec) -> None:
         """See ``SegmentFiles``."""
-        assert self._joined is None, "a rank joins one home"
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
-        _allow_files()
-        guests = spec.guests
-        if guests is not None:
-            guests = guests._replace(description={**guests.description, PLATFORM: self._platform})
-        store = Store.open(self._directories, create=guests is not None, need_all=False)
-        home = store.join_home(spec.home_id, spec.fingerprint, guests)
+        if self._joined is None:
+            self._join(spec)
+        elif None in self._joined[1].folders:
+            self._look_for_drives()
+        _, home = self._in_home()
 
         def clean(part: DriveFolder) -> None:
             # Of a segment that goes nobody else removes the files of ranks that were here before.
             segments.remove_unknown_segments(part, self._part, spec.known_segments, of_all=home.is_spread)
 
-        try:
-            if self._number == 0:
-                home.clean_drives(clean)
-        except BaseException:
-            store.leave(home)
-            raise
-        self._joined = store, home
+        if self._number == 0 and not self._is_clean:
+            home.clean_drives(clean)
+        self._is_clean = True
+
+    def _join(self, spec: HomeSpec) -> None:
+        assert self._directories is not None
+        self._most_files = _allow_files()
+        guests = spec.guests
+        if guests is not None:
+            guests = guests._replace(description={**guests.description, PLATFORM: self._platform})
+            if guests.mounted and spec.known_segments:
+                check_first_is_mounted(self._directories)
+        store = Store.open(self._directories, create=guests is not None, need_all=False)
+        self._joined = store, store.join_home(spec.home_id, spec.fingerprint, guests)
+
+    def _look_for_drives(self) -> None:
+        """Open the drives of the home that could not be opened before, where that is possible by
+        now."""
+        assert self._directories is not None
+        (_, home), store = self._in_home(), Store.open(self._directories, create=False, need_all=False)
+        found = store.folders_again(home)
+        if found != home.folders:
+            home.folders, self._is_clean = found, False
+            self._joined = store, home
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
         """See ``SegmentFiles``."""
         writes = self._writes(spec)
-        if self._sharers > 1 and (not writes if spec.create else spec.segment in self._open):
+        if (self._sharers > 1 and spec.create and not writes) or (not spec.create and spec.segment in self._open):
             return None
         assert spec.segment not in self._open
+        self._check_files_left(spec.segment)
         (store, home), mine, drive = self._in_home(), (self._part, self._part_count), spec.drive
         if spec.source is not None:
             folder = store.foreign_folder(spec.source, spec.drive)
@@ -133,11 +157,35 @@ class HomeFiles:
         elif spec.create:
             file = store.make_segment(home, spec, *mine)
         else:
-            file = segments.open_segment(home.folder(spec.drive), spec, *mine, home.fingerprint, writable=writes)
+            file = self._open_own(home.folder(spec.drive), spec, home.fingerprint, writable=writes)
         self._open[spec.segment] = file
         if spec.source is None and writes and os.fstat(file.fd).st_nlink:  # not every file system counts names
             self._mine.add(spec.segment)
         return OpenFile(file.fd, spec.slot_bytes, spec.slot_count, drive)
+
+    def _open_own(
+        self, folder: DriveFolder, spec: SegmentSpec, fingerprint: bytes, *, writable: bool
+    ) -> segments.SegmentFile:
+        """Open a file of this rank. One that is missing is gone only where its directory can be
+        read: not where a drive was taken away."""
+        try:
+            return segments.open_segment(folder, spec, self._part, self._part_count, fingerprint, writable=writable)
+        except DeviceError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            with device_errors(f"looking for segment {spec.segment} in {folder.segments_path}"):
+                if not is_directory(folder.segments_path):
+                    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV)) from error
+                os.listdir(folder.segments_path)
+            raise DeviceError(errno.ENOENT, f"segment {spec.segment} is not in {folder.segments_path}") from error
+
+    def _check_files_left(self, segment: int) -> None:
+        """Raise DeviceError (EMFILE) where segments have all descriptors that they may have."""
+        with device_errors(f"opening segment {segment}"):
+            fd = os.open(os.devnull, os.O_RDONLY)  # the lowest that is free
+            os.close(fd)
+            if fd >= self._most_files:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
@@ -186,17 +234,20 @@ class HomeFiles:
 
     def _in_home(self) -> tuple[Store, JoinedHome]:
         if self._joined is None:
-            raise DeviceError(errno.ENOENT, "the engine store of this segment is not open")
+            raise DeviceError(errno.ENODEV, "the engine store of this segment is not open")
         return self._joined
 
 
-def _allow_files() -> None:
-    """Raise this process's limit of open files: each segment is one while the home is open."""
+def _allow_files() -> int:
+    """Raise this process's limit of open files: each segment is one while the home is open. Return
+    below which descriptors segments may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if most == resource.RLIM_INFINITY else most - min(_SPARE_FILES, most // 4)
 
 
 FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SEGMENT})
@@ -344,4 +395,6 @@ class FileJobs:
 def _reason_of(error: KvdiskError) -> Reason:
     if isinstance(error, DeviceError) and error.errno in NO_ROOM:
         return Reason.NO_SPACE
+    if isinstance(error, DeviceError) and error.errno == errno.ENOENT:
+        return Reason.ABSENT
     return Reason.HEADER if isinstance(error, GeometryMismatch | CorruptRecord) else Reason.IO_ERROR

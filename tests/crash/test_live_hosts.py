@@ -7,8 +7,11 @@ Every block that a load brings is compared byte by byte, as in all tests of a li
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,8 @@ from support.waits import until
 from test_store_goes_away import PROMPTS, hits, serve_until_all_hits, upkeep_of
 
 from kvdisk.config import Config
+from kvdisk.device import store as stores
+from kvdisk.device.control import read_record, write_record
 from kvdisk.device.home import INDEX_FILE
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
@@ -41,7 +46,8 @@ class Hosts(NamedTuple):
 
 @pytest.fixture
 def hosts(quick_path: Path) -> Hosts:
-    return Hosts(quick_path / "one", quick_path / "two")
+    (quick_path / "nvme").mkdir()
+    return Hosts(quick_path / "one", quick_path / "nvme" / "two")
 
 
 Start = Callable[..., LiveEngine]
@@ -116,6 +122,110 @@ def test_a_host_that_is_replaced_costs_recomputes(hosts, start, loss):
     assert audit_hosts(again, hosts) > 0
 
 
+def not_mounted(hosts, _):
+    """Where the directory would be is not there."""
+    hosts.two.parent.rename(hosts.two.parent.with_name("later"))
+    yield
+    hosts.two.parent.with_name("later").rename(hosts.two.parent)
+
+
+def store_locked(hosts, monkeypatch):
+    monkeypatch.setattr(stores, "STORE_LOCK_TIMEOUT_S", 0.2)
+    with Store.open(hosts.two).locked():
+        yield
+
+
+def held_by_a_late_worker(hosts, _):
+    (guest,) = hosts.two.glob("homes/*")
+    with (guest / "lock").open("r+") as late:
+        fcntl.flock(late, fcntl.LOCK_SH)
+        yield
+
+
+def used_by_another_boot(hosts, _):
+    """Or so it seems, where a clock is set late."""
+    (guest,) = hosts.two.glob("homes/*")
+    record = read_record(guest)
+    before = replace(record, clean=False, boot_id="another", last_use_s=int(time.time()) + 60)
+    write_record(guest, before)
+    yield
+    write_record(guest, record)
+
+
+def unreadable(hosts, monkeypatch):
+    """Reads fail, of one rank's files."""
+    real = os.open
+
+    def opening(path, *more, **how):
+        if str(path).endswith(("rank3.kv", "rank1.kv")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *more, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opening)
+        yield
+
+
+def few_descriptors(_, monkeypatch):
+    """For no more than a part of the segments, on each rank."""
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_allow_files", lambda: len(os.listdir("/proc/self/fd")) + 4)
+        yield
+
+
+def files_of(hosts: Hosts) -> set[tuple[str, int]]:
+    return {(path.name, path.stat().st_ino) for host in hosts for path in host.glob("homes/*/segments/*/*")}
+
+
+FAULTS = (not_mounted, store_locked, held_by_a_late_worker, used_by_another_boot, unreadable, few_descriptors)
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [*((MODEL, fault) for fault in FAULTS), (replace(MODEL, replicated=True), few_descriptors)],
+    ids=[*(fault.__name__ for fault in FAULTS), "same on every rank"],
+)
+def test_what_a_rank_cannot_open_at_a_start_is_there_when_it_can(hosts, start, monkeypatch, fault, model):
+    engine = start(model)
+    serve_until_all_hits(engine)
+    blocks = audit_hosts(engine, hosts)
+    engine.close()
+    written = files_of(hosts)
+    trouble = fault(hosts, monkeypatch)
+    next(trouble)
+    troubled = start(model)
+    troubled.run_until_quiet()
+    troubled.serve(PROMPTS)
+    assert hits(troubled) < ALL and failures(troubled) == 0
+    troubled.close()
+    assert next(trouble, None) is None
+    assert files_of(hosts) == written
+    after = start(model)
+    after.serve(PROMPTS)
+    assert hits(after) == ALL and failures(after) == 0
+    assert audit_hosts(after, hosts) == blocks
+    assert len(list_homes(hosts.one)) == len(list_homes(hosts.two)) == 1
+
+
+def test_a_host_whose_drive_is_mounted_late_joins_then(hosts, start, monkeypatch):
+    engine = start()
+    engine.serve(PROMPTS)
+    blocks = audit_hosts(engine, hosts)
+    engine.close()
+    trouble = not_mounted(hosts, monkeypatch)
+    next(trouble)
+    again = start()
+    again.run_until_quiet()
+    again.serve(PROMPTS)
+    assert hits(again) == 0
+    assert next(trouble, None) is None
+    until(lambda: (again.serve(["z" * 24]), not again.parts.nvme.segments.away)[1])
+    before = hits(again)
+    again.serve(PROMPTS)
+    assert hits(again) - before == ALL and failures(again) == 0
+    assert audit_hosts(again, hosts) >= blocks
+
+
 def test_an_old_copy_of_a_host_serves_no_wrong_byte(hosts, start):
     """Segments have the numbers that they had, with other blocks in them."""
     engine = start()
@@ -141,7 +251,7 @@ def test_slots_that_a_host_has_lost_since_are_found_by_their_headers(hosts, star
     engine = start()
     engine.serve(PROMPTS[:3])
     files = sorted(hosts.two.glob("homes/*/segments/*/rank*.kv"))
-    before = {path.relative_to(engine.parts.home.segments_path.parents[3] / "two"): path.read_bytes() for path in files}
+    before = {path.relative_to(hosts.two): path.read_bytes() for path in files}
     engine.serve(PROMPTS)
     engine.close()
     for name, content in before.items():

@@ -49,6 +49,7 @@ MUST_HAPPEN = (
         "evicted_blocks.cpu",
         "evicted_blocks.nvme",
         "segment_failures",
+        "segments came back",
         "moved_segments",
     ),
     *PICKS,

@@ -28,6 +28,7 @@ from kvdisk.manager.jobs import StoreSources, Transfers
 from kvdisk.manager.load_jobs import GpuLoads, LoadJobs
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.neighbours import NeighbourCopies
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.pool import FREE, LIMBO, SlotPool
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import BadObjects, RemoteCopies
@@ -94,6 +95,13 @@ def without_pins(outer: type, name: str) -> Plant:
         planter.replace(Catalog, "unpin", unpin)
 
     return plant
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def hide_what_is_dropped(_real: Real, nvme: NvmeSpace) -> None:
+    nvme._catalog.hide(nvme.tier, frozenset(nvme._ending))
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -314,6 +322,10 @@ def send_whatever(planter: Planter) -> None:
 
 BUGS = {
     # -- jobs --
+    "what cannot be opened now given up": Bug(
+        instead(NvmeSpace, "_set_aside", lambda _, nvme, spec: nvme._drop_segment(spec)), (on.NVME_ONLY,)
+    ),
+    "what cannot be opened now promised": Bug(instead(NvmeSpace, "_hide", hide_what_is_dropped), (on.NVME_ONLY,)),
     "settled when the first rank answered": Bug(before(Transfers, "absorb", settle_with_the_first_answer)),
     "one rank's failure ignored": Bug(
         before(Transfers, "absorb", forget_failures_of_others), (on.CPU_ONLY, on.NVME_ONLY)

@@ -331,6 +331,9 @@ class FakeRank:
         right = content is not None and content.holds(epoch, key, generation, value)
         assert right, f"{tier.name} {slot} of rank {self.rank} has {content}, not {key!r} {generation} {value!r}"
 
+    def opens_segment(self, job_id: JobId) -> bool:
+        return self._works[job_id].job.kind is JobKind.OPEN_SEGMENT
+
     def opens_home(self, job_id: JobId) -> bool:
         return self._works[job_id].job.kind is JobKind.OPEN_HOME
 
@@ -448,8 +451,9 @@ class FakeRank:
         job = work.job
         reason = failure
         if reason is None and job.kind is JobKind.OPEN_HOME:
-            assert job.home is not None and not self._joined
+            assert job.home is not None
             for segment in [segment for segment in self.segments if segment not in job.home.known_segments]:
+                assert not self._joined, "a segment that is in use is unknown"
                 self._remove(segment)
             self._joined = True
         elif reason is None:
@@ -465,7 +469,10 @@ class FakeRank:
                 self._closed.add(spec.segment)
             self._remove(spec.segment)
             return None
-        assert kind is JobKind.OPEN_SEGMENT and spec.segment not in self._open
+        assert kind is JobKind.OPEN_SEGMENT
+        if spec.segment in self._open:
+            assert not spec.create and spec.source is None
+            return None
         if spec.source is not None:
             home = self.neighbours.home(spec.source.home_id)
             if home is None or home.segment.segment != spec.source.segment:
@@ -475,7 +482,7 @@ class FakeRank:
             self._remove(spec.segment)  # preallocation truncates what a crash left
             self.segments[spec.segment] = spec.slot_count
         elif self.segments.get(spec.segment) != spec.slot_count:
-            return Reason.IO_ERROR
+            return Reason.HEADER if spec.segment in self.segments else Reason.ABSENT
         self._open.add(spec.segment)
         return None
 

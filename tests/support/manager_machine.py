@@ -327,6 +327,8 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         elif kind in {Event.KILLED, Event.RESTARTED}:
             go_on = self.restart if kind is Event.RESTARTED else self.succeed
             go_on(max(1, pick % (self.sizes.segments + 1)))
+            if kind is Event.RESTARTED and pick % 3 == 2:
+                self._bar(pick)
         elif kind is Event.REFUSING:
             self.index.refuse_puts = not self.index.refuse_puts
         elif kind is Event.ROTTEN:
@@ -336,6 +338,18 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         else:
             self._run_until_quiet()
         self.last_event = self.engine.step_count
+
+    def _bar(self, pick: int) -> None:
+        """A rank cannot open some of the files that there are, or its home, for now."""
+        self.run_step(BUDGET_TOKENS)
+        rank, number = self.ranks[pick % len(self.ranks)], 0
+        while rank.runnable and (rank.opens_home(rank.runnable[0]) or rank.opens_segment(rank.runnable[0])):
+            if pick >> number % 4 & 1:
+                rank.run_leg(rank.runnable[0], failure=Reason.IO_ERROR)
+            else:
+                rank.run_job(rank.runnable[0])
+            number += 1
+        self.run_step(BUDGET_TOKENS)
 
     def _lose_block(self, pick: int) -> None:
         """A drive loses what is in a slot, and says nothing."""

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, segment_charge_bytes
@@ -23,7 +26,7 @@ from kvdisk.manager.segments import NvmeLayout
 from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import MemorySpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
-from kvdisk.messages import FOREIGN_SEGMENTS
+from kvdisk.messages import FOREIGN_SEGMENTS, SegmentSpec
 from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
@@ -107,7 +110,14 @@ def check_tails_first(before: dict[tuple[int, BlockKey], BlockKey | None], catal
 
 
 class WatchedNvmeSpace(NvmeSpace):
-    """``NvmeSpace`` that fails where the head of a chain leaves it before its tail."""
+    """``NvmeSpace`` that fails where the head of a chain leaves it before its tail. ``came_back``:
+    how many segments did that were away."""
+
+    came_back = 0
+
+    def _enter(self, spec: SegmentSpec, used: NDArray[np.uint32] | None = None) -> None:
+        self.came_back += spec.segment in self.segments.away
+        super()._enter(spec, used)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
         before = ready_copies(self._catalog, Tier.NVME)

@@ -101,6 +101,8 @@ class ManagerWatch(Watch):
     _saved: dict[str, set[BlockKey]] = field(default_factory=dict)
     """By victim, the blocks whose stores were urgent, and have not failed."""
     tenant_of: Callable[[str], int] = lambda _: 0
+    must_stay: set[int] = field(default_factory=set)
+    """Segments that some rank could not open, for no reason by which they are lost."""
     _first_held: dict[Tier, Counter[tuple[int, int]]] = field(default_factory=dict)
     """See ``_held_of_tenants``, at the start."""
     stored_s: dict[tuple[BlockKey, int], int] = field(default_factory=dict)
@@ -456,8 +458,20 @@ class ManagerWatch(Watch):
                     self._bad_objects.pop(key, None)
                 for position, reason in failures.items():
                     self._note_failure(job, owner, position, reason, position in late)
+                self._note_opened(job, failures.get(-1))
+        self.must_stay -= report.removed
         for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
             del self._late[job_id], self._late_ranks[job_id]
+
+    def _note_opened(self, job: Job, failure: Reason | None) -> None:
+        """Only what is known to be lost may be given up."""
+        spec, nvme = job.segment, self.parts.nvme
+        if job.kind is not JobKind.OPEN_SEGMENT or spec is None or spec.source is not None or spec.create:
+            return
+        assert nvme is not None
+        self.must_stay.discard(spec.segment)
+        if failure not in {None, Reason.ABSENT, Reason.HEADER} and spec.segment not in nvme._drops:
+            self.must_stay.add(spec.segment)
 
     def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason, late: bool) -> None:
         nvme = self.parts.nvme
@@ -523,6 +537,11 @@ class ManagerWatch(Watch):
         self._check_records()
         self._check_zombies()
         nvme, now = parts.nvme, self.engine.now
+        if nvme is not None:
+            assert not self.must_stay & nvme._drops.keys(), "what a rank cannot open now is given up"
+            away = nvme.segments.away.keys()
+            assert self.must_stay <= away | nvme.segments.opening
+            assert away <= parts.catalog.columns(Tier.NVME).hidden and not any(map(nvme.pool.has_segment, away))
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.update_writable(now)):
             pending = parts.manager.has_pending_work(now) and not parts.manager._remote.has_work(now)
             searches = parts.cpu is not None and parts.manager._stores.has_deferred(now)

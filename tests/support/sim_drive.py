@@ -149,15 +149,19 @@ class SimFiles:
         self._open: dict[int, int] = {}
 
     def open_home(self, spec: HomeSpec) -> None:
-        assert not self._joined, "a rank joins one home"
+        if self._joined:
+            assert self._open.keys() <= set(spec.known_segments), "a segment that is in use is unknown"
+            return
         self._fail("the home", self._weather.home)
         self._drive.forget_removed()
         for segment in [segment for segment in self._drive.files if segment not in spec.known_segments]:
             del self._drive.files[segment]
         self._joined = True
 
-    def open_segment(self, spec: SegmentSpec) -> OpenFile:
-        assert spec.segment not in self._open
+    def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
+        if spec.segment in self._open:
+            assert not spec.create and spec.source is None
+            return None
         self._must_have_joined()
         self._fail(f"segment {spec.segment}", self._weather.files)
         file_bytes = segment_file_bytes(spec.slot_bytes, spec.slot_count)
@@ -189,7 +193,7 @@ class SimFiles:
 
     def _must_have_joined(self) -> None:
         if not self._joined:
-            raise DeviceError(errno.ENOENT, "the engine store of this segment is not open")
+            raise DeviceError(errno.ENODEV, "the engine store of this segment is not open")
 
     def _fail(self, what: str, likelihood: float) -> None:
         if likelihood and self._rng.random() < likelihood:

@@ -26,7 +26,7 @@ from kvdisk.manager.catalog import CopyState
 from support.fake_remote import FakeRemote, SimRemote
 from support.life import LONGEST_QUARANTINE_S, Life
 from support.live_model import LiveModel, PromptTree
-from support.manager_parts import FINGERPRINT, Sizes, two_tiers
+from support.manager_parts import FINGERPRINT, Sizes, WatchedNvmeSpace, two_tiers
 from support.manager_watch import check_pins
 from support.sim_drive import SimDrive, Weather
 from support.sim_rank import SimRank, World
@@ -126,7 +126,7 @@ class Simulation(Life):
         faults = {name: rng.choice((0.0, 0.0, 0.03, 0.1, 0.3)) for name in ("eio", "tear", "flip", "files")}
         faults |= {name: rng.choice((0.0, 0.0, 0.1, 0.3, 0.6)) for name in ("hang", "lose")}
         faults["slow_copies"] = rng.choice((0.0, 0.3, 1.0))
-        faults["home"] = rng.choice((0.0,) * 19 + (0.5,))
+        faults["home"] = rng.choice((0.0, 0.0, 0.0, 0.1, 0.5))
         return faults
 
     def start_ranks(self) -> list[SimRank]:
@@ -374,6 +374,8 @@ class Simulation(Life):
 
     def _count_life(self) -> None:
         self.counts.update(self.parts.manager.stats.counts)
+        if isinstance(self.parts.nvme, WatchedNvmeSpace):
+            self.counts["segments came back"] += self.parts.nvme.came_back
         for rank in self.ranks:
             self.counts.update(rank.device.seen)
             self.counts.update(rank.seen)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,8 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from kvdisk.blocks import JobId
+from kvdisk.device import mounts
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.store import Store
+from kvdisk.device.watch import HomeWatch
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, Job, JobKind, Reason, SegmentSpec
 from kvdisk.worker.files import FileJobs, HomeFiles
@@ -193,9 +197,139 @@ def test_which_homes_may_be_read(dirs):
     assert readable().keys() == {taken.id}
     taken.close(clean=True)
     assert readable("later").keys() == {taken.id}, "closed in order"
-    (path / "homes" / taken.id / "HOME").write_text("{")
+    for name in ("HOME", "HOME.tmp"):
+        (path / "homes" / taken.id / name).write_text("{")
     assert readable() == {}
     shutil.rmtree(path / "homes" / taken.id)
     assert readable() == {}
     for home in (mine, strange, damaged, other):
         home.close(clean=True)
+
+
+# -- drives that are away ----------------------------------------------------------------------
+
+
+def mounted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *points: Path) -> None:
+    """Let the system say that these are mounts of their own, and all else is the root's."""
+    lines = [f"1 1 8:1 / {point} rw - ext4 /dev/x rw" for point in (Path("/"), *points)]
+    (tmp_path / "mountinfo").write_text("\n".join(lines))
+    monkeypatch.setattr(mounts, "MOUNTINFO_PATH", tmp_path / "mountinfo")
+
+
+def test_a_start_without_a_drive_whose_mount_point_is_there_is_refused(dirs, tmp_path, monkeypatch):
+    """As one whose directory is not there: nothing is made in its place, and nothing is lost."""
+    mounted_at(tmp_path, monkeypatch, *dirs[:2])
+    home = acquire(dirs[:2])
+    files = joined(dirs[:2], home)
+    files.open_segment(SPEC._replace(drive=1))
+    files.close()
+    home.close(clean=True)
+    dirs[1].rename(tmp_path / "later")
+    dirs[1].mkdir(mode=0o700)
+    mounted_at(tmp_path, monkeypatch, dirs[0])
+    with pytest.raises(ConfigError, match="mount it, or delete that engine store"):
+        acquire(dirs[:2])
+    assert not list(dirs[1].iterdir())
+    mounted_at(tmp_path, monkeypatch, *dirs[:2])
+    acquire(dirs[:2]).close(clean=True)
+    shutil.rmtree(dirs[1])
+    (tmp_path / "later").rename(dirs[1])
+    after = acquire(dirs[:2])
+    assert (after.folder(1).segments_path / "3" / "rank0.kv").exists()
+    after.close(clean=True)
+
+
+def test_a_directory_on_the_root_file_system_may_be_added(dirs, tmp_path, monkeypatch):
+    mounted_at(tmp_path, monkeypatch, dirs[0])
+    acquire(dirs[:1]).close(clean=True)
+    home = acquire(dirs[:2])
+    assert not home.fresh and home.drive_count == 2
+    home.close(clean=True)
+
+
+def test_a_rank_opens_a_drive_that_comes_later_and_the_watch_takes_one_that_goes_for_no_loss(dirs, tmp_path):
+    home = acquire(dirs[:2])
+    files = joined(dirs[:2], home)
+    for drive in range(2):
+        files.open_segment(SPEC._replace(segment=3 + drive, drive=drive))
+    specs = {3 + drive: SPEC._replace(segment=3 + drive, drive=drive, create=False) for drive in range(2)}
+    watch = HomeWatch(home, 1)
+    assert not watch.lost_segments(specs)
+    dirs[1].rename(tmp_path / "later")
+    dirs[1].mkdir(mode=0o700)
+    assert not watch.lost_segments(specs), "it is not there, with all that it has"
+    files.close()
+    again = HomeFiles(dirs[:2], 0, 1)
+    spec = HomeSpec(home.id, home.fingerprint, (3, 4))
+    again.open_home(spec)
+    assert again.open_segment(specs[3])
+    with pytest.raises(DeviceError) as caught:
+        again.open_segment(specs[4])
+    assert caught.value.errno == errno.ENODEV and not list(dirs[1].iterdir())
+    dirs[1].rmdir()
+    (tmp_path / "later").rename(dirs[1])
+    again.open_home(spec)
+    assert again.open_segment(specs[4]) and again.open_segment(specs[4]) is None, "it is open"
+    (home.folder(1).segments_path / "4" / "rank0.kv").unlink()
+    assert watch.lost_segments(specs) == {4}
+    again.close()
+    home.close(clean=True)
+
+
+def test_a_process_with_few_descriptors_opens_what_it_may_and_leaves_some_to_others(dirs, monkeypatch):
+    home = acquire(dirs[:1])
+    files = joined(dirs[:1], home)
+    for segment in range(40):
+        files.open_segment(SPEC._replace(segment=segment))
+    files.close()
+    least = len(os.listdir("/proc/self/fd"))
+    limit = (least + 20) * 4 // 3  # a quarter of few stays free
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    files = HomeFiles(dirs[:1], 0, 1)
+    files.open_home(HomeSpec(home.id, home.fingerprint, tuple(range(40))))
+    jobs = FileJobs(files, Mock(), Mock(), uses=Mock(), threaded=False)
+    for segment in range(40):
+        jobs.add(Job(JobId(segment), JobKind.OPEN_SEGMENT, segment=SPEC._replace(segment=segment, create=False)))
+    reasons = [reason for _, reason in jobs.turn()]
+    assert 10 < reasons.count(None) < 25 and reasons.count(Reason.IO_ERROR) == 40 - reasons.count(None)
+    jobs.close()
+    home.close(clean=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.ENOENT, Reason.ABSENT)]
+    + [
+        (number, Reason.IO_ERROR)
+        for number in (
+            errno.EMFILE,
+            errno.ENFILE,
+            errno.ENOMEM,
+            errno.EAGAIN,
+            errno.EACCES,
+            errno.EIO,
+            errno.ETIMEDOUT,
+            errno.EROFS,
+        )
+    ],
+)
+def test_what_an_errno_says_of_a_segment(dirs, monkeypatch, number, reason):
+    home = acquire(dirs[:1])
+    files = joined(dirs[:1], home)
+    files.open_segment(SPEC)
+    files.close()
+    jobs = FileJobs(joined(dirs[:1], home), Mock(), Mock(), uses=Mock(), threaded=False)
+    real = os.open
+
+    def opening(path, *more, **how):
+        if str(path).endswith("rank0.kv"):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *more, **how)
+
+    monkeypatch.setattr(os, "open", opening)
+    jobs.add(Job(JobId(1), JobKind.OPEN_SEGMENT, segment=SPEC._replace(create=False)))
+    assert [reason for _, reason in jobs.turn()] == [reason]
+    monkeypatch.undo()
+    assert (home.segments_path / "3" / "rank0.kv").exists()
+    jobs.close()
+    home.close(clean=True)

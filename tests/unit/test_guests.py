@@ -16,13 +16,14 @@ import pytest
 import rebuild_stores
 
 from kvdisk.assembly import assemble_scheduler
+from kvdisk.device import mounts
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S
 from kvdisk.device.control import HomeRecord, read_record, write_record
 from kvdisk.device.home import Home
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.store import Store
 from kvdisk.engine_store import describe_geometry, guests_of
-from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch
+from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
 from kvdisk.geometry import segment_charge_bytes
 from kvdisk.identity import Identity
 from kvdisk.messages import GuestSpec, HomeSpec, SegmentSpec
@@ -156,25 +157,133 @@ def test_a_takeover_takes_the_guest_over(hosts):
     assert files_in(hosts.two) == {"3/rank2.kv", "3/rank3.kv"}, "the other segment is not known"
 
 
-def test_a_guest_that_is_held_is_not_taken_over(hosts):
-    """A worker of the owner before may write on; what it writes is nobody's."""
+def test_a_guest_that_is_held_is_waited_for(hosts):
+    """A worker of the owner before may write on. Beside another guest its files would be lost."""
     home = acquire(hosts.one)
     late = join(hosts.two, 2, spec_of(home))
     late.open_segment(SPEC)
     home.close(clean=False)
     again = acquire(hosts.one)
     assert again.record.lineage == home.id and again.id != home.id
-    new = join(hosts.two, 2, spec_of(again))
-    with pytest.raises(DeviceError):
-        new.open_segment(SPEC._replace(create=False))
-    assert {one.id for one in list_homes(hosts.two)} == {home.id, again.id}
+    new = HomeFiles(hosts.two, 2, 4)
+    for _ in range(2):
+        with pytest.raises(StoreLocked, match="cannot be taken over yet"):
+            new.open_home(spec_of(again, (3,)))
+        with pytest.raises(DeviceError) as caught:
+            new.open_segment(SPEC._replace(create=False))
+        assert caught.value.errno == errno.ENODEV, "nothing says that it is gone"
+    assert {one.id for one in list_homes(hosts.two)} == {home.id}
     late.close()
-    again.close(clean=False)
+    new.open_home(spec_of(again, (3,)))
+    assert new.open_segment(SPEC._replace(create=False))
+    assert {one.id for one in list_homes(hosts.two)} == {again.id}
     new.close()
-    newest = acquire(hosts.one)
-    join(hosts.two, 2, spec_of(newest)).close()
-    assert {one.id for one in list_homes(hosts.two)} == {home.id, newest.id}, "that of the owner before"
-    newest.close(clean=True)
+    again.close(clean=True)
+
+
+def test_a_guest_whose_lock_was_removed_is_taken_over_at_once(hosts):
+    """Who holds a guest holds its directory, too."""
+    run(hosts, (), (SPEC,))
+    (there,) = list_homes(hosts.two)
+    write_record(there.path, replace(the_guest(hosts.two), clean=False))  # as after a kill
+    (there.path / "lock").unlink()
+    home = acquire(hosts.one)
+    files = join(hosts.two, 2, spec_of(home, (3,)))
+    assert files.open_segment(SPEC._replace(create=False))
+    assert {one.id for one in list_homes(hosts.two)} == {home.id}
+    files.close()
+    home.close(clean=True)
+
+
+def test_a_guest_that_cannot_be_read_now_is_waited_for(hosts, monkeypatch):
+    before = run(hosts, (), (SPEC,))
+    home = acquire(hosts.one)
+    files, real = HomeFiles(hosts.two, 2, 4), os.open
+
+    def opening(path, *more, **how):
+        if str(path) == str(hosts.two / "homes" / before / "HOME"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *more, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opening)
+        with pytest.raises(StoreLocked):
+            files.open_home(spec_of(home, (3,)))
+    files.open_home(spec_of(home, (3,)))
+    assert files.open_segment(SPEC._replace(create=False))
+    files.close()
+    home.close(clean=True)
+
+
+def mounted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *points: Path) -> None:
+    """Let the system say that these are mounts of their own, and all else is the root's."""
+    lines = [f"1 1 8:1 / {point} rw - ext4 /dev/x rw" for point in (Path("/"), *points)]
+    (tmp_path / "mountinfo").write_text("\n".join(lines))
+    monkeypatch.setattr(mounts, "MOUNTINFO_PATH", tmp_path / "mountinfo")
+
+
+def test_a_host_whose_drive_is_not_mounted_gets_no_files(hosts, tmp_path, monkeypatch):
+    """The directory in which it is mounted is there, and empty."""
+    mounted_at(tmp_path, monkeypatch, hosts.one, hosts.two)
+    run(hosts, (), (SPEC,))
+    hosts.two.rename(tmp_path / "later")
+    hosts.two.mkdir(mode=0o700)
+    mounted_at(tmp_path, monkeypatch, hosts.one)
+    home = acquire(hosts.one)
+    files = HomeFiles(hosts.two, 2, 4)
+    with pytest.raises(DeviceError, match="is its drive mounted") as caught:
+        files.open_home(spec_of(home, (3,)))
+    assert caught.value.errno == errno.ENODEV and not list(hosts.two.iterdir())
+    hosts.two.rmdir()
+    (tmp_path / "later").rename(hosts.two)
+    mounted_at(tmp_path, monkeypatch, hosts.one, hosts.two)
+    files.open_home(spec_of(home, (3,)))
+    assert files.open_segment(SPEC._replace(create=False))
+    files.close()
+    home.close(clean=True)
+
+
+@pytest.mark.parametrize("known", [(), (3,)], ids=["nothing is stored yet", "its drive is new"])
+def test_a_host_that_is_new_gets_a_guest(hosts, tmp_path, monkeypatch, known):
+    mounted_at(tmp_path, monkeypatch, hosts.one, *([hosts.two] if known else []))
+    run(hosts, (), (SPEC,) if known else ())
+    shutil.rmtree(hosts.two)
+    home = acquire(hosts.one)
+    files = join(hosts.two, 2, spec_of(home, known))
+    with pytest.raises(DeviceError) as caught:
+        files.open_segment(SPEC._replace(create=False))
+    assert caught.value.errno == errno.ENOENT, "it is known to be gone"
+    files.close()
+    home.close(clean=True)
+
+
+def test_a_guest_keeps_what_is_on_a_further_drive_that_is_away(hosts, tmp_path):
+    places = [hosts.two, tmp_path / "nvme" / "more"]
+    places[1].parent.mkdir()
+    spec = SPEC._replace(drive=1)
+
+    def life(known: tuple[int, ...]) -> tuple[Home, HomeFiles]:
+        home = Store.open([hosts.one, tmp_path / "beside one"]).acquire_home(MINE, DESCRIBED, CAP, spread=True)
+        files = HomeFiles(places, 2, 4)
+        files.open_home(spec_of(home, known))
+        return home, files
+
+    home, files = life(())
+    files.open_segment(SPEC)
+    files.open_segment(spec._replace(segment=4))
+    files.close()
+    home.close(clean=True)
+    places[1].parent.rename(tmp_path / "later")
+    home, files = life((3, 4))
+    assert files.open_segment(SPEC._replace(create=False))
+    with pytest.raises(DeviceError) as caught:
+        files.open_segment(spec._replace(segment=4, create=False))
+    assert caught.value.errno == errno.ENODEV
+    (tmp_path / "later").rename(places[1].parent)
+    files.open_home(spec_of(home, (3, 4)))
+    assert files.open_segment(spec._replace(segment=4, create=False)), "it was mounted meanwhile"
+    files.close()
+    home.close(clean=True)
 
 
 def test_a_worker_of_the_owner_before_that_comes_late_writes_into_no_guest_of_the_next(hosts):

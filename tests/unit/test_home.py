@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,6 +25,7 @@ from kvdisk.device.control import write_record
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, StoreLocked
+from kvdisk.messages import SegmentSpec
 
 MINE = bytes(range(32))
 OTHER = b"\x77" * 32
@@ -261,7 +263,7 @@ def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):
     [
         lambda path: (path / "HOME").unlink(),
         lambda path: ((path / "lock").unlink(), (path / "lock").mkdir()),
-        lambda path: ((path / "HOME").unlink(), os.mkfifo(path / "HOME")),
+        lambda path: ((path / "HOME").unlink(), (path / "HOME.tmp").unlink(), os.mkfifo(path / "HOME")),
     ],
 )
 def test_a_home_that_is_not_complete_is_deleted_once_nobody_holds_it(store, damage):
@@ -275,6 +277,70 @@ def test_a_home_that_is_not_complete_is_deleted_once_nobody_holds_it(store, dama
     assert ids(store) == {home.id, other.id}, "a damaged HOME does not make its owner dead"
     for closed in (home, other):
         closed.close(clean=True)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_what_home_said_before_is_used_where_one_bit_of_it_is_wrong(store, bit, caplog):
+    left = leave(store)
+    said = bytearray((store.home_path(left) / "HOME").read_bytes())
+    said[5] ^= 1 << bit
+    (store.home_path(left) / "HOME").write_bytes(said)
+    assert alive(store) == {left: False}
+    home = acquire(store)
+    assert not home.fresh and (home.segments_path / "0").exists() and ids(store) == {home.id}
+    assert "HOME.tmp says what it said before" in caplog.text
+    home.close(clean=True)
+
+
+def test_a_home_both_of_whose_records_are_damaged_goes_with_a_line(store, caplog):
+    left = leave(store)
+    for name in ("HOME", "HOME.tmp"):
+        (store.home_path(left) / name).write_text("{")
+    acquire(store).close(clean=True)
+    assert f"deletes engine store {left}" in caplog.text and left not in ids(store)
+
+
+def test_a_home_without_home_is_no_home_whatever_home_tmp_says(store):
+    """A deletion begins with HOME, and may have been broken off."""
+    left = leave(store)
+    (store.home_path(left) / "HOME").unlink()
+    home = acquire(store)
+    assert home.fresh and ids(store) == {home.id}
+    home.close(clean=True)
+
+
+@pytest.mark.parametrize("what", ["HOME", "lock", "segments"])
+def test_an_unowned_home_that_cannot_be_read_now_stops_nobody_and_stays(store, monkeypatch, caplog, what):
+    """Running engines make segments beside it, and others start."""
+    left = leave(store, 8 * MIB)
+    mine = acquire(store, OTHER)
+    real_open, real_scan = os.open, os.scandir
+
+    def refuse(path) -> None:
+        if str(path).startswith(str(store.home_path(left) / what)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    def opening(path, *more, **how):
+        refuse(path)
+        return real_open(path, *more, **how)
+
+    def scanning(path=".") -> Any:
+        refuse(path)
+        return real_scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opening)
+        patch.setattr(os, "scandir", scanning)
+        joined = store.join_home(mine.id, OTHER)
+        store.make_segment(joined, SegmentSpec(0, 8192, 7000), 0, 1).close()
+        beside = acquire(store)
+        assert beside.fresh, "nobody knows what it is"
+        beside.close(clean=True)
+    assert f"engine store {left} cannot be looked at now" in caplog.text
+    after = acquire(store)
+    assert not after.fresh and (after.segments_path / "0").exists() and left not in ids(store)
+    for held in (joined, mine, after):
+        held.close(clean=True) if held is not joined else held.close()
 
 
 def test_a_store_whose_lock_files_were_removed_is_left_alone_while_it_is_used_and_taken_over_then(store):

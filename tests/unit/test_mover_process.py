@@ -210,6 +210,21 @@ def test_one_without_jobs_may_stand_still_for_ever(rank):
     assert rank.do(JobKind.LOAD, (move(0),)) == {}
 
 
+def test_one_that_waits_for_a_file_is_not_ended(rank):
+    """As where a drive takes long to allocate a segment: here for the lock of the store."""
+    until(lambda: rank.look() or len(rank.results) == rank.jobs, "the answers to all jobs")
+    with Store.open(rank.path).locked():
+        job = rank.submit(JobKind.OPEN_SEGMENT, segment=SegmentSpec(7, GEOMETRY.slot_sizes[0], ROWS))
+        rank.mover._answer_s = 0.0
+        for _ in range(20):
+            rank.look()
+        rank.mover._answer_s = NEVER_S
+        assert not rank.mover._killed and job not in rank.results
+    until(lambda: rank.look() or job in rank.results, "its answer")
+    assert not rank.off and lives(rank.mover.pid)
+    assert rank.do(JobKind.STORE, (move(0),)) == {}
+
+
 def test_a_long_step_of_this_process_is_no_silence_of_the_other(rank):
     """It may have stood still itself: in a debugger, or with its whole container."""
     rank.do(JobKind.STORE, (move(0),))

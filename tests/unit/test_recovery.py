@@ -272,6 +272,41 @@ def test_a_drive_none_of_whose_segments_can_be_read_loses_none(tmp_path, monkeyp
         assert [record.drive for record in content_of(dirs[0]).segments] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT])
+def test_a_segment_that_cannot_be_read_in_a_rebuild_leaves_the_engine_store_for_later(
+    path, monkeypatch, caplog, number
+):
+    """Its files would go, and others would get its number. ``kvdisk repair`` does without it."""
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+
+    def scan(folder, segment, rank):
+        if segment == 2:
+            raise DeviceError(number, "opening segment 2")
+        return scan_file(folder, segment, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "scan_file", scan)
+        assert served(path) == set()
+    assert "leaves engine store" in caplog.text
+    assert served(path) == expected
+
+
+def test_slots_that_cannot_be_read_for_a_moment_are_found_by_a_rebuild(path, monkeypatch):
+    expected = make_store(path)
+    shutil.rmtree(home_path(path) / "index")
+    monkeypatch.setattr(rebuild, "_PAUSE_S", 0.0)
+    read, failures = os.preadv, iter(range(7))
+
+    def failing(fd, buffers, offset):
+        if offset and next(failures, None) is not None:
+            raise OSError(errno.EIO, "no")
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert served(path) == expected
+
+
 # -- cut to the cap ----------------------------------------------------------------------------
 
 

@@ -118,7 +118,8 @@ def test_no_segment_gets_the_number_of_a_neighbours():
     """A damaged record has used up those below: until the next start there are no more segments."""
     parts = Parts.make(Config.from_mapping({}), GEOMETRY, Mock())
     transfers, segments = parts.transfers, Segments(Tier.NVME, parts, NvmeLayout(0, (2,), 1 << 62), 1)
-    segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)], HomeSpec("", b""))
+    segments.restore([SegmentRecord(FOREIGN_SEGMENTS - 2, GEOMETRY.slot_sizes[0], 2)])
+    segments.open_all(HomeSpec("", b""))
     planned = []
     for _ in range(3):
         transfers.absorb(Report({job.id: JobResult(1) for job in transfers.take_queued(0.0)}))
@@ -128,7 +129,7 @@ def test_no_segment_gets_the_number_of_a_neighbours():
     assert max(segments.specs) == FOREIGN_SEGMENTS - 1
 
 
-def test_of_a_drive_that_fails_at_the_start_each_step_ends_some_copies(monkeypatch):
+def test_of_a_drive_that_is_empty_at_the_start_each_step_ends_some_copies(monkeypatch):
     """All of a large store at once would hold up a step for seconds. Nobody is promised any of
     it."""
     served = Served(drives=1, segments=3)
@@ -141,7 +142,7 @@ def test_of_a_drive_that_fails_at_the_start_each_step_ends_some_copies(monkeypat
     served.engine.forward()
     while runnable := served.rank.runnable:
         is_home = served.rank.opens_home(runnable[0])
-        served.rank.run_leg(runnable[0], failure=None if is_home else Reason.IO_ERROR)
+        served.rank.run_leg(runnable[0], failure=None if is_home else Reason.ABSENT)
     served.engine.update()
     left = []
     for _ in range(5):
