@@ -423,7 +423,7 @@ class NvmeSpace(TierSpace):
             return
         is_new = spec.segment not in self.pool.states
         if not is_new and failure is not None and failure not in _IS_LOST:
-            self._set_aside(spec)
+            self._set_aside(spec, now)
             return
         if spec.create:
             self.segments.made(spec, now, failure)
@@ -452,12 +452,12 @@ class NvmeSpace(TierSpace):
             self.pool.add_segment(spec.segment, size_class, spec.slot_count, used, spec.drive)
         self.segments.in_place[spec.segment] = spec
 
-    def _set_aside(self, spec: SegmentSpec) -> None:
+    def _set_aside(self, spec: SegmentSpec, now: float) -> None:
         """Take a segment that some rank cannot open now out of service. Its copies stay, hidden,
         with their records and files."""
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
-        self.segments.set_aside(spec)
+        self.segments.set_aside(spec, now)
         self._hide()
 
     def _drop_segment(self, spec: SegmentSpec) -> None:

@@ -319,8 +319,9 @@ class Segments:
 
     # -- what cannot be opened now -------------------------------------------------------------
 
-    def set_aside(self, spec: SegmentSpec) -> None:
+    def set_aside(self, spec: SegmentSpec, now: float) -> None:
         """A rank cannot open a segment now."""
+        self._again_s = max(self._again_s, now + FIRST_BACK_OFF_S)
         self.in_place.pop(spec.segment, None)
         self.away.pop(spec.segment, None)
         self._probes.discard(spec.segment)

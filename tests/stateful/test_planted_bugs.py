@@ -323,7 +323,7 @@ def send_whatever(planter: Planter) -> None:
 BUGS = {
     # -- jobs --
     "what cannot be opened now given up": Bug(
-        instead(NvmeSpace, "_set_aside", lambda _, nvme, spec: nvme._drop_segment(spec)), (on.NVME_ONLY,)
+        instead(NvmeSpace, "_set_aside", lambda _, nvme, spec, now: nvme._drop_segment(spec)), (on.NVME_ONLY,)
     ),
     "what cannot be opened now promised": Bug(instead(NvmeSpace, "_hide", hide_what_is_dropped), (on.NVME_ONLY,)),
     "settled when the first rank answered": Bug(before(Transfers, "absorb", settle_with_the_first_answer)),

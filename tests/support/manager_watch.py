@@ -486,6 +486,8 @@ class ManagerWatch(Watch):
             pass  # its bytes may be as good as before, and what is gone may come back
         elif Tier.REMOTE in move.slots and job.kind in _READS:
             self._bad_objects[move.key] = self.engine.now
+        elif reason is Reason.IO_ERROR and Tier.NVME in move.slots and move.slots[Tier.NVME].segment in self.must_stay:
+            pass  # it was never open
         elif job.kind in _READS and reason in _BAD_COPY:
             self._bad_copies.add(_source(move))
             if reason is Reason.IO_ERROR:
