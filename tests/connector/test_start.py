@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -51,10 +53,12 @@ from kvdisk.connector import adapter, connector, identity
 from kvdisk.connector.adapter import geometry_of, layer_blocks, rank_of, refuse_unsupported
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.identity import fingerprint_of
-from kvdisk.connector.model_weights import identity_of
+from kvdisk.connector.model_weights import identity_of, read_weights_early
 from kvdisk.connector.plugin import register
 from kvdisk.connector.tier_settings import refuse_tiers_early
+from kvdisk.connector.weights import WeightsChanged
 from kvdisk.errors import ConfigError
+from kvdisk.identity import Named
 from kvdisk.worker.host_memory import host_memory
 
 SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -788,6 +792,22 @@ def test_without_identity_the_nvme_tier_is_refused(folder, name, value, said):
     empty.mkdir()
     with pytest.raises(ConfigError, match=said):
         _fingerprint(folder, {name: value or str(empty)})
+
+
+def test_weights_that_change_while_an_engine_starts_are_not_known(folder):
+    """Which of them it has loaded is not known. A later start takes them as they are."""
+    config = vllm_config(folder)
+
+    def start(change: Callable[[], object] = lambda: None) -> Named | None:
+        read_weights_early(config)  # as its configuration is built
+        time.sleep(0.05)  # the times of files are some ms behind
+        change()
+        return identity_of(lambda digest: fingerprint_of(config, PLAIN, digest=digest)).wait(WAIT_S)
+
+    before = start()
+    with pytest.raises(WeightsChanged, match="changed while the engine was starting"):
+        start((folder / "model.safetensors").touch)
+    assert start() == before
 
 
 def _header(**tensors: Any) -> bytes:
