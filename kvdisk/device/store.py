@@ -479,7 +479,7 @@ class Store:
         one, DeviceError."""
         with self.locked(), ExitStack() as stack:
             self.home_path(home_id).stat()
-            found = self._take_stock_of(home_id, stack)
+            found = self._take_stock(home_id, stack)
             if found.live:
                 raise StoreLocked(f"engine store {home_id} has a live owner")
             yield found
@@ -638,6 +638,8 @@ class Store:
             return Holding(home_id, None, -1, True, 0, 0, HomeLock(-1, -1))
 
     def _take_stock(self, home_id: str, stack: ExitStack) -> Holding:
+        """Look at a home, and hold it until ``stack`` is closed where nobody does. Raises
+        OSError."""
         path, record = self.home_path(home_id), None
         lock = HomeLock.look(path)
         stack.callback(lock.close)

@@ -238,7 +238,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "index missing": (lambda home: (home / "index/data.mdb").unlink(), "index is missing"),
     "file missing": (lambda home: (home / "segments/1/rank1.kv").unlink(), "segment 1 of rank 1 is missing"),
     "file overwritten": (lambda home: (home / "segments/1/rank1.kv").write_bytes(b"junk" * 9999), "no magic"),
-    "HOME overwritten": (lambda home: (home / "HOME").write_bytes(b"junk"), "; kvdisk clear removes it"),
+    "HOME overwritten": (
+        lambda home: [(home / name).write_bytes(b"junk") for name in ("HOME", "HOME.tmp")],
+        "; kvdisk clear removes it",
+    ),
 }
 
 

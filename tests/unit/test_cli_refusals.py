@@ -102,7 +102,8 @@ def test_paths_in_a_directory_that_may_not_be_looked_into(path, tmp_path):
 def test_a_home_of_another_format_is_said_and_the_others_are_served(path):
     bad = leave_home(path, HYBRID, 1, last_use_s=2000)
     leave_home(path, PLAIN, 1, last_use_s=3000)
-    rewritten(path / "homes" / bad / "HOME", format_version=9)
+    for name in ("HOME", "HOME.tmp"):
+        rewritten(path / "homes" / bad / name, format_version=9)
     for command in ("inspect", "verify", "repair"):
         done = run_here(command, path)
         assert done.exit_code == 1 and "HOME is of another format" in done.stdout.replace("\n", " "), done

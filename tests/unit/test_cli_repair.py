@@ -75,7 +75,8 @@ def test_a_home_that_says_too_little_cannot_be_repaired(path):
         (json.dumps(json.loads(file.read_text()) | {"description": {}}), "does not describe"),
         ("{", "does not decode"),
     ):
-        file.write_text(text)
+        for name in ("HOME", "HOME.tmp"):
+            file.with_name(name).write_text(text)
         (report,) = repair(path, code=1)
         assert (report["result"], why in report["why"]) == ("failed", True)
         assert (home_path(path) / "index" / "data.mdb").exists(), "nothing was touched"
