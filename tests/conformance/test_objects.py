@@ -20,7 +20,7 @@ import pytest
 from obstore.store import from_url
 from support.mooncake_store import MooncakeStore
 from support.s3_server import S3Server
-from support.waits import WAIT_S
+from support.waits import WAIT_S, until
 
 from kvdisk.errors import ConfigError
 from kvdisk.remote.base import (
@@ -341,6 +341,7 @@ class TestMooncakeFailures(MooncakeCase):
         try:
             buffer = memoryview(bytearray(len(body)))
             ticket = self.objects.submit(ObjectOp.GET, [RemoteObject(self.name(1), buffer)])
+            until(lambda: self.objects._bucket._running, "the batch to be at the process")
             child.kill()
             assert self.await_outcomes(1) == [(ticket, (Result.FAILED,))]
         finally:

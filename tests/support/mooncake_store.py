@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from support.s3_server import START_S, free_ports
+from support.waits import stop
 
 NODE = """
 import base64, json, sys
@@ -104,10 +105,7 @@ class MooncakeStore:
     def hold_node(self) -> None:
         """Stop the node as a machine that hangs does, and wait until each of its threads has."""
         assert self._node is not None
-        self._node.send_signal(signal.SIGSTOP)
-        for thread in Path(f"/proc/{self._node.pid}/task").iterdir():
-            while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-                time.sleep(0.01)
+        stop(self._node.pid)
 
     def resume_node(self) -> None:
         """Let it go on after ``hold_node``."""

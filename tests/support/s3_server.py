@@ -14,6 +14,8 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from support.waits import stop
+
 START_S = 120.0
 """A bound for a server that never comes."""
 ACCESS_KEY, SECRET_KEY = "kvdisk", "secret"
@@ -103,7 +105,7 @@ class S3Server:
     def hold(self) -> None:
         """Stop it as a machine that hangs does: connections stay, and nothing answers."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def resume(self) -> None:
         """Let it go on after ``hold``."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +21,19 @@ def until(condition: Callable[[], object], what: str = "what the test waits for"
         time.sleep(0.002)
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has: one that runs may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(_state(thread / "stat") == "T" for thread in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
 def lives(pid: int) -> bool:
     """Whether a process is there that has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return _state(Path(f"/proc/{pid}/stat")) not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
