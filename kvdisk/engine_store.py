@@ -96,7 +96,7 @@ def open_engine_store(store: Store, parts: Parts, named: Named, *, is_known: boo
     assert config.nvme_bytes is not None
     layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
     described = {**named.description, "geometry": describe_geometry(geometry)}
-    fingerprint = None if is_known else latest_like(store, described)
+    fingerprint = None if is_known else latest_like(store, described, config.nvme_bytes)
     left_alone: set[str] = set()
     while True:
         home = store.acquire_home(

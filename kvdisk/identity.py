@@ -7,12 +7,15 @@ it is known, nothing that outlives the process is looked up or written.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from kvdisk.errors import NoThread, start_thread
+from kvdisk.errors import KvdiskError, NoThread, start_thread
+
+logger = logging.getLogger("kvdisk")
 
 GUESS = "guess"
 """In the description of an identity that is found later: its guess, as hex digits. Empty in an
@@ -55,8 +58,11 @@ class Identity:
             try:
                 named = find()
                 found.set_result(Named(named.fingerprint, {**named.description, **noted}))
-            except BaseException as error:  # who waits raises it
+            except (KvdiskError, OSError) as error:  # who waits raises it
                 found.set_exception(error)
+            except BaseException as error:
+                logger.exception("kvdisk has a bug in how it finds which weights these are")
+                found.set_exception(KvdiskError(f"{type(error).__name__}: {error}"))
 
         try:  # a daemon: a file system that hangs must not hold up the end of the process
             start_thread(threading.Thread(target=run, name="kvdisk-identity", daemon=True))
@@ -69,6 +75,4 @@ class Identity:
         try:
             return self._found.result(timeout_s)
         except TimeoutError:
-            if self._found.done():  # it is the answer
-                raise
-            return None
+            return self._found.result() if self._found.done() else None  # it may have come just now, or be the answer

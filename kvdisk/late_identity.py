@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 from kvdisk.engine_store import EngineStore, guests_of
-from kvdisk.errors import KvdiskError
+from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.identity import GUESS, Identity, Named
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.manager import TierManager
@@ -68,7 +69,11 @@ class LateIdentity:
         if self._engine_store is None:
             return True
         home = self._engine_store.home
-        if home.fingerprint == named.fingerprint or not self._engine_store.nvme.segments.specs:
+        if home.fingerprint == named.fingerprint:
+            with suppress(DeviceError):  # what HOME says of the weights is for people
+                home.name(named.fingerprint, named.description)
+            return True
+        if not self._engine_store.nvme.segments.specs:
             home.name(named.fingerprint, named.description)
             return True
         home.name(home.fingerprint, {GUESS: ""})

@@ -95,7 +95,7 @@ class Orders:
         nvme = self._nvme
         if request.everything:
             yield lambda: (self._manager.clear_memory(), 0)
-            for segment in [*nvme.segments.in_place.copy(), *nvme.segments.away.copy()]:
+            for segment in list(nvme.segments.specs.copy()):
                 yield partial(nvme.let_go, segment)
             return
         for segment in request.segments:

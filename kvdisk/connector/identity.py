@@ -103,8 +103,6 @@ def fingerprint_of(
         "vllm": vllm_minor_version() if code is None else None,
         "code": code,
         "model_config": final_config,
-        "weights": digest(model, vllm_config.load_config) if name is None else {"name": name},
-        "drafter": _drafter_facts(vllm_config, digest) if name is None else None,
         "quantization": model.quantization,
         "dtype": str(model.dtype),
         "kv_dtype": cache.cache_dtype,
@@ -125,6 +123,8 @@ def fingerprint_of(
     facts |= _context_facts(vllm_config, kv_cache_config)
     if kv_cache_config.has_mamba_layers:
         facts["conv_state"] = get_conv_state_layout()
+    facts["weights"] = digest(model, vllm_config.load_config) if name is None else {"name": name}
+    facts["drafter"] = _drafter_facts(vllm_config, digest) if name is None else None  # last: it takes long
     text = json.dumps(facts, sort_keys=True, default=str)
     description = {
         "model": str(model.model),

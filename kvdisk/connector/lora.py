@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdisk.blocks import JobId
 from kvdisk.connector.adapter import hash_by_content
 from kvdisk.connector.weights import changes_show, content_digest
-from kvdisk.errors import ConfigError, NoThread, QuietLog, printable, start_thread
+from kvdisk.errors import KvdiskError, NoThread, QuietLog, printable, start_thread
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ class Looks:
     def _look(self, path: str, now_s: float) -> Look:
         try:
             return self._try(path, now_s)
-        except (OSError, RuntimeError, ValueError, ConfigError) as error:
+        except (OSError, RuntimeError, ValueError, KvdiskError) as error:
             return Look(now_s, None, str(error))
         except Exception as error:
             logger.exception("kvdisk has a bug in how it reads adapters")
             return Look(now_s, None, str(error), for_good=True)
 
     def _try(self, path: str, now_s: float) -> Look:
-        """Look once. Raises OSError, RuntimeError, ValueError, ConfigError: the next look may
+        """Look once. Raises OSError, RuntimeError, ValueError, KvdiskError: the next look may
         succeed."""
         folder = Path(path).expanduser().absolute()
         weights = next((file for name in _WEIGHTS if (file := folder / name).is_file()), None)

@@ -4,9 +4,10 @@ read."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +31,6 @@ _SAFETENSORS_FIRST = frozenset({"auto", "fastsafetensors", "hf", "instanttensor"
 _OTHER_REPOSITORIES = ("audio_model_id", "text_model_id")
 """Of a model's configuration. vLLM: Ultravox has its language model's weights from another
 repository."""
-_FILES_CLOCK = 5
-"""CLOCK_REALTIME_COARSE, by which Linux sets the times of files: some ms behind the real time."""
 
 
 def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
@@ -79,48 +78,56 @@ def _memory() -> Path:
 def identity_of(name: Callable[[WeightsDigest], tuple[bytes, dict[str, Any]]]) -> Identity:
     """Return the identity that ``name`` makes of digests of weights, which are loaded already.
 
-    A sample of them is read here, and all of them on a thread. Raises ConfigError.
+    A sample of them is read here, and all of them on a thread. Raises ConfigError, NoThread.
     """
     seen: dict[tuple[Path, ...], list[Facts]] = {}
-    began_ns = _began_ns()
+    noted = _noted()
 
     def sample(model: ModelConfig, load: LoadConfig) -> str:
         files = weight_files(model, load)
-        seen[tuple(files)] = facts(files)
-        return sample_digest(files)
+        try:
+            seen[tuple(files)] = facts(files)
+            return sample_digest(files)
+        except OSError as error:
+            raise ConfigError(f"The NVMe tier needs weight files that can be read: {error}.") from error
 
     def exact(model: ModelConfig, load: LoadConfig) -> str:
         files = weight_files(model, load)
         before = seen.get(tuple(files), [])
-        if Path(model.model_weights or model.model).exists():  # or vLLM has downloaded them just now
-            for each in before:
-                if began_ns is not None and each.inode_changed_ns > began_ns:
-                    raise WeightsChanged(f"{each.path} changed while the engine was starting")
+        if noted.get(str(model.model), "") not in {"", _sum_of(before)}:
+            raise WeightsChanged(f"weight files of {model.model} changed while the engine was starting")
         return known_digest(files, _memory(), seen=before)
 
     return Identity.found_by(Named(*name(sample)), lambda: Named(*name(exact)))
 
 
-_built_ns: int | None = None
-"""When the last configuration of an engine was built in this process."""
+_NOTED = "_KVDISK_WEIGHTS"
+"""A variable of the environment, which an engine's own process has from its server's: by model, a
+sum of the facts of its weight files when the configuration was built, and so before they were
+loaded. Files that were not there then are downloaded by vLLM."""
 
 
 def read_weights_early(vllm_config: VllmConfig) -> None:
-    """An engine's configuration is being built: begin to read what weights are here by now."""
-    global _built_ns  # noqa: PLW0603 - of the process, as configurations are
-    _built_ns = time.clock_gettime_ns(_FILES_CLOCK)
+    """An engine's configuration is being built: note what weights are here, and begin to read
+    them."""
+    noted = _noted()
+    if noted and multiprocessing.parent_process() is not None:
+        return  # vLLM builds configurations once more when it has loaded weights
     drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
     for model, load in ((vllm_config.model_config, vllm_config.load_config), (drafter, None)):
         if model is not None:
+            noted[str(model.model)] = ""
             with suppress(KvdiskError, OSError):  # they are downloaded later, say
-                read_early(weight_files(model, load or drafter_load(vllm_config)), _memory())
+                files = weight_files(model, load or drafter_load(vllm_config))
+                noted[str(model.model)] = _sum_of(facts(files))
+                read_early(files, _memory())
+    os.environ[_NOTED] = json.dumps(noted)
 
 
-def _began_ns() -> int | None:
-    """Return when this engine began, before its weights were loaded; None: nobody knows."""
-    if _built_ns is not None or multiprocessing.parent_process() is None:
-        return _built_ns
-    # An engine's own process, which its server started with the configuration.
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - age_ns
+def _noted() -> dict[str, str]:
+    noted: dict[str, str] = json.loads(os.environ.get(_NOTED, "{}"))
+    return noted
+
+
+def _sum_of(found: Sequence[Facts]) -> str:
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()

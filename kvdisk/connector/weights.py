@@ -50,6 +50,8 @@ _WORTH_S = 1.0
 trusted."""
 _SETTLED_NS = 2 * 10**9
 """A file that changed a shorter time ago may change once more at the same time of its clock."""
+_ALONE_WAIT_S, _ALONE_LOOK_S = 600.0, 0.2
+"""How long a process waits for another one that reads, at most, and how often it looks."""
 _MOST_MEMORY_BYTES = 4096
 """Bytes of a file that remembers a digest that are read at most."""
 _BY_KERNEL = frozenset(
@@ -91,13 +93,14 @@ def known_digest(
     ``memory``: a directory of this user's, made where that is possible. Where it cannot be written,
     or belongs to another user, nothing is remembered, nor where change times say nothing
     (``_BY_KERNEL``). ``seen``: the ``facts`` that the files must still have; None: those of now.
-    Raises WeightsChanged, OSError.
+    Raises WeightsChanged, OSError, NoThread.
     """
     began_ns, began_s = time.time_ns(), time.monotonic()
     found = facts(files)
     if seen is not None and found != seen:
         raise WeightsChanged(f"weight files in {files[0].parent} have changed since they were loaded")
-    place = memory / f"weights-{hashlib.sha256(json.dumps([each.path for each in found]).encode()).hexdigest()[:32]}"
+    which = json.dumps([(each.path, each.device) for each in found])  # other hosts may share the directory
+    place = memory / f"weights-{hashlib.sha256(which.encode()).hexdigest()[:32]}"
     key = hashlib.sha256(json.dumps(found).encode()).hexdigest() if _may_remember(files, found, began_ns) else ""
     with ExitStack() as stack:
         if key:
@@ -134,7 +137,7 @@ def read_early(files: Sequence[Path], memory: Path) -> None:
 
 def content_digest(files: Sequence[Path], read: Read = os.preadv, clock: Callable[[], float] = time.monotonic) -> str:
     """Return a digest of names, sizes and every byte of files, in order. Logs a line where it takes
-    longer than a start should be silent. Raises OSError."""
+    longer than a start should be silent. Raises OSError, NoThread."""
     sizes = [file.stat().st_size for file in files]
     pieces = [(file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, size, _PIECE_BYTES)]
     began_s, said = clock(), False
@@ -291,18 +294,28 @@ def _may_remember(files: Sequence[Path], found: Sequence[Facts], now_ns: int) ->
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Hold what is remembered, so that others of this machine wait for it and read nothing. Where
-    files cannot be locked, each reads for itself."""
+    files cannot be locked, or the other takes too long, each reads for itself."""
     with _LOCKS[place]:
         fd = -1
         with suppress(OSError):
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            fcntl.lockf(fd, fcntl.LOCK_EX)  # a process's own: one that is forked meanwhile does not hold it
+            end_s = time.monotonic() + _ALONE_WAIT_S
+            while not _try_lock(fd) and time.monotonic() < end_s:
+                time.sleep(_ALONE_LOOK_S)
         try:
             yield
         finally:
             if fd >= 0:
                 os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's own: one forked meanwhile does not hold it
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _recall(place: Path, key: str) -> str | None:

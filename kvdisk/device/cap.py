@@ -51,7 +51,8 @@ class Holding(NamedTuple):
     """An engine store while the store is locked.
 
     ``record``: None where HOME or the lock is missing, or HOME does not decode. ``last_use_s``:
-    what HOME says, but no later than when this process opened the store; -1 without a record.
+    what HOME says; of an unowned one whose time is still to come, when this process first saw it;
+    -1 without a record.
     ``live``: it has an owner, or may have one; otherwise ``lock`` holds it exclusively.
     ``charged_bytes``: the allocated bytes, but with a live owner's index at its full size.
     """

@@ -94,14 +94,17 @@ def of_other_namespaces(store: Store, fingerprint: bytes, model: str) -> int:
     )
 
 
-def latest_like(store: Store, description: Mapping[str, Any]) -> bytes | None:
+def latest_like(store: Store, description: Mapping[str, Any], cap_bytes: int) -> bytes | None:
     """Return the fingerprint of the engine store that was used last of those whose description has
-    the same guess and geometry; None where there is none. Takes no lock. Raises DeviceError."""
+    the same guess and geometry, and whose cap is no larger, so that nothing of it would be cut;
+    None where there is none. Takes no lock. Raises DeviceError."""
     wanted = json.loads(json.dumps(dict(description)))
     alike = [
         record
         for _, record in _readable_records(store)
-        if not record.guest and all(record.description.get(name) == wanted[name] for name in (GUESS, "geometry"))
+        if not record.guest
+        and record.cap_bytes <= cap_bytes
+        and all(record.description.get(name) == wanted[name] for name in (GUESS, "geometry"))
     ]
     return max(alike, key=lambda record: record.last_use_s).fingerprint if alike else None
 

@@ -53,6 +53,12 @@ class Ages:
             self._catalog.limit_ages(max(1, int(now_s - self._config.max_age_s)), now_s + AHEAD_S)
 
     @property
+    def _own_tiers(self) -> list[TierSpace]:
+        """The tiers whose copies may end: before the engine is identified, those on NVMe may be of
+        other weights."""
+        return [space for space in self._tiers if space.in_memory or self._state.is_identified]
+
+    @property
     def any(self) -> bool:
         """Whether copies wait to be ended."""
         return bool(self._found)
@@ -65,7 +71,7 @@ class Ages:
         if not self._found and now >= self._look_at:
             self._look_at = now + LOOK_S
             also_ahead = now - self._began > self._config.max_age_s
-            for space in self._tiers:
+            for space in self._own_tiers:
                 rows = self._catalog.columns(space.tier).too_old(also_ahead=also_ahead)
                 self._found.extend((space, row) for row in rows.tolist())
         for _ in range(min(MOST_ENDED, len(self._found))):
@@ -92,7 +98,7 @@ class Ages:
         are to be stored anew."""
         if self._config.max_age_s is not None:
             rows = [row for row in self._catalog.find_all(keys) if row != NONE]
-            for space in self._tiers:
+            for space in self._own_tiers:
                 self._end(space, rows)
 
     def _end(self, space: TierSpace, rows: Sequence[int]) -> None:

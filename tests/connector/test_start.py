@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -800,13 +799,16 @@ def test_weights_that_change_while_an_engine_starts_are_not_known(folder):
 
     def start(change: Callable[[], object] = lambda: None) -> Named | None:
         read_weights_early(config)  # as its configuration is built
-        time.sleep(0.05)  # the times of files are some ms behind
         change()
         return identity_of(lambda digest: fingerprint_of(config, PLAIN, digest=digest)).wait(WAIT_S)
 
     before = start()
     with pytest.raises(WeightsChanged, match="changed while the engine was starting"):
         start((folder / "model.safetensors").touch)
+    assert start() == before
+    other = Path(shutil.copytree(folder, folder.with_name("other")))
+    with pytest.raises(WeightsChanged, match="changed while the engine was starting"):
+        start(lambda: (folder.rename(folder.with_name("before")), other.rename(folder)))
     assert start() == before
 
 

@@ -46,7 +46,7 @@ class Engine:
         self.home = home
         self.asked = 0
         manager: Any = SimpleNamespace(clear_memory=lambda: 0)
-        nvme: Any = SimpleNamespace(segments=SimpleNamespace(in_place={7: None}, away={}), let_go=self.let_go)
+        nvme: Any = SimpleNamespace(segments=SimpleNamespace(specs={7: None}), let_go=self.let_go)
         self.mailbox = Mailbox()
         self.orders = Orders(home, manager, nvme, self.mailbox)
         self.orders.look()
