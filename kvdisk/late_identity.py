@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose fingerprint is found after its start: what it does then with its engine store.
 
-That was chosen by a guess. Nothing was read from it or written to it.
+The engine store was chosen by a guess. Until then no block of it is read, and none is written.
 """
 
 from __future__ import annotations
