@@ -28,6 +28,10 @@ REQUIREMENTS = ROOT / "requirements"
 WANTED = (3, 11)
 NOT_FOUND = ("No matching distribution found", "Could not find a version that satisfies")
 LAST_LINES = 12
+FAKE_GPU = ROOT / "tests" / "fake_gpu"
+FAKE_GPU_PARTS = {"cuda": "PyTorch's CUDA build and Triton (0.8 GB)", "cuda-headers": "the headers of CUDA's runtime"}
+NO_WHEEL = 75
+"""The exit code where nothing is wrong but that PyTorch's CUDA build cannot be had."""
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 """What vLLM's CPU build links to, beside what every machine has, and Debian's packages of it."""
 ALSO = "# Also: "
@@ -39,6 +43,10 @@ PACKAGES = "import sys; print('\\n'.join(p for p in sys.path if p.endswith(('sit
 
 class InstallError(Exception):
     """What went wrong and what to do about it, for the user."""
+
+
+class WheelMissingError(InstallError):
+    """Pip finds no wheel of PyTorch's CUDA build, or of what it is used with."""
 
 
 class Installer:
@@ -130,23 +138,46 @@ class Installer:
         (packages / "beside.pth").write_text("\n".join([*lines, ""]))
         self._step("checkout", f"this checkout beside {self.base}", self._checkout(), ["-e", str(ROOT)])
 
+    def install_fake_gpu(self, beside: Path) -> None:
+        """Install PyTorch's CUDA build before the packages of another environment, and build the
+        GPU of host memory for it. Raises WheelMissingError where pip finds no such wheel."""
+        (packages,) = self.venv.glob("lib/python*/site-packages")
+        (others,) = beside.glob("lib/python*/site-packages")
+        (packages / "beside.pth").write_text(f"import site; site.addsitedir({str(others)!r})\n")
+        for name in ("cuda", "cuda-headers"):
+            listed = REQUIREMENTS / f"{name}.txt"
+            place = ["--upgrade", "--target", str(self.venv / name)] if name == "cuda-headers" else []
+            try:
+                self._step(name, FAKE_GPU_PARTS[name], listed.read_text(), ["--no-deps", *place, "-r", str(listed)])
+            except InstallError as failure:
+                raise WheelMissingError(str(failure)) if self._not_found() else failure from None
+        sources = [FAKE_GPU / "build.py", *sorted(FAKE_GPU.glob("*.cpp")), *sorted(FAKE_GPU.glob("*.h"))]
+        text = "\n".join([str(ROOT), *(path.read_text() for path in sources)])
+        headers = self.venv / "cuda-headers" / "nvidia" / "cu13" / "include"
+        command = [str(self.python), str(FAKE_GPU / "build.py"), str(headers)]
+        self._stamped("fake-gpu", "building the GPU of host memory", text, command)
+
     def _checkout(self) -> str:
         compiled = (path.read_text() for path in sorted((ROOT / "kvdisk").rglob("*.c")))
         return "\n".join([str(ROOT), (ROOT / "pyproject.toml").read_text(), *compiled])
 
     def _step(self, name: str, what: str, made_from: str, arguments: list[str]) -> None:
+        command = [str(self.python), "-m", "pip", "install", "--no-input", *arguments]
+        self._stamped(name, f"installing {what}", made_from, command)
+
+    def _stamped(self, name: str, what: str, made_from: str, command: list[str]) -> None:
+        """Run a command, unless it ended well already for what it is ``made_from``."""
         stamp = self.stamps / name
         wanted = hashlib.sha256(made_from.encode()).hexdigest()
         if stamp.exists() and stamp.read_text() == wanted:
             return
-        self._say(f"installing {what}")
+        self._say(what)
         stamp.unlink(missing_ok=True)
         self.worked = True
-        command = [str(self.python), "-m", "pip", "install", "--no-input", *arguments]
         with self.log.open("w") as log:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
         if code != 0:
-            raise InstallError(f"pip failed on {what}. Its output is in {self.log}, and ends:\n{self._last_lines()}")
+            raise InstallError(f"{what} failed. Its output is in {self.log}, and ends:\n{self._last_lines()}")
         stamp.write_text(wanted)
 
     def _not_found(self) -> bool:
@@ -284,10 +315,16 @@ def main() -> int:
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
     parser.add_argument("--mutate", action="store_true", help="also what changes modules to try their tests")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
+    parser.add_argument("--fake-gpu", action="store_true", help="only a GPU of host memory beside --venv, for tests")
     arguments = parser.parse_args()
     start_s = time.monotonic()
     try:
-        if arguments.docs:
+        if arguments.fake_gpu:
+            check_python()
+            installer = Installer(arguments.venv.with_name(f"{arguments.venv.name}-cuda").absolute(), "")
+            installer.make_venv()
+            installer.install_fake_gpu(arguments.venv.absolute())
+        elif arguments.docs:
             check_python()
             installer = Installer(arguments.venv.absolute(), arguments.torch_index)
             installer.make_venv()
@@ -296,6 +333,9 @@ def main() -> int:
             installer = install_for(arguments)
         if arguments.mutate:
             installer.install("mutate", "what changes modules to try their tests")
+    except WheelMissingError:
+        print("kvdisk: pip finds no CUDA build of PyTorch here, so that nothing runs on the GPU of host memory")
+        return NO_WHEEL
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)
         return 1

@@ -31,7 +31,7 @@ FILES = (
     "test_switched_off.py",
     "test_tier*.py",
 )
-WHICH = "not gpu and not torture"
+WHICH = "not gpu and not fake_gpu and not torture"
 
 
 def lay_python(folder: Path, version: str) -> None:
