@@ -185,8 +185,8 @@ class Rig:
 
 
 def have_processes_start_it(packages: Path, kernels: Path) -> None:
-    """Have each process of this environment find ``site``, and load the kernels after torch."""
-    lines = [str(HERE / "site"), f"import fake_gpu_start; fake_gpu_start.load_after_torch({str(kernels)!r})"]
+    """Have each process of this environment find ``site``, and start with what is in it."""
+    lines = [str(HERE / "site"), f"import fake_gpu_start; fake_gpu_start.start({str(kernels)!r})"]
     (packages / "fake_gpu.pth").write_text("\n".join([*lines, ""]))
 
 
