@@ -17,7 +17,7 @@ class FakeGpuPlatform(NonNvmlCudaPlatform):
         """vLLM's compiled kernels are for GPUs."""
 
     @classmethod
-    def is_fully_connected(cls, physical_device_ids) -> bool:  # noqa: ARG003
+    def is_fully_connected(cls, physical_device_ids) -> bool:
         return False
 
     @classmethod
