@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +29,8 @@ DRIVER_ANSWERS = {
 }
 """What the driver answers; all else it refuses with CUDA_ERROR_NOT_SUPPORTED."""
 NOT_SUPPORTED = 801
+AT_ONCE = 2
+"""How many compilers run, beside that of the kernels, which takes longest."""
 NO_EXECUTABLE_STACK = '.section .note.GNU-stack,"",@progbits'
 
 
@@ -99,21 +102,8 @@ class Rig:
         lacks."""
         script = self.scratch / "runtime.map"
         script.write_text(RUNTIME + " { global: cuda*; __cuda*; fake_gpu_*; local: *; };\n")
-        code = self.scratch / "runtime.o"
-        output_of(
-            "g++",
-            "-std=c++17",
-            "-O2",
-            "-g",
-            "-fPIC",
-            "-Wall",
-            f"-I{self.headers}",
-            "-c",
-            "-o",
-            code,
-            HERE / "runtime.cpp",
-        )
-        lines = output_of("nm", "--defined-only", code).splitlines()
+        objects = self._compile_all(sorted((HERE / "runtime").glob("*.cpp")))
+        lines = output_of("nm", "--defined-only", *objects).splitlines()
         there = {line.split()[-1] for line in lines if line}
         self.absent = sorted(name for name, version in self._wanted.items() if version == RUNTIME and name not in there)
         stubs = [".text"]
@@ -124,9 +114,25 @@ class Rig:
         source = self.scratch / "absent.S"
         source.write_text("\n".join([*stubs, NO_EXECUTABLE_STACK, ""]))
         versions = f"-Wl,--version-script={script}"
-        output_of(
-            "g++", "-shared", f"-Wl,-soname,{RUNTIME}", versions, "-o", self.out / RUNTIME, code, source, "-lpthread"
-        )
+        target = ["-o", self.out / RUNTIME]
+        output_of("g++", "-shared", f"-Wl,-soname,{RUNTIME}", versions, *target, *objects, source, "-lpthread")
+
+    def _compile_all(self, sources: list[Path]) -> list[Path]:
+        """Compile the runtime's sources, two at a time; return what they became."""
+        names = re.findall(r"^\s*(cuda(?:Error\w+|Success))\s*=\s*\d+", self._header("driver_types.h"), re.MULTILINE)
+        (self.scratch / "error_names.inc").write_text("".join(f'{{{name}, "{name}"}},\n' for name in names))
+        how = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", f"-I{self.headers}", f"-I{self.scratch}"]
+        objects = [self.scratch / f"{source.stem}.o" for source in sources]
+
+        def compile_one(source: Path, code: Path) -> None:
+            output_of("g++", *how, "-c", "-o", code, source)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(compile_one, sources, objects))
+        return objects
+
+    def _header(self, name: str) -> str:
+        return (self.headers / name).read_text()
 
     def _build_refusals(self) -> None:
         """Build a library of refusals for each of NVIDIA's that torch names."""
@@ -162,7 +168,7 @@ class Rig:
 
     def _build_driver(self) -> None:
         """Build a driver that refuses all but what torch asks of it before anything else."""
-        names = set(re.findall(r"CUDAAPI\s+(cu\w+)\(", (self.headers / "cuda.h").read_text())) | set(DRIVER_ANSWERS)
+        names = set(re.findall(r"CUDAAPI\s+(cu\w+)\(", self._header("cuda.h"))) | set(DRIVER_ANSWERS)
         refusal = f"(void) {{ return {NOT_SUPPORTED}; }}"
         functions = (f"int {name}{DRIVER_ANSWERS.get(name, refusal)}\n" for name in sorted(names))
         source = self.scratch / "driver.c"
