@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,3 +13,15 @@ import pytest
 def _needs_fake_gpu() -> None:
     if "fake_gpu_start" not in sys.modules:
         pytest.skip("it needs the GPU of host memory: make test-cuda")
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_gpu_in_order(_needs_fake_gpu: None) -> Iterator[None]:
+    """No test leaves the next one an error, work, or an order of its own."""
+    yield
+    from fake_gpu import control
+
+    control.break_down(0)
+    control.runtime().cudaDeviceSynchronize()
+    control.runtime().cudaGetLastError()
+    control.reseed("mixed")

@@ -3,7 +3,7 @@
 // function is given to the current stream of the fake runtime that does it by the CPU's kernel, on
 // CPU tensors over the same bytes. Shapes, views, allocators, streams, events and copies are torch's
 // own CUDA code. What depends on data (nonzero, equal), and what torch's "meta" device does not know,
-// first waits for the stream, as it does on a GPU where the host needs the answer.
+// is waited for, as on a GPU where the host needs the answer.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
@@ -11,13 +11,18 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <exception>
+#include <memory>
 #include <set>
+#include <string>
+
+#include "touches.h"
 
 extern "C" {
 void* fake_gpu_alias(const void*);
 int fake_gpu_enqueue(void* stream, void (*)(void*), void (*)(void*), void*, const char* name);
-void fake_gpu_touch(const void*, size_t bytes, int writes);
 void fake_gpu_drain(void* stream);
+int fake_gpu_wait(void* stream);
 void fake_gpu_break(int code);
 int cudaGetLastError();
 }
@@ -27,57 +32,10 @@ void c10_cuda_check_implementation(int32_t code, const char* file, const char* f
 
 namespace {
 
+using fake_gpu::Used;
 using torch::jit::Stack;
 
-struct Used {  // a tensor on the fake GPU, by its address there
-  const char* at;
-  int64_t item;
-  std::vector<int64_t> sizes, strides;
-  bool writes;
-  at::Tensor rows;  // where an operation reads or writes some rows of it only: their numbers, on the host
-};
-
-void touch(const char* at, int64_t item, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-           bool writes) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // stride in bytes, size
-  for (size_t d = 0; d < sizes.size(); d++) {
-    if (sizes[d] == 0) return;
-    if (sizes[d] > 1 && strides[d] != 0) dims.emplace_back(strides[d] * item, sizes[d]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t run = item, count = 1;
-  size_t inner = 0;
-  while (inner < dims.size() && dims[inner].first == run) run *= dims[inner++].second;
-  for (size_t d = inner; d < dims.size(); d++) count *= dims[d].second;
-  if (count > 200000) {
-    int64_t end = run;
-    for (size_t d = inner; d < dims.size(); d++) end += dims[d].first * (dims[d].second - 1);
-    fake_gpu_touch(at, size_t(end), writes);
-    return;
-  }
-  std::vector<int64_t> index(dims.size(), 0);
-  for (int64_t step = 0; step < count; step++) {
-    int64_t offset = 0;
-    for (size_t d = inner; d < dims.size(); d++) offset += index[d] * dims[d].first;
-    fake_gpu_touch(at + offset, size_t(run), writes);
-    for (size_t d = inner; d < dims.size(); d++) {
-      if (++index[d] < dims[d].second) break;
-      index[d] = 0;
-    }
-  }
-}
-
-void touch(const Used& used) {
-  if (!used.rows.defined()) return touch(used.at, used.item, used.sizes, used.strides, used.writes);
-  at::Tensor rows = used.rows.to(at::kLong).contiguous();
-  std::vector<int64_t> sizes(used.sizes.begin() + 1, used.sizes.end());
-  std::vector<int64_t> strides(used.strides.begin() + 1, used.strides.end());
-  for (int64_t at = 0; at < rows.numel(); at++) {
-    int64_t row = rows.data_ptr<int64_t>()[at];
-    if (row < 0) row += used.sizes[0];
-    touch(used.at + row * used.strides[0] * used.item, used.item, sizes, strides, used.writes);
-  }
-}
+constexpr int ASSERTED = 710;  // cudaErrorAssert: a kernel found wrong what it was given
 
 at::Tensor on_host(const at::Tensor& tensor) {
   auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
@@ -119,53 +77,83 @@ c10::Device device_in(const Stack& stack, size_t first) {
 
 void* stream_on(c10::Device device) { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device).native_handle(); }
 
+// What an operation returns that the host needs before it goes on.
+struct Answer {
+  Stack found;
+  std::exception_ptr failure;
+};
+
 struct Job {
   c10::OperatorHandle op;
-  Stack values;                    // on the host
-  std::vector<Used> used;
+  Stack values;                     // on the host
+  std::vector<Used> used;           // on the fake GPU
   std::vector<at::Tensor> results;  // on the host: of an operation that makes new tensors
+  std::shared_ptr<Answer> answer;   // where its results go instead, if the host waits for them
+
+  void use(const at::Tensor& tensor, bool writes, at::Tensor rows = {}, int64_t dim = 0) {
+    if (!tensor.defined() || !tensor.is_cuda() || !tensor.numel()) return;
+    Used one = Used::of(tensor, writes);
+    one.rows = std::move(rows);
+    one.dim = dim;
+    used.push_back(std::move(one));
+  }
 
   void run() {
     c10::InferenceMode mode(true);
-    for (const Used& each : used) touch(each);
+    for (const Used& each : used) fake_gpu::touch(each);
     Stack stack = values;
     op.callBoxed(stack);
     for (size_t at = 0; at < results.size(); at++)
       if (results[at].defined()) results[at].copy_(stack[at].toTensor());
+    if (answer) answer->found = std::move(stack);
+  }
+
+  void fail(const char* why) {
+    if (answer) {
+      answer->failure = std::current_exception();
+      return;
+    }
+    // As a device-side assertion: all calls fail from then on.
+    fprintf(stderr, "fake GPU: %s failed on the host: %.300s\n", op.schema().name().c_str(), why);
+    fake_gpu_break(ASSERTED);
   }
 };
+
+void check(int code, const std::string& name) {
+  if (code)
+    c10::cuda::c10_cuda_check_implementation(cudaGetLastError(), __FILE__, name.c_str(), __LINE__, false);
+}
 
 void give(std::unique_ptr<Job> job, void* stream, const std::string& name) {
   auto run = [](void* what) {
     try {
       static_cast<Job*>(what)->run();
     } catch (const std::exception& error) {
-      // On a GPU: a kernel that finds what it was given wrong, and all calls fail from then on.
-      fprintf(stderr, "fake GPU: %s failed on the host: %.300s\n", static_cast<Job*>(what)->op.schema().name().c_str(),
-              error.what());
-      fake_gpu_break(710);
+      static_cast<Job*>(what)->fail(error.what());
     }
   };
   auto drop = [](void* what) { delete static_cast<Job*>(what); };
-  if (fake_gpu_enqueue(stream, run, drop, job.release(), name.c_str()))
-    c10::cuda::c10_cuda_check_implementation(cudaGetLastError(), __FILE__, name.c_str(), __LINE__, false);
+  check(fake_gpu_enqueue(stream, run, drop, job.release(), name.c_str()), name);
 }
 
-// The numbers of rows that an operation uses of its argument ``at``, on the host.
-at::Tensor rows_of(const std::string& name, size_t at, const Stack& values) {
-  if (at != 0 || !values[0].isTensor() || values[0].toTensor().dim() < 1) return {};
-  if (name == "aten::index_select" || name == "aten::index_copy_")
-    return values[1].toInt() == 0 ? values[2].toTensor() : at::Tensor();
+// The numbers of the rows that an operation uses of its first argument, on the host, and along which
+// dimension; undefined where it uses all.
+std::pair<at::Tensor, int64_t> rows_of(const std::string& name, const Stack& values) {
+  const std::pair<at::Tensor, int64_t> all{{}, 0};
+  if (values.empty() || !values[0].isTensor() || values[0].toTensor().dim() < 1) return all;
+  if (name == "aten::index_select" || name == "aten::index_copy_") {
+    int64_t dim = values[1].toInt();
+    return {values[2].toTensor(), dim < 0 ? dim + values[0].toTensor().dim() : dim};
+  }
   if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") {
     auto list = values[1].toList();
-    if (list.empty()) return {};
+    if (list.empty()) return all;
     c10::IValue first = list.get(0);
-    if (first.isTensor() && first.toTensor().defined() && !at::isIntegralType(first.toTensor().scalar_type(), true))
-      return {};
-    if (first.isTensor() && first.toTensor().defined() && first.toTensor().scalar_type() != at::kBool)
-      return first.toTensor();
+    if (!first.isTensor() || !first.toTensor().defined()) return all;
+    auto kind = first.toTensor().scalar_type();
+    if (at::isIntegralType(kind, false)) return {first.toTensor(), 0};
   }
-  return {};
+  return all;
 }
 
 std::vector<size_t> written_results(const c10::FunctionSchema& schema) {
@@ -182,40 +170,36 @@ std::vector<size_t> written_results(const c10::FunctionSchema& schema) {
   return found;
 }
 
-void on_the_host(const c10::OperatorHandle& op, Stack* stack) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  const auto& schema = op.schema();
-  size_t count = schema.arguments().size(), first = stack->size() - count;
-  c10::Device device = device_in(*stack, first);
-  void* stream = stream_on(device);
-  Stack given(stack->begin() + int64_t(first), stack->end());
-  auto argument_of = written_results(schema);
-
-  // What would it make, and is it right to ask for that?
-  bool now = false;
-  Stack made;
-  for (const auto& value : given) made.push_back(each_tensor(value, at::kMeta, on_meta));
-  Stack shapes = made;
+// What an operation would return, of shapes alone; empty where only its data tell. Raises what it refuses.
+Stack shapes_of(const c10::OperatorHandle& op, const Stack& on_meta_device, const std::vector<size_t>& argument_of) {
+  Stack shapes = on_meta_device;
   try {
     op.callBoxed(shapes);
   } catch (const c10::NotImplementedError&) {
-    now = true;
+    return {};
   } catch (const c10::Error&) {
     throw;
   } catch (const std::exception&) {  // a "meta" function in Python says that it cannot know
-    now = true;
+    return {};
   }
-  if (!now)
-    for (size_t at = 0; at < argument_of.size(); at++)
-      now = now || (argument_of[at] == SIZE_MAX && !shapes[at].isTensor());
-  if (!now)  // ``out`` of another size takes the right one
-    for (size_t at = 0; at < count; at++)
-      if (made[at].isTensor() && given[at].isTensor() && schema.arguments()[at].alias_info() &&
-          given[at].toTensor().defined() && given[at].toTensor().is_cuda() &&
-          made[at].toTensor().sizes() != given[at].toTensor().sizes())
-        given[at].toTensor().resize_(made[at].toTensor().sizes());
+  for (size_t at = 0; at < argument_of.size(); at++)
+    if (argument_of[at] == SIZE_MAX && !shapes[at].isTensor()) return {};
+  return shapes;
+}
 
-  auto job = std::make_unique<Job>(Job{op, {}, {}, {}});
+// ``out`` of another size takes the right one.
+void resize_outputs(const c10::FunctionSchema& schema, const Stack& given, const Stack& on_meta_device) {
+  for (size_t at = 0; at < given.size(); at++) {
+    if (!on_meta_device[at].isTensor() || !given[at].isTensor() || !schema.arguments()[at].alias_info()) continue;
+    const at::Tensor& tensor = given[at].toTensor();
+    if (tensor.defined() && tensor.is_cuda() && on_meta_device[at].toTensor().sizes() != tensor.sizes())
+      tensor.resize_(on_meta_device[at].toTensor().sizes());
+  }
+}
+
+std::unique_ptr<Job> job_of(const c10::OperatorHandle& op, const Stack& given) {
+  const auto& schema = op.schema();
+  auto job = std::make_unique<Job>(Job{op, {}, {}, {}, nullptr});
   {
     c10::InferenceMode mode(true);
     for (const auto& value : given)
@@ -223,59 +207,90 @@ void on_the_host(const c10::OperatorHandle& op, Stack* stack) {
         return tensor.is_cuda() ? on_host(tensor) : tensor.clone();
       }));
   }
-  auto use = [&](const at::Tensor& tensor, bool writes, at::Tensor rows) {
-    if (tensor.defined() && tensor.is_cuda() && tensor.numel())
-      job->used.push_back({static_cast<const char*>(tensor.data_ptr()), tensor.element_size(), tensor.sizes().vec(),
-                           tensor.strides().vec(), writes, std::move(rows)});
-  };
-  for (size_t at = 0; at < count; at++) {
+  auto [rows, dim] = rows_of(schema.name(), job->values);
+  for (size_t at = 0; at < given.size(); at++) {
     auto* info = schema.arguments()[at].alias_info();
-    at::Tensor rows = rows_of(schema.name(), at, job->values);
-    each_tensor(given[at], at::kCPU, [&](const at::Tensor& tensor) {
-      use(tensor, info && info->isWrite(), rows);
+    each_tensor(given[at], at::kCPU, [&, rows = at ? at::Tensor() : rows, dim = dim](const at::Tensor& tensor) {
+      job->use(tensor, info && info->isWrite(), rows, dim);
       return tensor;
     });
   }
+  return job;
+}
 
+at::Tensor like_on(c10::Device device, const at::Tensor& shape) {
+  return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device));
+}
+
+std::unique_ptr<Job> copy_job(const at::Tensor& target, const at::Tensor& source) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+  auto job = std::make_unique<Job>(Job{op, {}, {}, {}, nullptr});
+  job->use(target, true);
+  job->use(source, false);
+  c10::InferenceMode mode(true);
+  job->values = {on_host(target), source.is_cuda() ? on_host(source) : source, false};
+  return job;
+}
+
+// Gives the stream an operation, and waits for what it returns.
+Stack results_now(std::unique_ptr<Job> job, const Stack& given, const std::vector<size_t>& argument_of,
+                  c10::Device device) {
+  void* stream = stream_on(device);
+  auto answer = job->answer = std::make_shared<Answer>();
+  std::string name = job->op.schema().name();
+  give(std::move(job), stream, name);
+  check(fake_gpu_wait(stream), name);
+  if (answer->failure) std::rethrow_exception(answer->failure);
   Stack results;
-  if (now) {
-    fake_gpu_drain(stream);
-    c10::InferenceMode mode(true);
-    Stack found = job->values;
-    op.callBoxed(found);
-    for (size_t at = 0; at < argument_of.size(); at++) {
-      if (argument_of[at] != SIZE_MAX) {
-        results.push_back(given[argument_of[at]]);
-      } else if (found[at].isTensor() && found[at].toTensor().defined()) {
-        at::Tensor here = found[at].toTensor();
-        at::Tensor there = at::empty_strided(here.sizes(), here.strides(), here.options().device(device));
-        if (here.numel()) on_host(there).copy_(here);
-        results.push_back(there);
-      } else {
-        results.push_back(found[at]);
-      }
-    }
-  } else {
-    for (size_t at = 0; at < argument_of.size(); at++) {
-      if (argument_of[at] != SIZE_MAX) {
-        results.push_back(given[argument_of[at]]);
-        job->results.push_back({});
-        continue;
-      }
-      at::Tensor shape = shapes[at].toTensor();
-      if (!shape.defined()) {
-        results.push_back(shape);
-        job->results.push_back({});
-        continue;
-      }
-      at::Tensor there = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device));
-      use(there, true, {});
-      c10::InferenceMode mode(true);
-      job->results.push_back(on_host(there));
+  for (size_t at = 0; at < argument_of.size(); at++) {
+    if (argument_of[at] != SIZE_MAX) {
+      results.push_back(given[argument_of[at]]);
+    } else if (answer->found[at].isTensor() && answer->found[at].toTensor().defined()) {
+      at::Tensor here = answer->found[at].toTensor(), there = like_on(device, here);
+      if (here.numel()) give(copy_job(there, here), stream, name);
       results.push_back(there);
+    } else {
+      results.push_back(answer->found[at]);
     }
-    give(std::move(job), stream, schema.name());
   }
+  return results;
+}
+
+// Gives the stream an operation; returns what will be there once it has run.
+Stack results_later(std::unique_ptr<Job> job, const Stack& given, const std::vector<size_t>& argument_of,
+                    c10::Device device, const Stack& shapes) {
+  Stack results;
+  for (size_t at = 0; at < argument_of.size(); at++) {
+    at::Tensor here, there;
+    if (argument_of[at] == SIZE_MAX && shapes[at].toTensor().defined()) {
+      there = like_on(device, shapes[at].toTensor());
+      job->use(there, true);
+      c10::InferenceMode mode(true);
+      here = on_host(there);
+    }
+    results.push_back(argument_of[at] == SIZE_MAX ? c10::IValue(there) : given[argument_of[at]]);
+    job->results.push_back(here);
+  }
+  std::string name = job->op.schema().name();
+  give(std::move(job), stream_on(device), name);
+  return results;
+}
+
+void on_the_host(const c10::OperatorHandle& op, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  size_t first = stack->size() - op.schema().arguments().size();
+  c10::Device device = device_in(*stack, first);
+  Stack given(stack->begin() + int64_t(first), stack->end());
+  auto argument_of = written_results(op.schema());
+
+  Stack on_meta_device;
+  for (const auto& value : given) on_meta_device.push_back(each_tensor(value, at::kMeta, on_meta));
+  Stack shapes = shapes_of(op, on_meta_device, argument_of);
+  bool now = shapes.empty() && !argument_of.empty();
+  if (!now) resize_outputs(op.schema(), given, on_meta_device);
+  auto job = job_of(op, given);
+  Stack results = now ? results_now(std::move(job), given, argument_of, device)
+                      : results_later(std::move(job), given, argument_of, device, shapes);
   stack->erase(stack->begin() + int64_t(first), stack->end());
   for (auto& each : results) stack->push_back(std::move(each));
 }
@@ -286,18 +301,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   bool plain = self.scalar_type() == source.scalar_type() && self.sizes() == source.sizes() &&
                self.strides() == source.strides() && self.is_non_overlapping_and_dense();
   if (!on_gpu || plain || self.numel() == 0) return at::native::copy_(self, source, non_blocking);
-  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
-  auto job = std::make_unique<Job>(Job{op, {}, {}, {}});
-  at::Tensor wide = source.expand(self.sizes());
-  auto use = [&](const at::Tensor& tensor, bool writes) {
-    job->used.push_back({static_cast<const char*>(tensor.data_ptr()), tensor.element_size(), tensor.sizes().vec(),
-                         tensor.strides().vec(), writes, {}});
-  };
-  use(self, true);
-  use(wide, false);
-  c10::InferenceMode mode(true);
-  job->values = {on_host(self), on_host(wide), false};
-  give(std::move(job), stream_on(self.device()), "aten::copy_");
+  give(copy_job(self, source.expand(self.sizes())), stream_on(self.device()), "aten::copy_");
   return self;
 }
 

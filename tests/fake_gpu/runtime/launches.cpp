@@ -58,7 +58,8 @@ cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** values, si
   string name = found == w.functions.end() ? "unknown kernel" : found->second;
   w.kernels[name]++;
   Body body;
-  if (name.find("spin_kernel") != string::npos) {
+  bool passes_time = name.find("spin_kernel") != string::npos;  // torch.cuda._sleep
+  if (passes_time) {
     auto cycles = *static_cast<int64_t*>(values[0]);
     if (w.order == "threads")
       body = [cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles / 2)); };
@@ -69,7 +70,13 @@ cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** values, si
   Stream* stream = stream_of(w, handle);
   if (!stream) return error(cudaErrorInvalidResourceHandle);
   UNLESS_REFUSED(refusal(w, *stream));
-  put(w, lock, *stream, "kernel " + name.substr(0, MOST_NAME), body);
+  name = "kernel " + name.substr(0, MOST_NAME);
+  if (stream->capture) {
+    put(w, lock, *stream, name, body);
+    return cudaSuccess;
+  }
+  enqueue(w, *stream, name, body)->passes_time = passes_time;
+  go_on(w, lock, true);
   return cudaSuccess;
 }
 

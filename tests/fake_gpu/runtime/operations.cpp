@@ -163,6 +163,8 @@ static void run(World& w, Lock& lock, OpPtr op) {
 static bool run_any(World& w, Lock& lock) {
   if (w.running >= w.most_running) return false;
   auto found = all_ready(w);
+  auto is_late = [&](const OpPtr& op) { return op->passes_time && w.order != "threads"; };
+  found.erase(std::remove_if(found.begin(), found.end(), is_late), found.end());
   if (found.empty()) return false;
   run(w, lock, found[below(w, found.size())]);
   return true;

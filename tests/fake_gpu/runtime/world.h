@@ -48,6 +48,7 @@ struct Op {
   std::vector<OpPtr> deps;  // what must have ended before it begins
   Body body;
   bool host_function = false;
+  bool passes_time = false;   // and so ends only when somebody waits
   std::vector<Span> spans;    // what it touches; sorted once it has run
   std::vector<Span> touched;  // what its body says meanwhile
   bool running = false, done = false;
