@@ -252,6 +252,7 @@ def test_a_batch_reads_its_sources_when_it_says_so():
             host.fill_(5)
             assert batch([(there, host)], stream, order) == 0
             host.fill_(6)
+            torch.cuda.synchronize()
             seen[order].add(int(there.sum()) // 64)
     assert seen == {STREAM_ORDER: {6}, DURING_CALL: {5}, ANY_ORDER: {5, 6}}
     with expect(violations=1):  # what was given before still writes what is read out of order
