@@ -151,7 +151,10 @@ class Installer:
                 self._step(name, FAKE_GPU_PARTS[name], listed.read_text(), ["--no-deps", *place, "-r", str(listed)])
             except InstallError as failure:
                 raise WheelMissingError(str(failure)) if self._not_found() else failure from None
-        sources = [FAKE_GPU / "build.py", *(path for kind in ("cpp", "h") for path in sorted(FAKE_GPU.rglob(f"*.{kind}")))]
+        sources = [
+            FAKE_GPU / "build.py",
+            *(path for kind in ("cpp", "h") for path in sorted(FAKE_GPU.rglob(f"*.{kind}"))),
+        ]
         text = "\n".join([str(ROOT), *(path.read_text() for path in sources)])
         headers = self.venv / "cuda-headers" / "nvidia" / "cu13" / "include"
         command = [str(self.python), str(FAKE_GPU / "build.py"), str(headers)]

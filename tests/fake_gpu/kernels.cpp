@@ -306,9 +306,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 }
 
 const std::set<std::string> KEPT = {
-    "empty.memory_format", "empty_strided", "resize_",        "set_.source_Storage", "set_.source_Storage_storage_offset",
-    "set_.source_Tensor",  "set_",          "record_stream",  "is_set_to",           "_local_scalar_dense",
-    "_pin_memory",         "is_pinned",     "copy_",          "_efficientzerotensor", "_storage_use_count",
+    "empty.memory_format", "empty_strided", "resize_",       "set_.source_Storage", "set_",
+    "set_.source_Tensor",  "record_stream", "is_set_to",     "_local_scalar_dense", "_storage_use_count",
+    "_pin_memory",         "is_pinned",     "copy_",         "_efficientzerotensor",
+    "set_.source_Storage_storage_offset",
 };
 
 struct Registered {

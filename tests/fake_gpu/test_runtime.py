@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import mmap
 import os
-import random
 import threading
 
 import numpy as np
@@ -183,18 +182,16 @@ def test_an_error_that_stays_comes_from_every_call_and_thread():
 def test_a_kernel_that_finds_its_values_wrong_fails_all_that_follows():
     there, rows = on_gpu(10), torch.tensor([99], device=GPU)
     there.index_select(0, rows)
-    with pytest.raises(RuntimeError, match="device-side assert"):
-        torch.cuda.synchronize()
-        there.add_(1)
-    with pytest.raises(RuntimeError, match="device-side assert"):
-        torch.cuda.synchronize()
+    control.runtime().fake_gpu_drain(None)
+    for act in (lambda: there.add_(1), torch.cuda.synchronize):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            act()
 
 
 def test_errors_have_their_names():
     assert error_name(0) == "cudaSuccess" and error_name(2) == "cudaErrorMemoryAllocation"
-    assert error_name(900) == "cudaErrorStreamCaptureUnsupported" and error_name(712) == (
-        "cudaErrorHostMemoryAlreadyRegistered"
-    )
+    assert error_name(900) == "cudaErrorStreamCaptureUnsupported"
+    assert error_name(712) == "cudaErrorHostMemoryAlreadyRegistered"
     assert error_name(12345) == "unrecognized error code"
 
 
@@ -349,3 +346,48 @@ print(int(loose.sum()))
 """
     assert output_of(program, PAGEABLE="late", SCHED="late") == "0 True\n448"
     assert output_of(program, PAGEABLE="staged", SCHED="late") == "448 False\n448"
+
+
+def test_variables_say_how_it_is(tmp_path):
+    program = """
+import torch
+from fake_gpu import control
+there = torch.empty(64, dtype=torch.uint8, device="cuda")
+print(torch.cuda.get_device_properties(0).total_memory >> 20, int(there[0]), control.pending() > 0)
+"""
+    assert output_of(program, MEM=str(64 << 20), SCHED="late") == "64 165 False"
+    told = tmp_path / "log"
+    assert output_of(program, MEM=str(32 << 20), POISON="0", LOG=str(told)) == "32 0 False"
+    assert "put copy to host on 0" in told.read_text()
+
+
+def test_a_crash_says_which_operation_was_at_work():
+    program = """
+import ctypes
+import torch
+from fake_gpu.cuda_calls import call
+crash = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda at: ctypes.string_at(0))
+call("cudaLaunchHostFunc", 0, crash, 0)
+call("cudaDeviceSynchronize")
+"""
+    with pytest.raises(AssertionError, match="while running host function"):
+        output_of(program, SEGV="1")
+
+
+def test_the_host_reaches_device_memory_that_is_not_protected():
+    program = """
+import ctypes
+import torch
+there = torch.full((4,), 7, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print(ctypes.string_at(there.data_ptr(), 4))
+"""
+    assert output_of(program, PROTECT="0") == str(bytes([7] * 4))
+
+
+def test_kernels_that_are_not_known_can_be_left_out():
+    program = """
+from fake_gpu.cuda_calls import call
+print(call("cudaLaunchKernel", 1, 1, 1, 1, 1, 1, 0, 0, 0))
+"""
+    assert output_of(program) == "801" and output_of(program, KERNELS="skip") == "0"

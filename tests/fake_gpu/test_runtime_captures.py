@@ -258,7 +258,8 @@ def test_pageable_memory_and_batches_are_not_captured():
 def test_what_the_host_must_know_is_not_captured():
     there = on_gpu(64)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="capturing|capture"), torch.cuda.graph(graph):
+    here = torch.cuda.stream(torch.cuda.current_stream())  # torch does not go back to it where a capture fails
+    with here, pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(graph):
         there.nonzero()
 
 
@@ -281,8 +282,8 @@ UNSAFE = ("cudaMalloc", "cudaHostAlloc", "cudaEventQuery", "cudaStreamSynchroniz
     ],
 )
 def test_modes_forbid_threads_what_no_graph_could_hold(unsafe, captured, thread, own, forbidden):
-    """``captured``: the capture's mode; ``thread``: that of the thread which calls; ``own``: whether
-    that began the capture."""
+    """``captured``: the capture's mode; ``thread``: that of the calling thread; ``own``: whether
+    that one began the capture."""
     one, event, other = new_stream(), new_event(), new_stream()
 
     def ask() -> int:

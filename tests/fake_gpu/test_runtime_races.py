@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations touch the same bytes: none is told that does not, and none is missed that does."""
+"""Which operations touch the same bytes: none is told that does not, none is missed that does."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def side_by_side(one, two, *, races: int) -> None:
 
 def test_reads_do_not_meet():
     there = on_gpu(64)
-    side_by_side(lambda: there.clone(), lambda: there.clone(), races=0)
-    side_by_side(lambda: there.clone(), lambda: there.add_(1), races=1)
+    side_by_side(there.clone, there.clone, races=0)
+    side_by_side(there.clone, lambda: there.add_(1), races=1)
     side_by_side(lambda: there.add_(1), lambda: there.add_(1), races=1)
 
 
@@ -72,12 +72,8 @@ def test_index_copy_writes_its_rows(dim):
     values = values[:3] if dim == 0 else values[:, :3]
     ones, others = torch.tensor([1, 7, 3], device=GPU), torch.tensor([2, 6, 0], device=GPU)
     meeting = torch.tensor([2, 6, 3], device=GPU)
-    side_by_side(
-        lambda: there.index_copy_(dim, ones, values), lambda: there.index_copy_(dim, others, values), races=0
-    )
-    side_by_side(
-        lambda: there.index_copy_(dim, ones, values), lambda: there.index_copy_(dim, meeting, values), races=1
-    )
+    side_by_side(lambda: there.index_copy_(dim, ones, values), lambda: there.index_copy_(dim, others, values), races=0)
+    side_by_side(lambda: there.index_copy_(dim, ones, values), lambda: there.index_copy_(dim, meeting, values), races=1)
 
 
 def test_numbers_that_are_written_while_a_kernel_reads_them():
@@ -94,7 +90,7 @@ def test_indexing_touches_its_rows():
         there[rows] = torch.ones(2, 16, device=GPU)
 
     side_by_side(put, lambda: there[14].fill_(1), races=0)
-    side_by_side(put, lambda: there[1, :3].clone(), races=1)
+    side_by_side(put, there[1, :3].clone, races=1)
 
 
 def test_views_touch_what_they_show():
@@ -112,7 +108,7 @@ def test_what_the_host_must_know_at_once_is_compared_too():
     """``nonzero`` and ``equal`` are waited for when they are called."""
     there, other = on_gpu(64), on_gpu(64)
     control.reseed("late")
-    for ask in (lambda: there.nonzero(), lambda: torch.equal(there, other)):
+    for ask in (there.nonzero, lambda: torch.equal(there, other)):
         torch.cuda.synchronize()
         with expect(races=1):
             with torch.cuda.stream(torch.cuda.Stream()):

@@ -94,8 +94,8 @@ static void give(World& w, Device& device, std::map<Address, size_t>::iterator t
 }
 
 // NVIDIA's text says of cudaHostUnregister and cudaFreeHost neither that they wait for work on that memory
-// nor what becomes of it. So a program may not count on either: it is a violation. They wait here, as drivers
-// are seen to, so that it is told and the process lives.
+// nor what becomes of it. So a program may count on nothing: it is a violation. They wait here so that the
+// process lives to tell it.
 static void leave_pinned(World& w, Lock& lock, void* place, size_t bytes, const char* how) {
   Address at = Address(place);
   if (const Op* op = at_work_on(w, {{at, at + bytes, true}})) {
