@@ -693,7 +693,8 @@ cudaError_t copy(World& w, Lock& lock, void* dst, size_t dpitch, const void* src
   bool to_device = to == Where::device, from_device = from == Where::device;
   if ((kind == cudaMemcpyHostToDevice && (!to_device || from_device)) ||
       (kind == cudaMemcpyDeviceToHost && (to_device || !from_device)) ||
-      (kind == cudaMemcpyDeviceToDevice && !(to_device && from_device)) ||
+      // Page-locked memory has a device pointer, which is its own address.
+      (kind == cudaMemcpyDeviceToDevice && (to == Where::pageable || from == Where::pageable)) ||
       (kind == cudaMemcpyHostToHost && (to_device || from_device))) {
     w.violations++;
     say("a copy of kind %d between other kinds of memory", kind);

@@ -30,7 +30,7 @@ def plugin() -> str:
         except AttributeError:
             if "support" in name:  # what a kernel of vLLM's could do, were it there
                 return lambda *_, **__: False
-            if name.endswith("_and_mul") or "gelu" in name:  # asked for, and not called with ``custom_ops=["none"]``
+            if name.endswith("_and_mul") or "gelu" in name or name == "relu_squared":  # asked for, and not called with ``custom_ops=["none"]``
                 return None
             raise
 
@@ -38,6 +38,9 @@ def plugin() -> str:
     warmup: Any = types.ModuleType("vllm.model_executor.warmup.kernel_warmup")  # of compiled kernels
     warmup.kernel_warmup = lambda *_, **__: None
     sys.modules[warmup.__name__] = warmup
+    passes: Any = types.ModuleType("vllm.compilation.passes.pass_manager")  # over compiled kernels
+    passes.PostGradPassManager = passes.PassManager = object
+    sys.modules[passes.__name__] = passes
     flash: Any = types.ModuleType("vllm.vllm_flash_attn")
     flash.FA2_AVAILABLE = flash.FA3_AVAILABLE = False
     flash.is_fa_version_supported = lambda *_: False
