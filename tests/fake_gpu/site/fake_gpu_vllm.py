@@ -30,7 +30,9 @@ def plugin() -> str:
         except AttributeError:
             if "support" in name:  # what a kernel of vLLM's could do, were it there
                 return lambda *_, **__: False
-            if name.endswith("_and_mul") or "gelu" in name or name == "relu_squared":  # asked for, and not called with ``custom_ops=["none"]``
+            if (
+                name.endswith("_and_mul") or "gelu" in name or name == "relu_squared"
+            ):  # asked for, and not called with ``custom_ops=["none"]``
                 return None
             raise
 
