@@ -29,6 +29,8 @@ DRIVER_ANSWERS = {
 }
 """What the driver answers; all else it refuses with CUDA_ERROR_NOT_SUPPORTED."""
 NOT_SUPPORTED = 801
+ALSO_ASKED_FOR = {"cudaDeviceReset"}
+"""Functions of the runtime that vLLM asks for by name, beside those that torch is linked to."""
 AT_ONCE = 2
 """How many compilers run, beside that of the kernels, which takes longest."""
 NO_EXECUTABLE_STACK = '.section .note.GNU-stack,"",@progbits'
@@ -105,7 +107,8 @@ class Rig:
         objects = self._compile_all(sorted((HERE / "runtime").glob("*.cpp")))
         lines = output_of("nm", "--defined-only", *objects).splitlines()
         there = {line.split()[-1] for line in lines if line}
-        self.absent = sorted(name for name, version in self._wanted.items() if version == RUNTIME and name not in there)
+        wanted = {name for name, version in self._wanted.items() if version == RUNTIME} | ALSO_ASKED_FOR
+        self.absent = sorted(wanted - there)
         stubs = [".text"]
         for at, name in enumerate(self.absent):
             stubs += [f".globl {name}", f".type {name},@function", f"{name}: lea name_{at}(%rip),%rdi"]

@@ -31,6 +31,46 @@ void fake_gpu_touch(const void* place, size_t bytes, int writes) {
   if (running_op && bytes) running_op->touched.push_back({Address(place), Address(place) + bytes, writes != 0});
 }
 
+// For a kernel that an interpreter runs on the host: where the host has ``count`` items of ``item``
+// bytes. Those that ``mask`` has are touched by the operation at work; a place that is not the GPU's
+// to touch is a violation, and the host's own address is returned for it.
+void fake_gpu_reach(const Address* places, const unsigned char* mask, Address* found, size_t count, size_t item,
+                    int writes) {
+  World& w = the();
+  std::vector<Span> spans;
+  Address from = 0, to = 0;
+  auto end = [&] {
+    if (to > from) spans.push_back({from, to, writes != 0});
+  };
+  Device* device = nullptr;
+  for (size_t at = 0; at < count; at++) {
+    Address place = places[at];
+    if (!device || place - Address(device->va) >= device->total) device = device_of(w, place);
+    found[at] = device ? Address(device->alias) + (place - Address(device->va)) : place;
+    if (!mask[at] || (place >= from && place + item <= to)) continue;
+    if (place != to) {
+      end();
+      from = place;
+    }
+    to = place + item;
+  }
+  end();
+  if (!running_op) return;
+  if (spans.size() > 8) sort_spans(spans);
+  Lock lock(w.mutex);
+  for (const Span& span : spans) {
+    running_op->touched.push_back(span);
+    for (Address place : {span.from, span.to - 1}) {
+      Where there = where(w, reinterpret_cast<void*>(place), 1);
+      if (there == Where::device || there == Where::pinned) continue;
+      w.violations++;
+      if (say_once(w, "kernel / " + running_op->name))
+        say("#%lu %s %s %#zx, which is not the GPU's", (unsigned long)running_op->id, running_op->name.c_str(),
+            writes ? "writes" : "reads", size_t(place));
+    }
+  }
+}
+
 // Waits for a stream before something works on the host with its bytes, where a GPU would not wait.
 void fake_gpu_drain(void* handle) {
   World& w = the();

@@ -12,7 +12,7 @@ namespace fake_gpu {
 static const size_t PAGE = 4096, GRANULE = 512;
 static const size_t MOST_POISONED = size_t(256) << 20;  // of one allocation: more takes too long
 
-static Device* device_of(World& w, Address at) {
+Device* device_of(World& w, Address at) {
   for (auto& device : w.devices)
     if (at >= Address(device.seen) && at < Address(device.seen) + device.total) return &device;
   return nullptr;

@@ -5,6 +5,8 @@
 // several streams in any order, or at once. What ties them: "Stream synchronization behavior" of the
 // Runtime API (the legacy stream), and events. Nothing else does, and nothing runs before somebody waits or
 // asks, unless the order chosen has it so; see docs/FAKE_GPU.md for the orders.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -211,19 +213,33 @@ static OpPtr choose(World& w, const OpPtr& target, const string& how) {
   return from->empty() ? nullptr : (*from)[below(w, from->size())];
 }
 
+// Waits for a change without Python's lock: the operation at work may be a kernel that Triton's
+// interpreter runs.
+static void pause(World& w, Lock& lock) {
+  static auto has_python = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  static auto leave_python = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+  static auto enter_python = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+  if (!has_python || !has_python()) return w.changed.wait(lock);
+  void* thread = leave_python();
+  w.changed.wait(lock);
+  lock.unlock();  // whoever has Python's lock may want this one
+  enter_python(thread);
+  lock.lock();
+}
+
 void await(World& w, Lock& lock, OpPtr target, bool seen) {
   if (!target) return;
   string how = w.order;
   if (how == "mixed") how = std::vector<string>{"late", "contrary", "random"}[below(w, 3)];
   while (!target->done) {
     if (how == "threads" || w.running >= w.most_running) {
-      w.changed.wait(lock);
+      pause(w, lock);
       continue;
     }
     if (OpPtr next = choose(w, target, how)) {
       run(w, lock, next);
     } else if (w.running) {
-      w.changed.wait(lock);
+      pause(w, lock);
     } else {
       say("nothing can run, and #%lu %s has not run", (unsigned long)target->id, target->name.c_str());
       abort();

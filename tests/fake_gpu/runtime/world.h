@@ -182,6 +182,7 @@ size_t below(World&, size_t many);          // a number by chance
 // -- memory.cpp --------------------------------------------------------------------------------------
 
 enum class Where { device, pinned, pageable, bad };
+Device* device_of(World&, Address);  // null: it is not on a GPU
 Where where(World&, const void* place, size_t bytes);  // bad: it leaves its allocation or registration
 char* alias(World&, const void* place);
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is imported as each process of the fake GPU's environment starts. Whoever imports torch gets the
-kernels on the host right behind it. Whoever imports Triton gets its interpreter, over what the host
-sees of the fake GPU's memory.
+kernels on the host right behind it. Whoever imports Triton gets its interpreter, whose kernels are
+operations of the fake GPU's streams.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -47,28 +48,27 @@ def act_after(name: str, act: Act) -> None:
     sys.meta_path.insert(0, _After(name, act))
 
 
-def interpret_on_host(interpreter: ModuleType) -> None:
-    """Have Triton's interpreter work on the host's view of a tensor's bytes, once the tensor's
-    stream has come so far."""
+def run_as_operations(interpreter: ModuleType) -> None:
+    """Have Triton's interpreter run kernels as operations of the fake GPU."""
+    importlib.import_module("fake_gpu_triton").run_as_operations(interpreter)
 
-    def on_host(arg: Any) -> Any:
-        if isinstance(arg, tuple):
-            return interpreter._tuple_create(arg, map(on_host, arg))
-        if not hasattr(arg, "data_ptr"):
-            return arg
-        import torch
 
-        inner = interpreter._unwrap_tensor(arg)
-        return interpreter._rewrap_tensor(torch.ops.fake_gpu.host_view(inner), original_tensor=arg)
+def take_first_choice(autotuner: ModuleType) -> None:
+    """Have Triton's autotuner measure nothing."""
+    importlib.import_module("fake_gpu_triton").take_first_choice(autotuner)
 
-    def arguments_on_host(_self: Any, args: Any, kwargs: Any) -> Any:
-        return [on_host(arg) for arg in args], {name: on_host(arg) for name, arg in kwargs.items()}
 
-    interpreter.GridExecutor._init_args_hst = arguments_on_host
-    interpreter.GridExecutor._restore_args_dev = lambda self, *_: None
+def may_be_forked(torch: ModuleType) -> None:
+    """Have torch not mark the process as one that has asked how many GPUs there are: in what is
+    forked from such a one it refuses to use them."""
+    count = int(os.environ.get("FAKE_GPU_DEVICES", "1"))
+    torch._C._cuda_getDeviceCount = lambda: count
 
 
 def start(kernels: str) -> None:
     """Prepare this process. ``kernels``: the library of torch's kernels on the host."""
     act_after("torch", lambda torch: torch.ops.load_library(kernels))
-    act_after("triton.runtime.interpreter", interpret_on_host)
+    if os.environ.get("FAKE_GPU_FORKS"):  # engines are forked from one that has imported vLLM
+        act_after("torch.cuda", lambda cuda: may_be_forked(sys.modules["torch"]))
+    act_after("triton.runtime.interpreter", run_as_operations)
+    act_after("triton.runtime.autotuner", take_first_choice)
