@@ -45,8 +45,8 @@ void fake_gpu_reach(const Address* places, const unsigned char* mask, Address* f
   Device* device = nullptr;
   for (size_t at = 0; at < count; at++) {
     Address place = places[at];
-    if (!device || place - Address(device->va) >= device->total) device = device_of(w, place);
-    found[at] = device ? Address(device->alias) + (place - Address(device->va)) : place;
+    if (!device || place - Address(device->seen) >= device->total) device = device_of(w, place);
+    found[at] = device ? Address(device->alias) + (place - Address(device->seen)) : place;
     if (!mask[at] || (place >= from && place + item <= to)) continue;
     if (place != to) {
       end();
