@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of a live engine whose blocks are on the fake GPU, and a watch on what the host touches.
+
+The model is a stream, as vLLM's is: it writes and reads blocks there, and nothing waits for it but
+the engine, one step late where it runs ahead. Each block that a request reads, and each that a load
+has filled, is copied on that stream at that time, and compared with what it must hold once the
+engine has waited for the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from fake_gpu import control
+from kvdisk.assembly import WorkerHalf, assemble_worker
+from kvdisk.config import Config
+from kvdisk.device.base import Op, Transfer
+from kvdisk.device.posix import PosixDevice
+from kvdisk.geometry import HEADER_BYTES
+from kvdisk.messages import Report
+from kvdisk.worker.routes import Batch
+from kvdisk.worker.slot_headers import SlotHeaders
+from support.fake_engine import StepWork
+from support.live_model import LiveModel
+from support.live_rank import LocalRank, WrongBytesError
+
+Look = tuple[torch.Tensor, int, int, int, bytes, str]
+
+
+class GpuRank(LocalRank):
+    """``LocalRank`` whose blocks are on a GPU.
+
+    ``late``: steps that the host runs ahead of the model. ``apart``: layers are tensors of their
+    own; otherwise a block's layers lie behind each other. ``device``: the GPU's number. ``looked``:
+    blocks that were compared.
+    """
+
+    def __init__(
+        self, config: Config, model: LiveModel, rank: int, block_count: int, *, late: int, apart: bool, device: int
+    ) -> None:
+        self.looked = 0
+        self._late = late
+        self._steps: list[tuple[torch.cuda.Event, list[Look]]] = []
+        self._looks: list[Look] = []
+        self._stream = torch.cuda.Stream(device)
+
+        def make(config: Config, model: LiveModel, rank: int, layers: list[list[torch.Tensor]]) -> WorkerHalf:
+            self._layers = [self._on_gpu(group, apart=apart) for group in layers]
+            self._views = []
+            return assemble_worker(config, model.geometry, rank, self._layers)
+
+        with self._on_stream():
+            super().__init__(config, model, rank, block_count, make)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which this thread's device and stream are the model's."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
+
+    @staticmethod
+    def _on_gpu(group: Sequence[torch.Tensor], *, apart: bool) -> list[torch.Tensor]:
+        sizes = [layer.shape[1] for layer in group]
+        if apart:
+            return [torch.zeros(layer.shape, dtype=torch.uint8, device="cuda") for layer in group]
+        whole = torch.zeros(group[0].shape[0], sum(sizes), dtype=torch.uint8, device="cuda")
+        return list(whole.split(sizes, 1))
+
+    def before_forward(self, work: StepWork) -> None:
+        with self._on_stream():
+            if work.zeroes:
+                for layer in (layer for group in self._layers for layer in group):
+                    for block in work.new_blocks:
+                        layer[block].fill_(0xDD)
+            super().before_forward(work)
+
+    def forward(self, work: StepWork) -> None:
+        with self._on_stream():
+            super().forward(work)
+
+    def check_reads(self, work: StepWork) -> None:
+        with self._on_stream():
+            super().check_reads(work)
+
+    def after_forward(self, work: StepWork) -> None:
+        with self._on_stream():
+            super().after_forward(work)
+
+    def take_report(self) -> tuple[Report, dict[str, list[int]]]:
+        with self._on_stream():
+            event = torch.cuda.Event()
+            event.record()
+            self._steps.append((event, self._looks))
+            self._looks = []
+            while len(self._steps) > self._late:
+                self._settle(*self._steps.pop(0))
+            return super().take_report()
+
+    def close(self) -> None:
+        with self._on_stream():
+            super().close()
+
+    def settle(self) -> None:
+        """Compare what has not been compared yet. Raises WrongBytesError."""
+        with self._on_stream():
+            event = torch.cuda.Event()
+            event.record()
+            steps, self._steps, looks, self._looks = self._steps, [], self._looks, []
+            for each in [*steps, (event, looks)]:
+                self._settle(*each)
+
+    def _write(self, group: int, block: int, content: bytes) -> None:
+        host = torch.empty(len(content), dtype=torch.uint8, pin_memory=True)
+        host.numpy()[:] = np.frombuffer(content, np.uint8)
+        start = 0
+        for layer in self._layers[group]:
+            _copy(layer[block], host[start : start + layer.shape[1]])
+            start += layer.shape[1]
+
+    def _check(self, group: int, block: int, digest: bytes, what: str) -> None:
+        layers = self._layers[group]
+        host = torch.empty(sum(layer.shape[1] for layer in layers), dtype=torch.uint8, pin_memory=True)
+        start = 0
+        for layer in layers:
+            _copy(host[start : start + layer.shape[1]], layer[block])
+            start += layer.shape[1]
+        self._looks.append((host, self._weights, group, block, digest, what))
+
+    def _settle(self, event: torch.cuda.Event, looks: Sequence[Look]) -> None:
+        event.synchronize()
+        for host, weights, group, block, digest, what in looks:
+            self.looked += 1
+            content = self._model.content(weights, digest, group, self.rank)
+            found = host.numpy().tobytes()
+            if found != content:
+                bad = [at for at in range(len(content)) if found[at] != content[at]]
+                raise WrongBytesError(
+                    f"rank {self.rank} {what} block {block} of group {group}, hash {digest.hex()}: {len(bad)} of "
+                    f"{len(content)} bytes are wrong, the first at {bad[0]}: {found[bad[0] : bad[0] + 8].hex()}"
+                )
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the current stream. What a test lets fail once is meant for kvdisk: the model does it
+    again."""
+    try:
+        target.copy_(source, non_blocking=True)
+    except RuntimeError:
+        target.copy_(source, non_blocking=True)
+
+
+@contextmanager
+def host_watched() -> Iterator[None]:
+    """Say, while this is entered, of each transfer, seal and check which host memory it touches: a
+    copy that is at work there is a violation."""
+    submit, seal, check = PosixDevice.submit, SlotHeaders.seal, SlotHeaders.check
+
+    def slots(batch: Batch) -> list[Any]:
+        return [] if batch.route.direct else [batch.memory.view(batch.size_class, slot) for slot in batch.slots]
+
+    def submitting(self: PosixDevice, op: Op, batch: Sequence[Transfer]) -> int:
+        for buffer in (buffer for transfer in batch for buffer in transfer.buffers):
+            _touch(buffer, writes=op is Op.READ)
+        return submit(self, op, batch)
+
+    def sealing(self: SlotHeaders, batch: Batch) -> None:
+        for slot in slots(batch):
+            _touch(slot[:HEADER_BYTES], writes=True)
+            _touch(slot[HEADER_BYTES:], writes=False)
+        seal(self, batch)
+
+    def checking(self: SlotHeaders, batch: Batch) -> Any:
+        for slot in slots(batch):
+            _touch(slot, writes=False)
+        return check(self, batch)
+
+    with (
+        patch.object(PosixDevice, "submit", submitting),
+        patch.object(SlotHeaders, "seal", sealing),
+        patch.object(SlotHeaders, "check", checking),
+    ):
+        yield
+
+
+def _touch(view: Any, *, writes: bool) -> None:
+    array = np.frombuffer(view, np.uint8)
+    control.host_touches(array.ctypes.data, array.nbytes, writes=writes)
