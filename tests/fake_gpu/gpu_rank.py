@@ -36,10 +36,10 @@ class GpuRank(LocalRank):
     ``late``: steps that the host runs ahead of the model. ``apart``: layers are tensors of their
     own; otherwise a block's layers lie behind each other. ``device``: the GPU's number. ``looked``:
     blocks that were compared. ``may_end``: the mover may meet an error that ends it; what it was
-    given then fails, and all goes on without kvdisk.
+    given then fails, and all goes on without kvdisk. ``has_ended``: it has.
     """
 
-    may_end = False
+    may_end = has_ended = False
 
     def __init__(
         self, config: Config, model: LiveModel, rank: int, block_count: int, *, late: int, apart: bool, device: int
@@ -139,6 +139,7 @@ class GpuRank(LocalRank):
         except RuntimeError:
             if not self.may_end:
                 raise
+            self.has_ended = True
             super()._collect()
 
     def _write(self, group: int, block: int, content: bytes) -> None:

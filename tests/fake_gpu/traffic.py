@@ -41,12 +41,15 @@ from fake_gpu.gpu_rank import GpuRank
 from fake_gpu.host_watch import WatchedObjects, host_watched
 from kvdisk.config import Config
 from kvdisk.device.posix import PosixDevice
+from kvdisk.worker.cudart import forget_error
 from kvdisk.worker.mover import Mover
 
 HANGS_S = 600
 """What takes so long hangs, on however busy a machine."""
 ORDERS = ("mixed", "late", "contrary", "random", "eager")
-OUT_OF_MEMORY, INVALID, LAUNCH_FAILURE = 2, 1, 719
+OUT_OF_MEMORY, INVALID, ILLEGAL_ACCESS, LAUNCH_FAILURE = 2, 1, 700, 719
+_OF_THREADS = {"cudaGetDevice", "cudaSetDevice", "cudaGetDeviceCount", "cudaGetLastError", "cudaPeekAtLastError"}
+"""Calls that say what a thread knows: a GPU that is broken lets them go well."""
 _OFTEN = 0.3
 _AT_WORK_S = 0.05
 _FORGETFUL = LoadShape(forgets=0.15)
@@ -240,21 +243,34 @@ class _Run:
         )
 
     def _run(self) -> None:
+        if 0 not in self._variant.devices:
+            torch.cuda.set_device(self._variant.devices[0])  # as vLLM does, and once for the process
         for life in range(self._variant.closes):
             self._close_under_load(life)
         if self._variant.breaks:
             self._break()
         with self._engine() as engine:
-            load = self._load(engine, self._variant.closes)
-            load.run_requests(self._variant.requests)
+            self._load(engine, self._variant.closes).run_requests(self._variant.requests)
             self._end_failing()
-            engine.serve(sorted(self._prompts, key=lambda prompt: (len(prompt), prompt))[-self._variant.again :])
-            audit(engine)
-            for rank in self._ranks[-self._model.ranks :]:
-                rank.audit(engine)
-                audit_memory(engine, rank.rank, rank.arenas)
+            if not self._has_ended():
+                self._audit(engine)
+        if self._has_ended():
+            with self._engine() as engine:
+                self._audit(engine)
         if 0 not in self._variant.devices:
             assert not torch._C._cuda_hasPrimaryContext(0), "a rank on another GPU has taken memory of the first"
+
+    def _audit(self, engine: LiveEngine) -> None:
+        """Serve prompts once more, and look at all that there is."""
+        engine.serve(sorted(self._prompts, key=lambda prompt: (len(prompt), prompt))[-self._variant.again :])
+        audit(engine)
+        for rank in self._ranks[-self._model.ranks :]:
+            rank.audit(engine)
+            audit_memory(engine, rank.rank, rank.arenas)
+
+    def _has_ended(self) -> bool:
+        """Whether an error has ended a mover of the last engine."""
+        return any(rank.has_ended for rank in self._ranks[-self._model.ranks :])
 
     def _close_under_load(self, life: int) -> None:
         """Close an engine in the midst of a step, while copies are at work if there are any."""
@@ -274,12 +290,12 @@ class _Run:
                 load = self._load(engine, -1)
                 for _ in range(self._chance.randrange(4, 40)):
                     load.step()
-                if self._chance.random() < 0.5:
-                    control.break_down()
-                else:
+                within_step = self._chance.random() < 0.5
+                if within_step:
                     engine.schedule(16)
                     engine.forward()
-                    control.break_down()
+                _break_gpu(broken=True)
+                if within_step:
                     engine.update()
                 for _ in range(5):
                     load.step()
@@ -288,7 +304,8 @@ class _Run:
         else:
             raise AssertionError("a GPU that is broken goes on")
         finally:
-            control.break_down(0)
+            _break_gpu(broken=False)
+            forget_error()
             torch.cuda.synchronize()
 
     @contextmanager
@@ -339,6 +356,13 @@ class _Run:
     def _end_failing(self) -> None:
         for call in (*self._variant.fails, *self._variant.fails_for_good):
             control.fail(call, 0, times=0)
+
+
+def _break_gpu(*, broken: bool) -> None:
+    """Let all calls fail that ask something of a GPU, or none any more."""
+    for call in control.counts().keys() | {"kernel"}:
+        if call not in _OF_THREADS:
+            control.fail(call, ILLEGAL_ACCESS, times=1 << 40 if broken else 0)
 
 
 def _is_of_bytes(error: BaseException | None) -> bool:
