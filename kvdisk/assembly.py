@@ -542,6 +542,7 @@ def assemble_worker(
     with ExitStack() as undo:  # pinning goes on, on a thread, until an arena is closed
         staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=on_gpu)
         undo.callback(staging.close)
+        undo.callback(copier.settle)  # before its memory goes
         check_copies(copier, staging, geometry.size_classes)  # before the rest is pinned, which holds CUDA up
         arenas: dict[Tier, Arena] = {}
         for row in MEMORY_TIERS:

@@ -335,7 +335,8 @@ def measure_copies(
 
 def measure_rows(lanes: Lanes, span_bytes: int, pace: Pace) -> Iterator[Speed]:
     """Yield the speed of copies of rows, by their size and how far they lie apart on the GPU, which
-    decides what goes straight. ``span_bytes``: of GPU memory that they lie in, at most."""
+    decides what goes straight. ``span_bytes``: the most GPU memory that they lie in; 1 MiB, which
+    the largest rows need, where less is asked for."""
     import torch
 
     from kvdisk.worker.copier import Lane, Rows
@@ -343,13 +344,15 @@ def measure_rows(lanes: Lanes, span_bytes: int, pace: Pace) -> Iterator[Speed]:
     if not lanes.copies_rows:
         yield Speed("rows", COPIES[0], 0, why="torch's CUDA runtime was not found")
         return
-    far = min(MOST_APART, span_bytes // ROWS_APART) // 4096 * 4096
-    gpu = torch.zeros(min(span_bytes, ROWS_APART * far + (64 << 10)), dtype=torch.uint8, device=device_of(lanes))
+    least = 64 << 10
+    span_bytes = max(span_bytes, (ROWS_APART + 1) * least)
+    far = max(least, min(MOST_APART, span_bytes // ROWS_APART) // 4096 * 4096)
+    gpu = torch.zeros(min(span_bytes, ROWS_APART * far + least), dtype=torch.uint8, device=device_of(lanes))
     settle(lanes)
-    with closing(Arena([HEADER_BYTES + (64 << 10)], [ROWS], pin=on_gpu(lanes))) as arena:
+    with closing(Arena([HEADER_BYTES + least], [ROWS], pin=on_gpu(lanes))) as arena:
         arena.await_pinned()
         host = arena.tensor(0).data_ptr()
-        for pitch, rows in ((64 << 10, min(ROWS, gpu.numel() // (64 << 10))), (far, ROWS_APART)):
+        for pitch, rows in ((least, min(ROWS, gpu.numel() // least)), (far, ROWS_APART)):
             for row_bytes in ROW_BYTES:
                 of_gpu, of_host, times = Rows(gpu.data_ptr(), pitch), Rows(host, row_bytes), max(1, ROWS // rows)
 

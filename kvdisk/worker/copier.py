@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from itertools import accumulate, cycle, groupby, pairwise, product
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, contiguous_runs, round_up
 from kvdisk.messages import NO_BLOCK
 from kvdisk.worker.copier_base import Event, Passed, Slots
-from kvdisk.worker.cudart import cuda_runtime, forget_error, is_out_of_memory, relax_captures
+from kvdisk.worker.cudart import cuda_runtime, forget_error, is_of_capture, is_out_of_memory, relax_captures
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -275,6 +276,10 @@ class HostCopier:
     def hold_model(self) -> None:
         """Let the model's next work begin after every gather so far. No wait on the host."""
 
+    def settle(self) -> None:
+        """Wait until no copy is under way, once none begins any more. Any thread; does not
+        raise."""
+
     def gather(
         self,
         group: int,
@@ -381,6 +386,18 @@ class CudaLanes:
         stream = self._streams[lane] if lane else torch.cuda.current_stream(self.device)
         stream.wait_event(event)
 
+    def synchronize(self, lane: Lane) -> None:
+        """Wait until a lane has done all that it was given. Raises RuntimeError where the GPU
+        fails."""
+        while True:
+            try:
+                self._streams[lane].synchronize()
+                return
+            except RuntimeError as error:
+                if not is_of_capture(error):
+                    raise
+            time.sleep(_CAPTURE_WAIT_S)
+
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:
@@ -394,6 +411,8 @@ class CudaLanes:
         return status == 0
 
 
+_CAPTURE_WAIT_S = 0.01
+"""Between two tries of a call that a capture forbids: a capture takes some milliseconds."""
 MOST_NUMBERS = 16 << 10
 """Block numbers that may be on their way to a lane's kernels: enough for several batches, however
 small a slot is."""
@@ -466,7 +485,7 @@ def unless_full(lanes: CudaLanes, used: Sequence[Lane], start: Callable[[], Even
         if not is_out_of_memory(error):
             raise
     for lane in used:  # what has begun would go on in slots and blocks that are given to others
-        lanes.record(lane).synchronize()
+        lanes.synchronize(lane)
     return None
 
 
@@ -510,6 +529,12 @@ class CudaCopier(HostCopier):
         """See ``HostCopier``."""
         for lane in _BOTH[Lane.STORE]:
             self._lanes.wait(None, self._lanes.record(lane))
+
+    def settle(self) -> None:
+        """See ``HostCopier``. It looks at the lanes: a copy that failed half-way has no event."""
+        for lane in Lane:
+            with suppress(RuntimeError):  # a GPU that fails copies nothing any more
+                self._lanes.synchronize(lane)
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
         """See ``HostCopier``."""
@@ -614,7 +639,7 @@ class CudaCopier(HostCopier):
             if not self._lanes.copy_rows(lane, *ways, row_bytes, count, pinned=not slots.memory.is_pageable):
                 logger.warning("CUDA refused to copy rows of blocks: from now on all are gathered")
                 self.go_straight_no_more()
-                self._lanes.record(lane).synchronize()  # what has begun is not in the event of the gather
+                self._lanes.synchronize(lane)  # what has begun is not in the event of the gather
                 return None
         return self._lanes.record(lane) if copies else None
 

@@ -68,6 +68,10 @@ class Copier(Protocol):
     def hold_model(self) -> None:
         """Let the model's next work begin after every gather so far. The host does not wait."""
 
+    def settle(self) -> None:
+        """Wait until no copy is under way, once none begins any more. Any thread; does not
+        raise."""
+
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
         """Start copying blocks to slots, once ``after`` has passed. Return None where there is no
         memory for it now; then none of it is under way."""
@@ -99,6 +103,9 @@ class RowCopier:
 
     def hold_model(self) -> None:
         """See ``Copier``: a copy ends before the call returns."""
+
+    def settle(self) -> None:
+        """See ``Copier``: nothing is ever under way."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
         """See ``Copier``."""

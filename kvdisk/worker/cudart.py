@@ -9,6 +9,8 @@ from typing import Any
 
 _RELAXED = 2
 _MEMORY_ALLOCATION = 2
+_OF_CAPTURES = range(900, 909)
+"""cudaErrorStreamCaptureUnsupported and the errors of captures behind it."""
 
 
 @cache
@@ -42,6 +44,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
     code = getattr(error, "error_code", None)  # what the runtime said, where torch raises that as it is
     return isinstance(error, torch.OutOfMemoryError) or code == _MEMORY_ALLOCATION
+
+
+def is_of_capture(error: RuntimeError) -> bool:
+    """Return whether an error of torch says that a capture of CUDA graphs, on whatever thread,
+    forbade a call. The GPU goes on."""
+    return getattr(error, "error_code", None) in _OF_CAPTURES
 
 
 def relax_captures() -> bool:

@@ -282,6 +282,7 @@ class Runner:
             copy = batch.pending
             if copy is not None:
                 copy.synchronize()
+        self._resources.copier.settle()
 
     def return_to_gpu(self) -> None:
         """The GPU's memory is there again. Any thread."""
@@ -291,9 +292,10 @@ class Runner:
         """Begin nothing more, and wait until no copy touches the GPU's blocks. Does not raise."""
         self.halt()
         for batch in self._under_way:
-            with suppress(Exception):  # a GPU that fails copies nothing any more
+            with suppress(Exception):  # a call that a capture forbids, or a GPU that fails
                 if batch.pending is not None:
                     batch.pending.synchronize()
+        self._resources.copier.settle()
 
     def close(self) -> None:
         """Close device and files, after ``await_copies``. Waits for what has begun, and reports

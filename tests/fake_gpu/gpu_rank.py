@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a live engine whose blocks are on the fake GPU, and a watch on what the host touches.
+"""A rank of a live engine whose blocks are on the fake GPU.
 
 The model is a stream, as vLLM's is: it writes and reads blocks there, and nothing waits for it but
 the engine, one step late where it runs ahead. Each block that a request reads, and each that a load
@@ -9,26 +9,23 @@ engine has waited for the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-
-from fake_gpu import control
-from kvdisk.assembly import WorkerHalf, assemble_worker
-from kvdisk.config import Config
-from kvdisk.device.base import Op, Transfer
-from kvdisk.device.posix import PosixDevice
-from kvdisk.geometry import HEADER_BYTES
-from kvdisk.messages import Report
-from kvdisk.worker.routes import Batch
-from kvdisk.worker.slot_headers import SlotHeaders
 from support.fake_engine import StepWork
+from support.live_engine import LiveEngine
 from support.live_model import LiveModel
 from support.live_rank import LocalRank, WrongBytesError
+
+from kvdisk.assembly import WorkerHalf, assemble_worker
+from kvdisk.blocks import Tier, group_of
+from kvdisk.config import Config
+from kvdisk.messages import Report
+from kvdisk.worker.arena import Arena
 
 Look = tuple[torch.Tensor, int, int, int, bytes, str]
 
@@ -38,8 +35,11 @@ class GpuRank(LocalRank):
 
     ``late``: steps that the host runs ahead of the model. ``apart``: layers are tensors of their
     own; otherwise a block's layers lie behind each other. ``device``: the GPU's number. ``looked``:
-    blocks that were compared.
+    blocks that were compared. ``may_end``: the mover may meet an error that ends it; what it was
+    given then fails, and all goes on without kvdisk. ``has_ended``: it has.
     """
+
+    may_end = has_ended = False
 
     def __init__(
         self, config: Config, model: LiveModel, rank: int, block_count: int, *, late: int, apart: bool, device: int
@@ -105,14 +105,42 @@ class GpuRank(LocalRank):
         with self._on_stream():
             super().close()
 
-    def settle(self) -> None:
-        """Compare what has not been compared yet. Raises WrongBytesError."""
+    @property
+    def arenas(self) -> Mapping[Tier, Arena]:
+        """The tiers in memory."""
+        return self._parts.mover._runner._resources.arenas
+
+    def await_launch(self, most_s: float) -> None:
+        """Wait until a copy is at work, or for so long where none comes."""
+        end_s = time.monotonic() + most_s
+        while not self._parts.mover._runner.copying and time.monotonic() < end_s:
+            time.sleep(0.0002)
+
+    def audit(self, engine: LiveEngine) -> None:
+        """Compare all blocks that the GPU has cached, and what has not been compared yet. Raises
+        WrongBytesError."""
+        self._weights = engine.weights
         with self._on_stream():
+            for block in map(engine.pool.get_block, range(1, engine.pool.block_count)):
+                if block.key is not None:
+                    (digest,) = self._model.digests_of(block.key)
+                    self._check(group_of(block.key), block.block_id, digest, "has cached")
             event = torch.cuda.Event()
             event.record()
             steps, self._steps, looks, self._looks = self._steps, [], self._looks, []
             for each in [*steps, (event, looks)]:
                 self._settle(*each)
+
+    def _collect(self) -> None:
+        try:
+            super()._collect()
+        except WrongBytesError:
+            raise
+        except RuntimeError:
+            if not self.may_end:
+                raise
+            self.has_ended = True
+            super()._collect()
 
     def _write(self, group: int, block: int, content: bytes) -> None:
         host = torch.empty(len(content), dtype=torch.uint8, pin_memory=True)
@@ -152,41 +180,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
     except RuntimeError:
         target.copy_(source, non_blocking=True)
-
-
-@contextmanager
-def host_watched() -> Iterator[None]:
-    """Say, while this is entered, of each transfer, seal and check which host memory it touches: a
-    copy that is at work there is a violation."""
-    submit, seal, check = PosixDevice.submit, SlotHeaders.seal, SlotHeaders.check
-
-    def slots(batch: Batch) -> list[Any]:
-        return [] if batch.route.direct else [batch.memory.view(batch.size_class, slot) for slot in batch.slots]
-
-    def submitting(self: PosixDevice, op: Op, batch: Sequence[Transfer]) -> int:
-        for buffer in (buffer for transfer in batch for buffer in transfer.buffers):
-            _touch(buffer, writes=op is Op.READ)
-        return submit(self, op, batch)
-
-    def sealing(self: SlotHeaders, batch: Batch) -> None:
-        for slot in slots(batch):
-            _touch(slot[:HEADER_BYTES], writes=True)
-            _touch(slot[HEADER_BYTES:], writes=False)
-        seal(self, batch)
-
-    def checking(self: SlotHeaders, batch: Batch) -> Any:
-        for slot in slots(batch):
-            _touch(slot, writes=False)
-        return check(self, batch)
-
-    with (
-        patch.object(PosixDevice, "submit", submitting),
-        patch.object(SlotHeaders, "seal", sealing),
-        patch.object(SlotHeaders, "check", checking),
-    ):
-        yield
-
-
-def _touch(view: Any, *, writes: bool) -> None:
-    array = np.frombuffer(view, np.uint8)
-    control.host_touches(array.ctypes.data, array.nbytes, writes=writes)

@@ -85,6 +85,9 @@ class CpuLanes(CudaLanes):
     def wait(self, lane: Lane | None, event: Event) -> None:
         self.log.append(("wait", lane))
 
+    def synchronize(self, lane: Lane) -> None:
+        self.log.append(("synchronize", lane))
+
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:

@@ -87,6 +87,14 @@ class LateLanes(CpuLanes):
         assert isinstance(event, LateEvent)
         self._queues[lane].append((event,))
 
+    def given(self, lane: Lane) -> int:
+        """Return how much a lane has still to do."""
+        return len(self._queues[lane])
+
+    def synchronize(self, lane: Lane) -> None:
+        while self._queues[lane]:
+            assert self.go_on(1), "nothing can go on, and a lane has something to do"
+
     def copy_rows(
         self, lane: Lane, target: Rows, source: Rows, row_bytes: int, count: int, *, pinned: bool = False
     ) -> bool:

@@ -100,6 +100,10 @@ class SimCopier(HostCopier):
         """See ``HostCopier``: before the model goes on, every gather that was started has ended."""
         self._end("gather", len(self._pending["gather"]))
 
+    def settle(self) -> None:
+        """See ``HostCopier``."""
+        self.end_all()
+
     def reads(self, block: int) -> bool:
         return any(block in blocks for _, _, blocks in self._pending["gather"])
 

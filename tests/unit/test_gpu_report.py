@@ -215,6 +215,13 @@ def test_blocks_go_to_slots_in_another_order_and_all_ends_of_a_large_cache_take_
     assert dict(zip(blocks, slots, strict=True)) != dict(zip(sorted(blocks), sorted(slots), strict=True))
 
 
+@pytest.mark.parametrize("span_bytes", [1, 65536, 5_000_000])
+def test_rows_are_measured_however_little_memory_is_asked_for(span_bytes):
+    """Rows of every size, near and apart, none of which lie in each other."""
+    found = list(gpu_measures.measure_rows(CpuLanes(), span_bytes, ONCE))
+    assert [speed.block_bytes for speed in found if not speed.why] == 2 * sorted([*gpu_measures.ROW_BYTES] * 2)
+
+
 def test_moves_are_of_several_jobs_and_made_before(monkeypatch):
     monkeypatch.setattr(gpu_measures, "JOB_BYTES", 2 * 65536)
     with (

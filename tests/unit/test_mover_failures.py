@@ -9,10 +9,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from ranks import GPU_BLOCKS, Rank, move, segment_of
+from support.late_lanes import LateLanes
 from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Plan, Reason
-from kvdisk.worker.copier import HostCopier
+from kvdisk.worker.copier import CudaLanes, HostCopier, Lane
 from kvdisk.worker.gpu_staging import GpuStaging, PayloadSums
 
 
@@ -114,3 +115,39 @@ def test_a_full_gpu_fails_a_part_and_the_mover_goes_on(kernel, monkeypatch, capl
     assert rank.do(JobKind.LOAD, loads) == {}, "there is memory again, and what was stored is there"
     assert [rank.payload(0, block) for block in range(3)] == kept
     rank.close()
+
+
+@pytest.mark.parametrize("end", ["close", "sleep"])
+def test_a_copy_that_fails_half_way_has_ended_before_its_memory_goes(end, monkeypatch):
+    """Such a copy has no event that could be waited for."""
+    lanes, select = LateLanes(0), torch.index_select
+    monkeypatch.setattr("ranks.CpuLanes", lambda: lanes)
+    rank = Rank(cpu_slots=0, on_gpu=True)  # each slot is a part of its own
+
+    def fail_second(*args, **fields):
+        monkeypatch.setattr(torch, "index_select", Mock(side_effect=RuntimeError("planted")))
+        return select(*args, **fields)
+
+    monkeypatch.setattr(torch, "index_select", fail_second)
+    rank.submit(JobKind.STORE, [move(block, 0, block, nvme=block) for block in range(2)])
+    with pytest.raises(RuntimeError, match="planted"):
+        rank.run()
+    assert any(lanes.given(lane) for lane in Lane), "nothing is under way"
+    rank.mover.leave_gpu() if end == "sleep" else rank.mover.close()
+    assert not any(lanes.given(lane) for lane in Lane)
+
+
+def test_a_wait_that_a_capture_of_graphs_forbids_is_tried_again(monkeypatch):
+    """Else memory would be given back under copies: the GPU goes on with them."""
+    ended, forbidden = [], RuntimeError("operation not permitted when stream is capturing")
+    forbidden.error_code = 900
+    stream = Mock(synchronize=Mock(side_effect=[forbidden, forbidden, None]))
+    monkeypatch.setattr("kvdisk.worker.copier._CAPTURE_WAIT_S", 0.0)
+    lanes = CudaLanes.__new__(CudaLanes)
+    lanes._streams = dict.fromkeys(Lane, stream)
+    lanes.synchronize(Lane.LOAD)
+    ended.append(stream.synchronize.call_count)
+    stream.synchronize = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        lanes.synchronize(Lane.LOAD)
+    assert [*ended, stream.synchronize.call_count] == [3, 1]

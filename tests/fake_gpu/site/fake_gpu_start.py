@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is imported as each process of the fake GPU's environment starts. Whoever imports torch gets the
-kernels on the host right behind it. Whoever imports Triton gets its interpreter, over the host's view
-of the fake GPU's memory."""
+kernels on the host right behind it. Whoever imports Triton gets its interpreter, over what the host
+sees of the fake GPU's memory.
+"""
 
 from __future__ import annotations
 
