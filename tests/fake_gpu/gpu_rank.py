@@ -9,6 +9,7 @@ engine has waited for the step.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from kvdisk.config import Config
 from kvdisk.messages import Report
 from kvdisk.worker.arena import Arena
 
+_CAPTURE_S = 0.002
 Look = tuple[torch.Tensor, int, int, int, bytes, str]
 
 
@@ -34,17 +36,19 @@ class GpuRank(LocalRank):
     """``LocalRank`` whose blocks are on a GPU.
 
     ``late``: steps that the host runs ahead of the model. ``apart``: layers are tensors of their
-    own; otherwise a block's layers lie behind each other. ``device``: the GPU's number. ``looked``:
-    blocks that were compared. ``may_end``: the mover may meet an error that ends it; what it was
+    own; otherwise a block's layers lie behind each other. ``device``: the GPU's number.
+    ``captures``: likelihood that the model captures CUDA graphs in a step. ``looked``: blocks that
+    were compared. ``may_end``: the mover may meet an error that ends it; what it was
     given then fails, and all goes on without kvdisk. ``has_ended``: it has.
     """
 
     may_end = has_ended = False
 
     def __init__(
-        self, config: Config, model: LiveModel, rank: int, block_count: int, *, late: int, apart: bool, device: int
+        self, config: Config, model: LiveModel, rank: int, block_count: int, *, late: int, apart: bool, device: int, captures: float = 0.0
     ) -> None:
         self.looked = 0
+        self._captures, self._chance = captures, random.Random(rank)
         self._late = late
         self._steps: list[tuple[torch.cuda.Event, list[Look]]] = []
         self._looks: list[Look] = []
@@ -57,6 +61,8 @@ class GpuRank(LocalRank):
 
         with self._on_stream():
             super().__init__(config, model, rank, block_count, make)
+            if captures:
+                self._capture()  # as vLLM does, while memory is still being pinned
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread's device and stream are the model's."""
@@ -82,6 +88,19 @@ class GpuRank(LocalRank):
     def forward(self, work: StepWork) -> None:
         with self._on_stream():
             super().forward(work)
+            if self._chance.random() < self._captures:
+                self._capture()
+
+    def _capture(self) -> None:
+        """Capture a CUDA graph as vLLM does: meanwhile most calls of other threads end it."""
+        number = torch.zeros(1, device=self._stream.device)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="global")
+        number.add_(1)
+        time.sleep(_CAPTURE_S)
+        graph.capture_end()
+        graph.replay()
+        assert number.item() == 1
 
     def check_reads(self, work: StepWork) -> None:
         with self._on_stream():

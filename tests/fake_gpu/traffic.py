@@ -63,12 +63,17 @@ class Variant:
 
     ``order``: in which the fake GPU works (see ``runtime.cpp``); "": of ``ORDERS`` the seed's.
     ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU. ``small_scratch``: the
-    copier's scratch has one slot a lane, and room for two block numbers. ``straight``: rows of any
+    copier's scratch has one slot a lane, and room for one block number. ``straight``: rows of any
     size go without scratch. ``staged``: drives and GPU move blocks straight, through a device that
     bounces. ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
     ``piece_bytes``: that are pinned at once; 0: as many as kvdisk wants. ``remote``: there is a
     remote store. ``zeroes``: see ``FakeEngine``; its races are meant (decision 29), so that bytes
     alone count.
+
+    ``torch_sums``: GPU staging's sums are torch's: nobody knows what Triton's interpreter touches.
+    ``fence_s``: how long a step waits for copies to begin; None: as long as kvdisk wants.
+    ``captures``: likelihood that the model captures CUDA graphs in a step; it does so at the start,
+    too.
 
     ``again``: so many prompts are served once more at the end. ``fails``: calls of the runtime of
     which some fail, with their codes. ``fails_for_good``: such of which none goes well from some
@@ -91,6 +96,9 @@ class Variant:
     batch_slots: int = 0
     piece_bytes: int = 0
     remote: bool = False
+    torch_sums: bool = False
+    fence_s: float | None = None
+    captures: float = 0.0
     zeroes: bool = False
     payload_bytes: int = 3000
     gpu_blocks: int = 40
@@ -108,7 +116,7 @@ class Variant:
 _TIGHT = partial(Variant, small_scratch=True, gpu_blocks=30)
 _STAGED = partial(Variant, staged=True, windowed=True, gpu_blocks=48)
 _NO_MEMORY = {"cpu_bytes": 0}
-_LITTLE_STAGING = {"cpu_bytes": 0, "staging_bytes": 1}
+_LITTLE_STAGING = {"cpu_bytes": 0, "staging_bytes": 1, "gpu_staging_bytes": 1}
 VARIANTS = {
     one.name: one
     for one in (
@@ -120,6 +128,8 @@ VARIANTS = {
         _TIGHT("drive-alone", values=_NO_MEMORY),
         _STAGED("staged", values=_NO_MEMORY),
         _STAGED("staged-beside-memory"),
+        _TIGHT("straight-together", straight=True, apart=False, payload_bytes=1000),
+        _STAGED("staged-by-torch", values=_LITTLE_STAGING, torch_sums=True),
         # Stores of several batches.
         _TIGHT("long", shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
         Variant("long-straight", straight=True, shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
@@ -129,6 +139,9 @@ VARIANTS = {
         _TIGHT("resets", shape=_RESETTING, windowed=True),
         _TIGHT("remote", remote=True, windowed=True),
         _TIGHT("zeroes", zeroes=True, windowed=True),
+        _TIGHT("on-preemption", values={"store_policy": "on_preemption"}, windowed=True),
+        _TIGHT("hasty", fence_s=0.0),
+        _TIGHT("captures", captures=0.5, piece_bytes=32 << 10),
         _TIGHT("two-ranks", devices=(0, 0), windowed=True),
         _TIGHT("closes", closes=4, windowed=True),
         _TIGHT("closes-drive-alone", closes=4, values=_NO_MEMORY),
@@ -323,7 +336,16 @@ class _Run:
         for call, code in variant.fails.items():
             if call == "cudaHostRegister":
                 control.fail(call, code, after=self._chance.randrange(12))
-        made = GpuRank(config, model, rank, block_count, late=variant.late, apart=variant.apart, device=device)
+        made = GpuRank(
+            config,
+            model,
+            rank,
+            block_count,
+            late=variant.late,
+            apart=variant.apart,
+            device=device,
+            captures=variant.captures,
+        )
         made.may_end = bool(variant.fails_for_good) or variant.fails.get("cudaMemcpyAsync") == INVALID
         self._ranks.append(made)
         return made
@@ -383,10 +405,15 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
             patch("kvdisk.worker.copier.STRAIGHT_ROW_BYTES", 0),
         ]
     if variant.small_scratch:
-        patches += [patch("kvdisk.assembly._GPU_SCRATCH_BYTES", 0), patch("kvdisk.worker.copier.MOST_NUMBERS", 2)]
+        patches += [patch("kvdisk.assembly._GPU_SCRATCH_BYTES", 0), patch("kvdisk.worker.copier.MOST_NUMBERS", 1)]
     if variant.staged:
+        patches.append(patch("kvdisk.worker.direct.BUDGET_S", 0.0))
         patches.append(patch("kvdisk.assembly.gds_unavailable", lambda: None))
         patches.append(patch("kvdisk.assembly.GdsDevice", lambda *_, **__: BounceDevice(PosixDevice())))
+    if variant.torch_sums:
+        patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
+    if variant.fence_s is not None:
+        patches.append(patch("kvdisk.worker.mover.FENCE_S", variant.fence_s))
     if variant.batch_slots:
         slot_bytes = LiveModel("", 1, variant.windowed, variant.payload_bytes).geometry.slot_sizes[-1]
         patches.append(patch.dict(Mover.__init__.__kwdefaults__, batch_bytes=variant.batch_slots * slot_bytes))
