@@ -297,7 +297,8 @@ class _Run:
                 rank.await_launch(_AT_WORK_S)
 
     def _break(self) -> None:
-        """Run an engine until a GPU fails whatever it is asked for, and close it: nothing may hang."""
+        """Run an engine until a GPU fails whatever it is asked for, and close it then: nothing may
+        hang."""
         try:
             with self._engine() as engine:
                 load = self._load(engine, -1)
@@ -382,7 +383,7 @@ class _Run:
 
 def _break_gpu(*, broken: bool) -> None:
     """Let all calls fail that ask something of a GPU, or none any more."""
-    for call in control.counts().keys() | {"kernel"}:
+    for call in control.counts().keys() | {"kernel", "cudaFree", "cudaFreeHost", "cudaHostUnregister"}:
         if call not in _OF_THREADS:
             control.fail(call, ILLEGAL_ACCESS, times=1 << 40 if broken else 0)
 
