@@ -15,19 +15,24 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from support.planting import Plant, Planter
 
 from fake_gpu import traffic
+from kvdisk.assembly import WorkerHalf
 from kvdisk.geometry import contiguous_runs
 from kvdisk.manager.jobs import StoreSources
+from kvdisk.worker import arena as arena_module
 from kvdisk.worker import copier as copier_module
+from kvdisk.worker import copy_check
 from kvdisk.worker import gpu_staging as gpu_staging_module
 from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks, _Numbers
 from kvdisk.worker.copier_base import Event, Passed
@@ -35,20 +40,23 @@ from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import Batch, Leg
 from kvdisk.worker.runner import Runner, ThreadDone
-from support.planting import Plant, Planter
 
 Real = Callable[..., Any]
 STORES, LOADS = (Lane.STORE, Lane.STORE_BESIDE), (Lane.LOAD, Lane.LOAD_BESIDE)
 SEEDS = 6
+REFUSES, HIDES = "refuses", "hides"
 HANGS_S = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``traffic``: variants, each of which sees it. ``harmless``: why none does."""
+    """``traffic``: variants, each of which sees it, without what kvdisk tries at its start.
+    ``trial``: REFUSES or HIDES it; else it changes nothing. ``harmless``: why no traffic sees it,
+    if none does."""
 
     plant: Plant
     traffic: tuple[str, ...] = ("scratch",)
+    trial: str = ""
     harmless: str = ""
 
 
@@ -101,6 +109,14 @@ def wait_unless(lanes: Sequence[Lane]) -> Callable[..., Any]:
 def mark_nothing(_real: Real, _copier: CudaCopier) -> Event:
     event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     return event
+
+
+def wait_on_current(_real: Real, lanes: CudaLanes, _lane: Lane | None, event: Event) -> None:
+    torch.cuda.current_stream(lanes.device).wait_event(event)
+
+
+def record_current(real: Real, lanes: CudaLanes, _lane: Lane | None) -> Any:
+    return real(lanes, None)
 
 
 def on_default_stream(real: Real, *args: Any) -> Any:
@@ -304,6 +320,18 @@ def close_at_once(planter: Planter) -> None:
     planter.replace(Runner, "await_copies", lambda _real, runner: runner.halt())
 
 
+def release_first(real: Real, half: WorkerHalf) -> None:
+    for memory in half.memory:
+        memory.close()
+    real(half)
+
+
+def leave_the_thread(_real: Real, mover: Mover) -> None:
+    with mover._changed:
+        mover._closing = True
+        mover._changed.notify_all()
+
+
 # -- GPU staging -----------------------------------------------------------------------------------
 
 
@@ -341,6 +369,10 @@ def leave_the_last_row(real: Real, *args: Any) -> Iterator[Any]:
         yield of_blocks, of_slots, row_bytes, count - (count > 3)
 
 
+def stay_on_the_first_gpu(_real: Real, _copier: CudaCopier) -> Any:
+    return torch.inference_mode()
+
+
 def copy_rows_beside(real: Real, lanes: CudaLanes, *args: Any, **kwargs: Any) -> Any:
     """Use the streams of the lanes that nobody asks for the end."""
     others = copy.copy(lanes)
@@ -359,9 +391,8 @@ def unless_full_with(change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def await_no_refused(real: Real, lanes: CudaLanes, lane: Lane | None) -> Any:
-    """What has begun when rows are refused is not waited for."""
-    return real(lanes, lane) if lanes.copies_rows else Passed()
+def go_on_while_one_begins(_real: Real, runner: Runner, job_ids: Any) -> None:
+    runner.given_up.update(job_ids)
 
 
 def take_refused_rows(real: Real, *args: Any, **kwargs: Any) -> bool:
@@ -385,13 +416,20 @@ FAULTS: dict[str, Fault] = {
     "the model's work is marked by an event that nobody records": Fault(
         instead(CudaCopier, "compute_done", mark_nothing)
     ),
-    "the model's work is marked on the default stream": Fault(
-        instead(CudaCopier, "compute_done", on_default_stream)
-    ),
+    "the model's work is marked on the default stream": Fault(instead(CudaCopier, "compute_done", on_default_stream)),
     "the model's work is marked a step late": Fault(mark_a_step_late),
-    "lanes do not wait for zeroed scratch": Fault(within(CudaCopier, "__init__", CudaLanes, "wait", wait_unless(list(Lane)))),
+    "lanes do not wait for zeroed scratch": Fault(
+        within(CudaCopier, "__init__", CudaLanes, "wait", wait_unless(list(Lane)))
+    ),
     "events are used again while they are pending": Fault(reuse_events),
     "numbers go by another stream than their lane": Fault(instead(_Numbers, "put", on_default_stream)),
+    "waits go to the current stream instead of the lane": Fault(
+        instead(CudaLanes, "wait", wait_on_current), ("straight",)
+    ),
+    "ends are those of the current stream instead of the lane": Fault(instead(CudaLanes, "record", record_current)),
+    "what a fence copies does not wait for the model": Fault(
+        within(Mover, "protect", CudaCopier, "compute_done", lambda *_: None)
+    ),
     # -- what the model waits for --
     "the model is not held": Fault(nothing(CudaCopier, "hold_model"), ("scratch", "straight")),
     "the model is held for the first lane only": Fault(instead(CudaCopier, "hold_model", hold_for(Lane.STORE))),
@@ -408,8 +446,16 @@ FAULTS: dict[str, Fault] = {
     "a fence is never planned": Fault(
         instead(StoreSources, "take_fence", lambda real, sources, _blocks: real(sources, ()) and ())
     ),
-    "blocks that a window leaves are not fenced": Fault(changed_after(StoreSources, "add", forget_windows), ("windows",)),
+    "blocks that a window leaves are not fenced": Fault(
+        changed_after(StoreSources, "add", forget_windows), ("windows",)
+    ),
     "stores that were given up begin all the same": Fault(nothing(Runner, "give_up"), ("hasty",)),
+    "a step goes on while a copy that was given up begins": Fault(
+        instead(Runner, "give_up", go_on_while_one_begins), ("hasty",)
+    ),
+    "what is zeroed before kvdisk hears of it is stored": Fault(
+        instead(StoreSources, "take_fence", lambda real, sources, _blocks: real(sources, ())), ("zeroes",)
+    ),
     # -- where a copy ends --
     "the end of a copy is that of its first lane": Fault(instead(CudaCopier, "_end_of", end_at(slice(1)))),
     "the end of a copy is that of its last lane": Fault(instead(CudaCopier, "_end_of", end_at(slice(-1, None)))),
@@ -423,7 +469,7 @@ FAULTS: dict[str, Fault] = {
     "a copy is over when it has begun": Fault(over_when_begun(*Leg)),
     "a gather is over when it has begun": Fault(over_when_begun(Leg.GATHER), ("scratch", "straight")),
     "a scatter is over when it has begun": Fault(over_when_begun(Leg.SCATTER), ("scratch", "straight")),
-    "stores are said to be copied too soon": Fault(copied_too_soon, ("drive-alone",)),
+    "stores are said to be copied too soon": Fault(copied_too_soon, ("long-drive-alone",)),
     # -- memory that is used again --
     "numbers are overwritten while they are read": Fault(changed_after(_Numbers, "put", forget_reads)),
     "numbers always go to the same place": Fault(instead(_Numbers, "put", put_at_the_start), ("windows",)),
@@ -442,26 +488,49 @@ FAULTS: dict[str, Fault] = {
         instead(CudaCopier, "_parts", make_scratch_each_time)
     ),
     "staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("drive-alone",)),
+    "staging is lent again while a gather writes it": Fault(give_back_at(Leg.GATHER), ("drive-alone",)),
     "staging is lent again while a drive writes it": Fault(give_back_at(Leg.WRITE), ("drive-alone",)),
-    "the arena goes before its copies end": Fault(close_at_once, ("close-under-load",)),
+    "the arena goes before its copies end": Fault(close_at_once, ("closes",)),
+    "memory goes before the mover": Fault(instead(WorkerHalf, "close", release_first), ("closes", "closes-staged")),
+    "memory goes while the mover's thread runs": Fault(instead(Mover, "close", leave_the_thread), ("closes",)),
+    "memory stays registered": Fault(nothing(arena_module, "_unregister")),
     # -- GPU staging --
-    "headers are written before they are in front": Fault(instead(GpuStaging, "_start_headers", end_before_headers), ("staged",)),
-    "sums are read before they are there": Fault(instead(GpuStaging, "_start_sums", end_before_sums), ("staged",)),
-    "a slot is verified when its sums have begun": Fault(over_when_begun(Leg.SUM), ("staged",)),
-    "headers are over when they have begun": Fault(over_when_begun(Leg.SEAL), ("staged",)),
+    "headers are written before they are in front": Fault(
+        instead(GpuStaging, "_start_headers", end_before_headers), ("staged-by-torch",)
+    ),
+    "sums are read before they are there": Fault(
+        instead(GpuStaging, "_start_sums", end_before_sums), ("staged-by-torch",)
+    ),
+    "a slot is verified when its sums have begun": Fault(over_when_begun(Leg.SUM), ("staged-by-torch",)),
+    "headers are over when they have begun": Fault(over_when_begun(Leg.SEAL), ("staged-by-torch",)),
     "sums are asked for on another stream": Fault(
-        within(GpuStaging, "_start_sums", CudaLanes, "on", lambda *_: torch.cuda.stream(None)), ("staged",)
+        within(GpuStaging, "_start_sums", CudaLanes, "on", lambda *_: torch.cuda.stream(None)), ("staged-by-torch",)
     ),
-    "sums of stores and loads have the same scratch": Fault(changed_after(GpuStaging, "__init__", share_sums), ("staged",)),
+    "sums of stores and loads have the same scratch": Fault(
+        changed_after(GpuStaging, "__init__", share_sums), ("staged-by-torch",)
+    ),
     "lanes do not wait for staging's zeros": Fault(
-        within(GpuStaging, "__init__", CudaLanes, "wait", wait_unless(list(Lane))), ("staged",)
+        within(GpuStaging, "__init__", CudaLanes, "wait", wait_unless(list(Lane))), ("staged-by-torch",)
     ),
-    "GPU staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("staged",)),
-    # -- pieces, rows --
-    "copies cross pieces that were pinned apart": Fault(instead(copier_module, "_slot_runs", runs_across_pieces), ("pieces",)),
+    "GPU staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("staged-by-torch",)),
+    "the drive goes on before staging's work has ended": Fault(nothing(GpuStaging, "settle"), ("staged-by-torch",)),
+    # -- pieces, rows, captures, GPUs --
+    "copies cross pieces that were pinned apart": Fault(
+        instead(copier_module, "_slot_runs", runs_across_pieces), ("pieces",)
+    ),
     "copies go one slot beyond a piece": Fault(instead(copier_module, "_slot_runs", runs_one_too_far), ("pieces",)),
-    "a straight copy leaves its last row": Fault(instead(LayerBlocks, "rectangles", leave_the_last_row), ("straight-together",)),
+    "a straight copy leaves its last row": Fault(
+        instead(LayerBlocks, "rectangles", leave_the_last_row), ("straight-together",)
+    ),
     "straight copies go by the lane beside": Fault(instead(CudaLanes, "copy_rows", copy_rows_beside), ("straight",)),
+    "the mover's thread ends the model's captures": Fault(nothing(copier_module, "relax_captures"), ("captures",)),
+    "pinning ends the model's captures": Fault(nothing(arena_module, "relax_captures"), ("captures",)),
+    "the mover's thread works on the first GPU": Fault(
+        instead(CudaCopier, "thread", stay_on_the_first_gpu), ("second-gpu",)
+    ),
+    "memory is pinned for the first GPU": Fault(
+        within(arena_module.Arena, "_pin", torch.cuda, "set_device", lambda *_: None), ("second-gpu",)
+    ),
     # -- failures --
     "what has begun when memory ends is not waited for": Fault(
         unless_full_with(lambda real, lanes, _used, start: real(lanes, (), start)), ("kernels-fail",)
@@ -473,10 +542,15 @@ FAULTS: dict[str, Fault] = {
         unless_full_with(lambda real, *args: real(*args) or Passed()), ("kernels-fail",)
     ),
     "what has begun when rows are refused is not waited for": Fault(
-        within(CudaCopier, "_copy_straight", CudaLanes, "record", await_no_refused), ("rows-refused",)
+        within(CudaCopier, "_copy_straight", CudaLanes, "synchronize", lambda *_: None), ("rows-refused",)
+    ),
+    "what a copy has begun that fails half-way is not waited for": Fault(
+        nothing(CudaCopier, "settle"), ("copies-refused",)
     ),
     "the error of a refused copy stays": Fault(nothing(copier_module, "forget_error"), ("rows-refused",)),
-    "refused rows are taken for copied ones": Fault(instead(CudaLanes, "copy_rows", take_refused_rows), ("rows-refused",)),
+    "refused rows are taken for copied ones": Fault(
+        instead(CudaLanes, "copy_rows", take_refused_rows), ("rows-refused",)
+    ),
 }
 
 
@@ -494,10 +568,12 @@ class Seen:
     said: str = ""
 
 
-def run_planted(name: str, variant: traffic.Variant, seeds: int, directory: str) -> Seen:
+def run_planted(name: str, variant: traffic.Variant, seeds: int, directory: str, *, tries: bool) -> Seen:
     """Plant a fault in this process, for good; run traffic until it sees it, or for so many
-    seeds. "": plant nothing."""
+    seeds. "": plant nothing. ``tries``: whether kvdisk tries its copies at the start."""
     planter = Planter(pytest.MonkeyPatch())
+    if not tries:
+        planter.skip(copy_check, "check_copies")
     if name:
         FAULTS[name].plant(planter)
         planter.reached = 0
@@ -512,36 +588,44 @@ def run_planted(name: str, variant: traffic.Variant, seeds: int, directory: str)
 def _by(outcome: traffic.Outcome) -> tuple[str, ...]:
     """Say by what an outcome is wrong."""
     refused = "ConfigError" in outcome.error
+    wrong = outcome.wrong_bytes or "wrong bytes" in outcome.error
     found = {
-        "bytes": outcome.wrong_bytes,
+        "bytes": wrong,
         "order": outcome.races > 0,
         "host": outcome.violations > 0,
+        "checksums": outcome.unverified > 0,
+        "pinned": outcome.left_pinned > 0,
         "refused at start": refused,
-        "error": bool(outcome.error) and not outcome.wrong_bytes and not refused,
+        "error": bool(outcome.error) and not wrong and not refused,
     }
     return tuple(each for each, is_so in found.items() if is_so)
 
 
-def _serve(connection: Connection, name: str, variant: traffic.Variant, seeds: int, directory: str, told: str) -> None:
+def _serve(
+    connection: Connection, name: str, variant: traffic.Variant, seeds: int, directory: str, told: str, *, tries: bool
+) -> None:
     descriptor = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
     faulthandler.dump_traceback_later(HANGS_S, exit=True)
-    os.environ.update({"FAKE_GPU_POLLS": "400"} | dict(variant.environment))
-    connection.send(run_planted(name, variant, seeds, directory))
+    connection.send(run_planted(name, variant, seeds, directory, tries=tries))
     connection.close()
     os._exit(0)  # threads that a fault has left waiting end with it
 
 
-def see(name: str, variant: traffic.Variant, directory: Path, seeds: int = SEEDS) -> Seen:
+def see(name: str, variant: traffic.Variant, directory: Path, seeds: int = SEEDS, *, tries: bool = False) -> Seen:
     """Run ``run_planted`` in a process of its own, which a fault may end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context: Any = multiprocessing.get_context("spawn" if variant.environment else "forkserver")
+    if not variant.environment:
+        context.set_forkserver_preload([__name__])  # the runtime looks at its variables as torch is imported
     ours, theirs = context.Pipe(duplex=False)
     told = directory / "told"
-    process = context.Process(target=_serve, args=(theirs, name, variant, seeds, str(directory), str(told)))
-    process.start()
+    process = context.Process(
+        target=_serve, args=(theirs, name, variant, seeds, str(directory), str(told)), kwargs={"tries": tries}
+    )
+    with patch.dict(os.environ, variant.environment):
+        process.start()
     theirs.close()
     try:
         seen: Seen = ours.recv()
@@ -557,6 +641,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults with these words in their names, or variants")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--tries", action="store_true", help="let kvdisk try its copies at the start")
     options = parser.parse_args()
     for name, fault in FAULTS.items():
         for each in fault.traffic:
@@ -567,7 +652,7 @@ def main() -> None:
                 continue
             began_s = time.monotonic()
             with tempfile.TemporaryDirectory() as directory:
-                seen = see(name, traffic.VARIANTS[each], Path(directory), options.seeds)
+                seen = see(name, traffic.VARIANTS[each], Path(directory), options.seeds, tries=options.tries)
             by = " and ".join(seen.by) or "NOT SEEN"
             took_s = time.monotonic() - began_s
             print(f"{name} | {each} | {by}, seed {seen.seeds}, reached {seen.reached}, {took_s:.1f} s", flush=True)

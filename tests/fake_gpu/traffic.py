@@ -40,6 +40,8 @@ from fake_gpu import control
 from fake_gpu.gpu_rank import GpuRank
 from fake_gpu.host_watch import WatchedObjects, host_watched
 from kvdisk.config import Config
+from kvdisk.device.base import Device, Op, Transfer
+from kvdisk.device.base import Outcome as DeviceOutcome
 from kvdisk.device.posix import PosixDevice
 from kvdisk.worker.cudart import forget_error
 from kvdisk.worker.mover import Mover
@@ -116,7 +118,8 @@ class Variant:
 _TIGHT = partial(Variant, small_scratch=True, gpu_blocks=30)
 _STAGED = partial(Variant, staged=True, windowed=True, gpu_blocks=48)
 _NO_MEMORY = {"cpu_bytes": 0}
-_LITTLE_STAGING = {"cpu_bytes": 0, "staging_bytes": 1, "gpu_staging_bytes": 1}
+_GPU_STAGING_BYTES = 256 << 10
+_LITTLE_STAGING = {"cpu_bytes": 0, "staging_bytes": 1}
 VARIANTS = {
     one.name: one
     for one in (
@@ -170,10 +173,32 @@ VARIANTS = {
 }
 
 
+class _BesideDevice(BounceDevice):
+    """Moves GPU memory on a stream of its own, so that no stream's order says when, as GPUDirect
+    does."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self._stream: Any = torch.cuda.Stream()
+
+    def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
+        with torch.cuda.stream(self._stream):
+            return super().submit(op, batch)
+
+    def poll(self, timeout_s: float = 0.0) -> list[DeviceOutcome]:
+        with torch.cuda.stream(self._stream):
+            return super().poll(timeout_s)
+
+    def drain(self) -> list[DeviceOutcome]:
+        with torch.cuda.stream(self._stream):
+            return super().drain()
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a seed has shown. ``looks``: blocks that were compared. ``jobs``: how many of each kind.
-    ``counts``: the manager's. ``error``: "": none; ``wrong_bytes``: it is one of bytes."""
+    ``counts``: the manager's. ``left_pinned``: pieces of memory that nobody has unregistered.
+    ``error``: "": none; ``wrong_bytes``: it is one of bytes."""
 
     seed: int
     steps: int
@@ -183,13 +208,25 @@ class Outcome:
     counts: Mapping[str, int]
     races: int
     violations: int
+    left_pinned: int
     error: str
     wrong_bytes: bool
     races_are_meant: bool
 
     @property
     def is_right(self) -> bool:
-        return not self.error and not self.violations and not (self.races and not self.races_are_meant)
+        return not (
+            self.error
+            or self.violations
+            or self.unverified
+            or self.left_pinned
+            or (self.races and not self.races_are_meant)
+        )
+
+    @property
+    def unverified(self) -> int:
+        """How many blocks were read that were not what was written."""
+        return sum(count for name, count in self.counts.items() if name.startswith("verification_failures"))
 
     def __str__(self) -> str:
         done = ", ".join(f"{count} {kind}" for kind, count in self.jobs.items() if count)
@@ -197,6 +234,7 @@ class Outcome:
         text = f"{self.steps} steps, {self.looks} looks, {self.races} races, {self.violations} violations"
         text += f", {self.preempted} preempted, jobs: {done}"
         text += f", {failed}" if failed else ""
+        text += f", {self.left_pinned} pieces left pinned" if self.left_pinned else ""
         error = f"\n{self.error}" if self.error else ""
         return f"seed {self.seed}: {'right' if self.is_right else 'WRONG'}, {text}{error}"
 
@@ -215,7 +253,7 @@ class _Run:
     def __init__(self, seed: int, variant: Variant, directory: str) -> None:
         self._seed, self._variant = seed, variant
         self._model = LiveModel("model", len(variant.devices), variant.windowed, variant.payload_bytes)
-        values = {"device": "gds"} if variant.staged else {}
+        values = {"device": "gds", "gpu_staging_bytes": _GPU_STAGING_BYTES} if variant.staged else {}
         values |= {"remote": "s3://bucket/kv", "remote_admission": "all"} if variant.remote else {}
         self._config = self._model.config(
             directory, blocks=variant.drive_blocks, store_decode=True, **values | variant.values
@@ -226,7 +264,7 @@ class _Run:
         self._prompts: set[str] = set()
 
     def outcome(self) -> Outcome:
-        races, violations = control.races(), control.violations()
+        races, violations, pinned = control.races(), control.violations(), _pieces_pinned()
         control.reseed(self._variant.order or ORDERS[self._seed % len(ORDERS)], self._seed)
         error, wrong_bytes = "", False
         try:
@@ -250,6 +288,7 @@ class _Run:
             counts,
             control.races() - races,
             control.violations() - violations,
+            0 if self._fails_to_pin else _pieces_pinned() - pinned,
             error,
             wrong_bytes,
             self._variant.zeroes,
@@ -376,9 +415,19 @@ class _Run:
         load.step = failing_step  # type: ignore[method-assign]
         return load
 
+    @property
+    def _fails_to_pin(self) -> bool:
+        return self._variant.breaks or "cudaHostRegister" in self._variant.fails
+
     def _end_failing(self) -> None:
         for call in (*self._variant.fails, *self._variant.fails_for_good):
             control.fail(call, 0, times=0)
+
+
+def _pieces_pinned() -> int:
+    """Return how many pieces of memory are registered with CUDA, where no call has failed."""
+    counts = control.counts()
+    return counts.get("cudaHostRegister", 0) - counts.get("cudaHostUnregister", 0)
 
 
 def _break_gpu(*, broken: bool) -> None:
@@ -410,7 +459,7 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
     if variant.staged:
         patches.append(patch("kvdisk.worker.direct.BUDGET_S", 0.0))
         patches.append(patch("kvdisk.assembly.gds_unavailable", lambda: None))
-        patches.append(patch("kvdisk.assembly.GdsDevice", lambda *_, **__: BounceDevice(PosixDevice())))
+        patches.append(patch("kvdisk.assembly.GdsDevice", lambda *_, **__: _BesideDevice(PosixDevice())))
     if variant.torch_sums:
         patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
     if variant.fence_s is not None:
