@@ -45,7 +45,16 @@ class GpuRank(LocalRank):
     may_end = has_ended = False
 
     def __init__(
-        self, config: Config, model: LiveModel, rank: int, block_count: int, *, late: int, apart: bool, device: int, captures: float = 0.0
+        self,
+        config: Config,
+        model: LiveModel,
+        rank: int,
+        block_count: int,
+        *,
+        late: int,
+        apart: bool,
+        device: int,
+        captures: float = 0.0,
     ) -> None:
         self.looked = 0
         self._captures, self._chance = captures, random.Random(rank)

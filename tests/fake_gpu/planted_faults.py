@@ -2,7 +2,8 @@
 """Faults of the CUDA path, planted through seams, each with the traffic that must see it:
 ``python -m fake_gpu.planted_faults [--only WORDS] [--seeds 6]`` prints who sees which, and by what.
 
-Most are waits that are missing or in the wrong place: a GPU then nearly always does the right thing.
+Most are waits that are missing or in the wrong place: with them a GPU nearly always does the right
+thing.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ HANGS_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``traffic``: variants, each of which sees it, without what kvdisk tries at its start.
-    ``trial``: REFUSES or HIDES it; else it changes nothing. ``harmless``: why no traffic sees it,
-    if none does."""
+    """``traffic``: variants, each of which sees it if kvdisk does not try its copies at the start.
+    ``trial``: what that trial does with it: it REFUSES to start, HIDES it, or nothing.
+    ``harmless``: why none of the traffic sees it, if none does."""
 
     plant: Plant
     traffic: tuple[str, ...] = ("scratch",)
@@ -271,11 +272,11 @@ def put_at_the_start(real: Real, numbers: _Numbers, values: Sequence[int]) -> An
 
 
 def remember_numbers(planter: Planter) -> None:
-    """Take numbers that begin, end and are as many as the last ones for these."""
+    """Take numbers that begin as the last ones do, and are as many, for these."""
     known: dict[_Numbers, tuple[object, torch.Tensor]] = {}
 
     def put(real: Real, numbers: _Numbers, values: Sequence[int]) -> torch.Tensor:
-        looks = values[0], values[-1], len(values)
+        looks = values[0], len(values)
         if numbers not in known or known[numbers][0] != looks:
             known[numbers] = looks, real(numbers, values)
         return known[numbers][1]
@@ -419,7 +420,7 @@ FAULTS: dict[str, Fault] = {
     "the model's work is marked on the default stream": Fault(instead(CudaCopier, "compute_done", on_default_stream)),
     "the model's work is marked a step late": Fault(mark_a_step_late),
     "lanes do not wait for zeroed scratch": Fault(
-        within(CudaCopier, "__init__", CudaLanes, "wait", wait_unless(list(Lane)))
+        within(CudaCopier, "__init__", CudaLanes, "wait", wait_unless(list(Lane))), ("closes",), HIDES
     ),
     "events are used again while they are pending": Fault(reuse_events),
     "numbers go by another stream than their lane": Fault(instead(_Numbers, "put", on_default_stream)),
@@ -428,7 +429,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "ends are those of the current stream instead of the lane": Fault(instead(CudaLanes, "record", record_current)),
     "what a fence copies does not wait for the model": Fault(
-        within(Mover, "protect", CudaCopier, "compute_done", lambda *_: None)
+        within(Mover, "protect", CudaCopier, "compute_done", lambda *_: None), ("on-preemption",)
     ),
     # -- what the model waits for --
     "the model is not held": Fault(nothing(CudaCopier, "hold_model"), ("scratch", "straight")),
@@ -442,7 +443,7 @@ FAULTS: dict[str, Fault] = {
     "the model is held before the copies have begun": Fault(hold_too_soon),
     "stores are not fenced": Fault(changed_after(Mover, "submit", forget_fences)),
     "what a preemption saves is not fenced": Fault(changed_after(Mover, "submit", forget_urgent), ("on-preemption",)),
-    "a fence is lifted while its stores are queued": Fault(nothing(Runner, "has_launched", True)),
+    "a fence is lifted while its stores are queued": Fault(nothing(Runner, "has_launched", True), ("long",)),
     "a fence is never planned": Fault(
         instead(StoreSources, "take_fence", lambda real, sources, _blocks: real(sources, ()) and ())
     ),
