@@ -65,7 +65,8 @@ class Variant:
     ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU. ``small_scratch``: the
     copier's scratch has one slot a lane, and room for two block numbers. ``straight``: rows of any
     size go without scratch. ``staged``: drives and GPU move blocks straight, through a device that
-    bounces. ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
+    bounces. ``triton``: it sums payloads there, by its interpreter; otherwise torch does, faster.
+    ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
     ``piece_bytes``: that are pinned at once; 0: as many as kvdisk wants. ``remote``: there is a
     remote store. ``zeroes``: see ``FakeEngine``; its races are meant (decision 29), so that bytes
     alone count.
@@ -88,6 +89,7 @@ class Variant:
     small_scratch: bool = False
     straight: bool = False
     staged: bool = False
+    triton: bool = False
     batch_slots: int = 0
     piece_bytes: int = 0
     remote: bool = False
@@ -120,6 +122,7 @@ VARIANTS = {
         _TIGHT("drive-alone", values=_NO_MEMORY),
         _STAGED("staged", values=_NO_MEMORY),
         _STAGED("staged-beside-memory"),
+        _STAGED("staged-triton", triton=True, requests=8, again=2),
         # Stores of several batches.
         _TIGHT("long", shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
         Variant("long-straight", straight=True, shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
@@ -388,6 +391,8 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
     if variant.staged:
         patches.append(patch("kvdisk.assembly.gds_unavailable", lambda: None))
         patches.append(patch("kvdisk.assembly.GdsDevice", lambda *_, **__: BounceDevice(PosixDevice())))
+        if not variant.triton:
+            patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
     if variant.batch_slots:
         slot_bytes = LiveModel("", 1, variant.windowed, variant.payload_bytes).geometry.slot_sizes[-1]
         patches.append(patch.dict(Mover.__init__.__kwdefaults__, batch_bytes=variant.batch_slots * slot_bytes))
