@@ -497,24 +497,22 @@ FAULTS: dict[str, Fault] = {
     "memory stays registered": Fault(nothing(arena_module, "_unregister")),
     # -- GPU staging --
     "headers are written before they are in front": Fault(
-        instead(GpuStaging, "_start_headers", end_before_headers), ("staged-by-torch",)
+        instead(GpuStaging, "_start_headers", end_before_headers), ("staged",)
     ),
-    "sums are read before they are there": Fault(
-        instead(GpuStaging, "_start_sums", end_before_sums), ("staged-by-torch",)
-    ),
-    "a slot is verified when its sums have begun": Fault(over_when_begun(Leg.SUM), ("staged-by-torch",)),
-    "headers are over when they have begun": Fault(over_when_begun(Leg.SEAL), ("staged-by-torch",)),
+    "sums are read before they are there": Fault(instead(GpuStaging, "_start_sums", end_before_sums), ("staged",)),
+    "a slot is verified when its sums have begun": Fault(over_when_begun(Leg.SUM), ("staged",)),
+    "headers are over when they have begun": Fault(over_when_begun(Leg.SEAL), ("staged",)),
     "sums are asked for on another stream": Fault(
-        within(GpuStaging, "_start_sums", CudaLanes, "on", lambda *_: torch.cuda.stream(None)), ("staged-by-torch",)
+        within(GpuStaging, "_start_sums", CudaLanes, "on", lambda *_: torch.cuda.stream(None)), ("staged",)
     ),
     "sums of stores and loads have the same scratch": Fault(
-        changed_after(GpuStaging, "__init__", share_sums), ("staged-by-torch",)
+        changed_after(GpuStaging, "__init__", share_sums), ("staged",)
     ),
     "lanes do not wait for staging's zeros": Fault(
-        within(GpuStaging, "__init__", CudaLanes, "wait", wait_unless(list(Lane))), ("staged-by-torch",)
+        within(GpuStaging, "__init__", CudaLanes, "wait", wait_unless(list(Lane))), ("staged",)
     ),
-    "GPU staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("staged-by-torch",)),
-    "the drive goes on before staging's work has ended": Fault(nothing(GpuStaging, "settle"), ("staged-by-torch",)),
+    "GPU staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("staged",)),
+    "the drive goes on before staging's work has ended": Fault(nothing(GpuStaging, "settle"), ("staged",)),
     # -- pieces, rows, captures, GPUs --
     "copies cross pieces that were pinned apart": Fault(
         instead(copier_module, "_slot_runs", runs_across_pieces), ("pieces",)

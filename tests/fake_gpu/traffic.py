@@ -67,12 +67,13 @@ class Variant:
     ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU. ``small_scratch``: the
     copier's scratch has one slot a lane, and room for one block number. ``straight``: rows of any
     size go without scratch. ``staged``: drives and GPU move blocks straight, through a device that
-    bounces. ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
+    bounces. ``triton``: it sums payloads there, by its interpreter, of which nobody knows
+    what it touches; otherwise torch does, faster.
+    ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
     ``piece_bytes``: that are pinned at once; 0: as many as kvdisk wants. ``remote``: there is a
     remote store. ``zeroes``: see ``FakeEngine``; its races are meant (decision 29), so that bytes
     alone count.
 
-    ``torch_sums``: GPU staging's sums are torch's: nobody knows what Triton's interpreter touches.
     ``fence_s``: how long a step waits for copies to begin; None: as long as kvdisk wants.
     ``captures``: likelihood that the model captures CUDA graphs in a step; it does so at the start,
     too.
@@ -95,10 +96,10 @@ class Variant:
     small_scratch: bool = False
     straight: bool = False
     staged: bool = False
+    triton: bool = False
     batch_slots: int = 0
     piece_bytes: int = 0
     remote: bool = False
-    torch_sums: bool = False
     fence_s: float | None = None
     captures: float = 0.0
     zeroes: bool = False
@@ -131,8 +132,8 @@ VARIANTS = {
         _TIGHT("drive-alone", values=_NO_MEMORY),
         _STAGED("staged", values=_NO_MEMORY),
         _STAGED("staged-beside-memory"),
+        _STAGED("staged-triton", triton=True, requests=8, again=2),
         _TIGHT("straight-together", straight=True, apart=False, payload_bytes=1000),
-        _STAGED("staged-by-torch", values=_LITTLE_STAGING, torch_sums=True),
         # Stores of several batches.
         _TIGHT("long", shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
         Variant("long-straight", straight=True, shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
@@ -460,8 +461,8 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
         patches.append(patch("kvdisk.worker.direct.BUDGET_S", 0.0))
         patches.append(patch("kvdisk.assembly.gds_unavailable", lambda: None))
         patches.append(patch("kvdisk.assembly.GdsDevice", lambda *_, **__: _BesideDevice(PosixDevice())))
-    if variant.torch_sums:
-        patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
+        if not variant.triton:
+            patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
     if variant.fence_s is not None:
         patches.append(patch("kvdisk.worker.mover.FENCE_S", variant.fence_s))
     if variant.batch_slots:
