@@ -45,19 +45,18 @@ from kvdisk.worker.runner import Runner, ThreadDone
 Real = Callable[..., Any]
 STORES, LOADS = (Lane.STORE, Lane.STORE_BESIDE), (Lane.LOAD, Lane.LOAD_BESIDE)
 SEEDS = 6
-REFUSES, HIDES = "refuses", "hides"
 HANGS_S = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """``traffic``: variants, each of which sees it if kvdisk does not try its copies at the start.
-    ``trial``: what that trial does with it: it REFUSES to start, HIDES it, or nothing.
-    ``harmless``: why none of the traffic sees it, if none does."""
+    ``refused``: that trial refuses to start with it. ``harmless``: why none of the traffic sees it,
+    though all of that comes to it; "": it is seen."""
 
     plant: Plant
     traffic: tuple[str, ...] = ("scratch",)
-    trial: str = ""
+    refused: bool = False
     harmless: str = ""
 
 
@@ -272,13 +271,12 @@ def put_at_the_start(real: Real, numbers: _Numbers, values: Sequence[int]) -> An
 
 
 def remember_numbers(planter: Planter) -> None:
-    """Take numbers that begin as the last ones do, and are as many, for these."""
-    known: dict[_Numbers, tuple[object, torch.Tensor]] = {}
+    """Take the last numbers for others that are as many."""
+    known: dict[_Numbers, tuple[int, torch.Tensor]] = {}
 
     def put(real: Real, numbers: _Numbers, values: Sequence[int]) -> torch.Tensor:
-        looks = values[0], len(values)
-        if numbers not in known or known[numbers][0] != looks:
-            known[numbers] = looks, real(numbers, values)
+        if numbers not in known or known[numbers][0] != len(values):
+            known[numbers] = len(values), real(numbers, values)
         return known[numbers][1]
 
     planter.replace(_Numbers, "put", put)
@@ -424,7 +422,10 @@ FAULTS: dict[str, Fault] = {
     "the model's work is marked on the default stream": Fault(instead(CudaCopier, "compute_done", on_default_stream)),
     "the model's work is marked a step late": Fault(mark_a_step_late),
     "lanes do not wait for zeroed scratch": Fault(
-        within(CudaCopier, "__init__", CudaLanes, "wait", wait_unless(list(Lane))), ("closes",), HIDES
+        within(CudaCopier, "__init__", CudaLanes, "wait", wait_unless(list(Lane))),
+        ("scratch", "closes"),
+        harmless="the trial at the start waits for the stream that zeroes it, and so has the engine before a home is"
+        " open, without which nothing is loaded; stores wait for that stream anyway",
     ),
     "events are used again while they are pending": Fault(reuse_events),
     "numbers go by another stream than their lane": Fault(instead(_Numbers, "put", on_default_stream)),
@@ -478,7 +479,7 @@ FAULTS: dict[str, Fault] = {
     # -- memory that is used again --
     "numbers are overwritten while they are read": Fault(changed_after(_Numbers, "put", forget_reads)),
     "numbers always go to the same place": Fault(instead(_Numbers, "put", put_at_the_start), ("windows",)),
-    "numbers are taken for others that look alike": Fault(remember_numbers, ("windows",)),
+    "numbers are those of the last batch of as many blocks": Fault(remember_numbers, ("windows",)),
     "all lanes have the same room for numbers": Fault(changed_after(CudaCopier, "__init__", share_numbers)),
     "all lanes have the same scratch": Fault(
         changed_after(CudaCopier, "__init__", share_scratch(*((lane, Lane.STORE) for lane in Lane)))

@@ -145,7 +145,7 @@ VARIANTS = {
         _TIGHT("zeroes", zeroes=True, windowed=True),
         _TIGHT("on-preemption", values={"store_policy": "on_preemption"}, windowed=True),
         _TIGHT("hasty", fence_s=0.0),
-        _TIGHT("captures", captures=0.5, piece_bytes=32 << 10),
+        _TIGHT("captures", captures=0.5, piece_bytes=8 << 10, values={"cpu_bytes": 16 << 20}),
         _TIGHT("two-ranks", devices=(0, 0), windowed=True),
         _TIGHT("closes", closes=4, windowed=True),
         _TIGHT("closes-drive-alone", closes=4, values=_NO_MEMORY),
