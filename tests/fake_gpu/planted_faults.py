@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of the CUDA path, planted through seams, each with the traffic that must see it:
-``python -m fake_gpu.planted_faults [--only WORDS] [--seeds 6]`` prints who sees which, and by what.
+``python -m fake_gpu.planted_faults [--only WORDS] [--seeds N]`` prints who sees which, and by what.
 
 Most are waits that are missing or in the wrong place: with them a GPU nearly always does the right
 thing.
@@ -44,7 +44,7 @@ from kvdisk.worker.runner import Runner, ThreadDone
 
 Real = Callable[..., Any]
 STORES, LOADS = (Lane.STORE, Lane.STORE_BESIDE), (Lane.LOAD, Lane.LOAD_BESIDE)
-SEEDS = 6
+SEEDS = 20
 HANGS_S = 600
 
 
@@ -107,7 +107,7 @@ def wait_unless(lanes: Sequence[Lane]) -> Callable[..., Any]:
 
 
 def mark_nothing(_real: Real, _copier: CudaCopier) -> Event:
-    event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event: Event = torch.cuda.Event(blocking=True)
     return event
 
 
@@ -136,7 +136,7 @@ def mark_a_step_late(planter: Planter) -> None:
 
 def reuse_events(planter: Planter) -> None:
     """Take one of four events, the next each time."""
-    events = cycle([torch.cuda.Event(blocking=True) for _ in range(4)])  # type: ignore[no-untyped-call]
+    events = cycle([torch.cuda.Event(blocking=True) for _ in range(4)])
 
     def record(_real: Real, lanes: CudaLanes, lane: Lane | None) -> Any:
         event = next(events)
@@ -162,7 +162,7 @@ def hold_too_soon(planter: Planter) -> None:
     hold = CudaCopier.hold_model
 
     def protect(real: Real, mover: Mover, plan: Any) -> None:
-        hold(mover._copier)  # type: ignore[arg-type]
+        hold(mover._copier)
         real(mover, plan)
 
     planter.replace_in(Mover, "protect", CudaCopier, "hold_model", lambda *_: None)
@@ -216,7 +216,7 @@ def end_before_the_link(planter: Planter) -> None:
     ends: list[Event] = []
 
     def link_copies(real: Real, *args: Any) -> Any:
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(blocking=True)
         event.record()
         ends.append(event)
         return real(*args)

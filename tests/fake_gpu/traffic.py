@@ -255,7 +255,7 @@ class _Run:
     def __init__(self, seed: int, variant: Variant, directory: str) -> None:
         self._seed, self._variant = seed, variant
         self._model = LiveModel("model", len(variant.devices), variant.windowed, variant.payload_bytes)
-        values = {"device": "gds", "gpu_staging_bytes": _GPU_STAGING_BYTES} if variant.staged else {}
+        values: dict[str, Any] = {"device": "gds", "gpu_staging_bytes": _GPU_STAGING_BYTES} if variant.staged else {}
         values |= {"remote": "s3://bucket/kv", "remote_admission": "all"} if variant.remote else {}
         self._config = self._model.config(
             directory, blocks=variant.drive_blocks, store_decode=True, **values | variant.values
