@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 from support.bounce_device import BounceDevice
@@ -63,7 +64,8 @@ _RESETTING = LoadShape(forgets=0.1, resets=0.03)
 class Variant:
     """How traffic goes.
 
-    ``order``: in which the fake GPU works (see ``runtime.cpp``); "": of ``ORDERS`` the seed's.
+    ``order``: in which the fake GPU works (see ``runtime.cpp``); "": one of ``ORDERS``, by
+    the seed and the name.
     ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU. ``small_scratch``: the
     copier's scratch has one slot a lane, and room for two block numbers. ``straight``: rows of any
     size go without scratch. ``staged``: drives and GPU move blocks straight, through a device that
@@ -78,9 +80,9 @@ class Variant:
     which some fail, with their codes. ``fails_for_good``: such of which none goes well from some
     step on. ``breaks``: from some step on all calls fail; then another engine goes on with the
     store. ``reuses``: so many prompts come first, each as soon as the blocks of the one before may
-    be overwritten. ``closes``: engines of that store that are closed in the midst of their work before that.
-    ``values``: of the configuration. ``environment``: variables that the process must have been
-    started with.
+    be overwritten. ``closes``: engines of that store that are closed in the midst of their work
+    before that. ``values``: of the configuration. ``environment``: variables that the process must
+    have been started with.
     """
 
     name: str
@@ -225,7 +227,8 @@ class _Run:
 
     def outcome(self) -> Outcome:
         races, violations = control.races(), control.violations()
-        control.reseed(self._variant.order or ORDERS[self._seed % len(ORDERS)], self._seed)
+        order = ORDERS[(self._seed + crc32(self._variant.name.encode())) % len(ORDERS)]
+        control.reseed(self._variant.order or order, self._seed)
         error, wrong_bytes = "", False
         try:
             with host_watched(), _as_wanted(self._variant):
