@@ -64,17 +64,16 @@ _RESETTING = LoadShape(forgets=0.1, resets=0.03)
 class Variant:
     """How traffic goes.
 
-    ``order``: in which the fake GPU works (see ``runtime.cpp``); "": one of ``ORDERS``, by
-    the seed and the name.
-    ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU. ``small_scratch``: the
-    copier's scratch has one slot a lane, and room for two block numbers. ``straight``: rows of any
-    size go without scratch. ``staged``: drives and GPU move blocks straight, through a device that
-    bounces. ``triton``: it sums payloads there, by its interpreter; otherwise torch does, faster.
-    ``slow_copies``: the mover takes copies for unfinished for a while, some longer than others.
-    ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
-    ``piece_bytes``: that are pinned at once; 0: as many as kvdisk wants. ``remote``: there is a
-    remote store. ``zeroes``: see ``FakeEngine``; its races are meant (decision 29), so that bytes
-    alone count.
+    ``order``: in which the fake GPU works (see ``runtime.cpp``); "": one of ``ORDERS``, by the seed
+    and the name. ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU.
+    ``small_scratch``: the copier's scratch has one slot a lane, and room for two block numbers.
+    ``straight``: rows of any size go without scratch. ``staged``: drives and GPU move blocks
+    straight, through a device that bounces. ``triton``: it sums payloads there, by its interpreter;
+    otherwise torch does, faster. ``slow_copies``: the mover takes copies for unfinished for a
+    while, some longer than others. ``batch_slots``: of the largest size in a batch; 0: as many as
+    kvdisk wants. ``piece_bytes``: that are pinned at once; 0: as many as kvdisk wants. ``remote``:
+    there is a remote store. ``zeroes``: see ``FakeEngine``; its races are meant (decision 29), so
+    that bytes alone count.
 
     ``again``: so many prompts are served once more at the end. ``fails``: calls of the runtime of
     which some fail, with their codes. ``fails_for_good``: such of which none goes well from some
@@ -347,7 +346,7 @@ class _Run:
         variant, device = self._variant, self._variant.devices[rank]
         for call, code in variant.fails.items():
             if call == "cudaHostRegister":
-                control.fail(call, code, after=self._chance.randrange(12))
+                control.fail(call, code, after=self._chance.randrange(6))
         made = GpuRank(config, model, rank, block_count, late=variant.late, apart=variant.apart, device=device)
         made.may_end = bool(variant.fails_for_good) or variant.fails.get("cudaMemcpyAsync") == INVALID
         self._ranks.append(made)
