@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,7 +27,9 @@ from kvdisk.blocks import Tier, group_of
 from kvdisk.config import Config
 from kvdisk.messages import Report
 from kvdisk.worker.arena import Arena
+from kvdisk.worker.copier import CudaLanes, Lane
 
+ASKS_IN_VAIN = (0, 0, 0, 30, 300)
 _CAPTURE_S = 0.002
 Look = tuple[torch.Tensor, int, int, int, bytes, str]
 
@@ -208,3 +210,26 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
     except RuntimeError:
         target.copy_(source, non_blocking=True)
+
+
+class SlowEvent(torch.cuda.Event):
+    """An event of a slow copy: it has not passed for as often as it is asked in vain, whatever the
+    GPU has done."""
+
+    asks_in_vain = 0
+
+    def query(self) -> bool:
+        self.asks_in_vain -= 1
+        return self.asks_in_vain < 0 and super().query()
+
+
+def slow_record(chance: random.Random) -> Callable[[CudaLanes, Lane | None], SlowEvent]:
+    """Return what stands for ``CudaLanes.record`` where copies are slow, some more than others."""
+
+    def record(self: CudaLanes, lane: Lane | None) -> SlowEvent:
+        event = SlowEvent(blocking=True)
+        event.asks_in_vain = chance.choice(ASKS_IN_VAIN) if lane else 0
+        event.record(self._streams[lane] if lane else torch.cuda.current_stream(self.device))
+        return event
+
+    return record

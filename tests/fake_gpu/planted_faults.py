@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -46,6 +46,7 @@ Real = Callable[..., Any]
 STORES, LOADS = (Lane.STORE, Lane.STORE_BESIDE), (Lane.LOAD, Lane.LOAD_BESIDE)
 SEEDS = 20
 HANGS_S = 600
+REFUSED = "refused at start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def hold_too_soon(planter: Planter) -> None:
     hold = CudaCopier.hold_model
 
     def protect(real: Real, mover: Mover, plan: Any) -> None:
-        hold(mover._copier)
+        hold(cast(CudaCopier, mover._copier))
         real(mover, plan)
 
     planter.replace_in(Mover, "protect", CudaCopier, "hold_model", lambda *_: None)
@@ -411,7 +412,7 @@ FAULTS: dict[str, Fault] = {
         instead(CudaCopier, "_copy_straight", copy_straight_at_once), ("straight",)
     ),
     "of a gather's lanes the second does not wait for the model": Fault(
-        within(CudaCopier, "_gather", CudaLanes, "wait", wait_unless([Lane.STORE_BESIDE]))
+        within(CudaCopier, "_gather", CudaLanes, "wait", wait_unless([Lane.STORE_BESIDE])), refused=True
     ),
     "of a scatter's lanes the second does not wait for the model": Fault(
         within(CudaCopier, "_scatter", CudaLanes, "wait", wait_unless([Lane.LOAD_BESIDE]))
@@ -428,11 +429,13 @@ FAULTS: dict[str, Fault] = {
         " open, without which nothing is loaded; stores wait for that stream anyway",
     ),
     "events are used again while they are pending": Fault(reuse_events),
-    "numbers go by another stream than their lane": Fault(instead(_Numbers, "put", on_default_stream)),
+    "numbers go by another stream than their lane": Fault(instead(_Numbers, "put", on_default_stream), refused=True),
     "waits go to the current stream instead of the lane": Fault(
-        instead(CudaLanes, "wait", wait_on_current), ("straight",)
+        instead(CudaLanes, "wait", wait_on_current), ("straight",), refused=True
     ),
-    "ends are those of the current stream instead of the lane": Fault(instead(CudaLanes, "record", record_current)),
+    "ends are those of the current stream instead of the lane": Fault(
+        instead(CudaLanes, "record", record_current), refused=True
+    ),
     "what a fence copies does not wait for the model": Fault(
         within(Mover, "protect", CudaCopier, "compute_done", lambda *_: None), ("on-preemption",)
     ),
@@ -466,12 +469,16 @@ FAULTS: dict[str, Fault] = {
     "the end of a copy is that of its first lane": Fault(instead(CudaCopier, "_end_of", end_at(slice(1)))),
     "the end of a copy is that of its last lane": Fault(instead(CudaCopier, "_end_of", end_at(slice(-1, None)))),
     "the end of a copy is looked for on the other direction's lane": Fault(
-        instead(CudaCopier, "_end_of", end_on_others)
+        instead(CudaCopier, "_end_of", end_on_others), refused=True
     ),
-    "the end of a gather is where it begins": Fault(instead(CudaCopier, "_gather", end_before(STORES)), ("windows",)),
-    "the end of a scatter is where it begins": Fault(instead(CudaCopier, "_scatter", end_before(LOADS)), ("windows",)),
-    "a store ends before its copies over the link": Fault(end_before_the_link, ("windows",)),
-    "a load ends before its kernels": Fault(end_before_the_kernels, ("windows",)),
+    "the end of a gather is where it begins": Fault(
+        instead(CudaCopier, "_gather", end_before(STORES)), ("windows",), refused=True
+    ),
+    "the end of a scatter is where it begins": Fault(
+        instead(CudaCopier, "_scatter", end_before(LOADS)), ("windows",), refused=True
+    ),
+    "a store ends before its copies over the link": Fault(end_before_the_link, ("windows",), refused=True),
+    "a load ends before its kernels": Fault(end_before_the_kernels, ("windows",), refused=True),
     "a copy is over when it has begun": Fault(over_when_begun(*Leg)),
     "a gather is over when it has begun": Fault(over_when_begun(Leg.GATHER), ("scratch", "straight")),
     "a scatter is over when it has begun": Fault(over_when_begun(Leg.SCATTER), ("scratch", "straight")),
@@ -482,10 +489,10 @@ FAULTS: dict[str, Fault] = {
     "numbers are those of the last batch of as many blocks": Fault(remember_numbers, ("windows",)),
     "all lanes have the same room for numbers": Fault(changed_after(CudaCopier, "__init__", share_numbers)),
     "all lanes have the same scratch": Fault(
-        changed_after(CudaCopier, "__init__", share_scratch(*((lane, Lane.STORE) for lane in Lane)))
+        changed_after(CudaCopier, "__init__", share_scratch(*((lane, Lane.STORE) for lane in Lane))), refused=True
     ),
     "both lanes of loads have the same scratch": Fault(
-        changed_after(CudaCopier, "__init__", share_scratch((Lane.LOAD_BESIDE, Lane.LOAD)))
+        changed_after(CudaCopier, "__init__", share_scratch((Lane.LOAD_BESIDE, Lane.LOAD))), refused=True
     ),
     "stores and loads have the same scratch": Fault(
         changed_after(CudaCopier, "__init__", share_scratch(*zip(LOADS, STORES, strict=True)))
@@ -510,7 +517,9 @@ FAULTS: dict[str, Fault] = {
     "headers are written before they are in front": Fault(
         instead(GpuStaging, "_start_headers", end_before_headers), ("staged",)
     ),
-    "sums are read before they are there": Fault(instead(GpuStaging, "_start_sums", end_before_sums), ("staged",)),
+    "sums are read before they are there": Fault(
+        instead(GpuStaging, "_start_sums", end_before_sums), ("staged",), refused=True
+    ),
     "a slot is verified when its sums have begun": Fault(over_when_begun(Leg.SUM), ("staged",)),
     "headers are over when they have begun": Fault(over_when_begun(Leg.SEAL), ("staged",)),
     "sums are asked for on another stream": Fault(
@@ -525,7 +534,9 @@ FAULTS: dict[str, Fault] = {
         harmless="the trial of the way straight waits for the stream that made them, before any lane has work there",
     ),
     "GPU staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("staged",)),
-    "the drive goes on before staging's work has ended": Fault(nothing(GpuStaging, "settle"), ("staged",)),
+    "the drive goes on before staging's work has ended": Fault(
+        nothing(GpuStaging, "settle"), ("staged",), refused=True
+    ),
     # -- pieces, rows, captures, GPUs --
     "copies cross pieces that were pinned apart": Fault(
         instead(copier_module, "_slot_runs", runs_across_pieces), ("pieces", "pieces-straight")
@@ -582,9 +593,10 @@ class Seen:
     said: str = ""
 
 
-def run_planted(name: str, variant: traffic.Variant, seeds: int, directory: str, *, tries: bool) -> Seen:
+def run_planted(name: str, variant: traffic.Variant, seeds: int, directory: str, *, tries: bool, by: str) -> Seen:
     """Plant a fault in this process, for good; run traffic until it sees it, or for so many
-    seeds. "": plant nothing. ``tries``: whether kvdisk tries its copies at the start."""
+    seeds. "": plant nothing. ``tries``: whether kvdisk tries its copies at the start. ``by``: what
+    must see it; "": whatever."""
     planter = Planter(pytest.MonkeyPatch())
     if not tries:
         planter.skip(copy_check, "check_copies")
@@ -594,7 +606,7 @@ def run_planted(name: str, variant: traffic.Variant, seeds: int, directory: str,
     for seed in range(seeds):
         with tempfile.TemporaryDirectory(dir=directory) as store:
             outcome = traffic.run_seed(seed, variant, store)
-        if not outcome.is_right:
+        if not outcome.is_right and (not by or by in _by(outcome)):
             return Seen(planter.reached, seed + 1, _by(outcome), str(outcome))
     return Seen(planter.reached, seeds)
 
@@ -609,26 +621,28 @@ def _by(outcome: traffic.Outcome) -> tuple[str, ...]:
         "host": outcome.violations > 0,
         "checksums": outcome.unverified > 0,
         "pinned": outcome.left_pinned > 0,
-        "refused at start": refused,
+        REFUSED: refused,
         "error": bool(outcome.error) and not wrong and not refused,
     }
     return tuple(each for each, is_so in found.items() if is_so)
 
 
 def _serve(
-    connection: Connection, name: str, variant: traffic.Variant, seeds: int, directory: str, told: str, *, tries: bool
+    connection: Connection, name: str, variant: traffic.Variant, seeds: int, directory: str, told: str, **how: Any
 ) -> None:
     descriptor = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
     faulthandler.dump_traceback_later(HANGS_S, exit=True)
-    connection.send(run_planted(name, variant, seeds, directory, tries=tries))
+    connection.send(run_planted(name, variant, seeds, directory, **how))
     connection.close()
     os._exit(0)  # threads that a fault has left waiting end with it
 
 
-def see(name: str, variant: traffic.Variant, directory: Path, seeds: int = SEEDS, *, tries: bool = False) -> Seen:
+def see(
+    name: str, variant: traffic.Variant, directory: Path, seeds: int = SEEDS, *, tries: bool = False, by: str = ""
+) -> Seen:
     """Run ``run_planted`` in a process of its own, which a fault may end."""
     context: Any = multiprocessing.get_context("spawn" if variant.environment else "forkserver")
     if not variant.environment:
@@ -636,7 +650,7 @@ def see(name: str, variant: traffic.Variant, directory: Path, seeds: int = SEEDS
     ours, theirs = context.Pipe(duplex=False)
     told = directory / "told"
     process = context.Process(
-        target=_serve, args=(theirs, name, variant, seeds, str(directory), str(told)), kwargs={"tries": tries}
+        target=_serve, args=(theirs, name, variant, seeds, str(directory), str(told)), kwargs={"tries": tries, "by": by}
     )
     with patch.dict(os.environ, variant.environment):
         process.start()

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 from support.bounce_device import BounceDevice
@@ -37,12 +38,13 @@ from support.live_model import LiveModel
 from support.live_rank import WrongBytesError
 
 from fake_gpu import control
-from fake_gpu.gpu_rank import GpuRank
+from fake_gpu.gpu_rank import GpuRank, slow_record
 from fake_gpu.host_watch import WatchedObjects, host_watched
 from kvdisk.config import Config
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.base import Outcome as DeviceOutcome
 from kvdisk.device.posix import PosixDevice
+from kvdisk.worker.copier import CudaLanes
 from kvdisk.worker.cudart import forget_error
 from kvdisk.worker.mover import Mover
 
@@ -54,6 +56,7 @@ _OF_THREADS = {"cudaGetDevice", "cudaSetDevice", "cudaGetDeviceCount", "cudaGetL
 """Calls that say what a thread knows: a GPU that is broken lets them go well."""
 _OFTEN = 0.3
 _AT_WORK_S = 0.05
+_LETTERS, _REUSING_TOKENS = "abcdefghijklmnop", 60
 _FORGETFUL = LoadShape(forgets=0.15)
 _LONG = LoadShape(forgets=0.15, most_tokens=240, at_once=4)
 _RESETTING = LoadShape(forgets=0.1, resets=0.03)
@@ -63,16 +66,16 @@ _RESETTING = LoadShape(forgets=0.1, resets=0.03)
 class Variant:
     """How traffic goes.
 
-    ``order``: in which the fake GPU works (see ``runtime.cpp``); "": of ``ORDERS`` the seed's.
-    ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU. ``small_scratch``: the
-    copier's scratch has one slot a lane, and room for one block number. ``straight``: rows of any
-    size go without scratch. ``staged``: drives and GPU move blocks straight, through a device that
-    bounces. ``triton``: it sums payloads there, by its interpreter, of which nobody knows
-    what it touches; otherwise torch does, faster.
-    ``batch_slots``: of the largest size in a batch; 0: as many as kvdisk wants.
-    ``piece_bytes``: that are pinned at once; 0: as many as kvdisk wants. ``remote``: there is a
-    remote store. ``zeroes``: see ``FakeEngine``; its races are meant (decision 29), so that bytes
-    alone count.
+    ``order``: in which the fake GPU works (see ``runtime.cpp``); "": one of ``ORDERS``, by the seed
+    and the name. ``late``, ``apart``: see ``GpuRank``. ``devices``: each rank's GPU.
+    ``small_scratch``: the copier's scratch has one slot a lane, and room for one block number.
+    ``straight``: rows of any size go without scratch. ``staged``: drives and GPU move blocks
+    straight, through a device that bounces. ``triton``: it sums payloads there, by its interpreter,
+    of which nobody knows what it touches; otherwise torch does, faster. ``slow_copies``: the mover
+    takes copies for unfinished for a while, some longer than others. ``batch_slots``: of the
+    largest size in a batch; 0: as many as kvdisk wants. ``piece_bytes``: that are pinned at once;
+    0: as many as kvdisk wants. ``remote``: there is a remote store. ``zeroes``: see ``FakeEngine``;
+    its races are meant (decision 29), so that bytes alone count.
 
     ``fence_s``: how long a step waits for copies to begin; None: as long as kvdisk wants.
     ``captures``: likelihood that the model captures CUDA graphs in a step; it does so at the start,
@@ -81,9 +84,10 @@ class Variant:
     ``again``: so many prompts are served once more at the end. ``fails``: calls of the runtime of
     which some fail, with their codes. ``fails_for_good``: such of which none goes well from some
     step on. ``breaks``: from some step on all calls fail; then another engine goes on with the
-    store. ``closes``: engines of that store that are closed in the midst of their work before that.
-    ``values``: of the configuration. ``environment``: variables that the process must have been
-    started with.
+    store. ``reuses``: so many prompts come first, each as soon as the blocks of the one before may
+    be overwritten. ``closes``: engines of that store that are closed in the midst of their work
+    before that. ``values``: of the configuration. ``environment``: variables that the process must
+    have been started with.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Variant:
     straight: bool = False
     staged: bool = False
     triton: bool = False
+    slow_copies: bool = False
     batch_slots: int = 0
     piece_bytes: int = 0
     remote: bool = False
@@ -111,6 +116,7 @@ class Variant:
     fails: Mapping[str, int] = field(default_factory=dict)
     fails_for_good: Mapping[str, int] = field(default_factory=dict)
     breaks: bool = False
+    reuses: int = 0
     closes: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -139,6 +145,8 @@ VARIANTS = {
         Variant("long-straight", straight=True, shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
         _TIGHT("long-drive-alone", shape=_LONG, values=_LITTLE_STAGING, gpu_blocks=90, requests=16),
         Variant("long-staged", staged=True, shape=_LONG, values=_LITTLE_STAGING, gpu_blocks=90, requests=12),
+        _TIGHT("reuses", reuses=12, requests=8, values=_LITTLE_STAGING, gpu_blocks=20, order="late", slow_copies=True),
+        _TIGHT("reuses-memory", reuses=12, requests=8, batch_slots=2, gpu_blocks=20, order="late", slow_copies=True),
         # What else may happen.
         _TIGHT("resets", shape=_RESETTING, windowed=True),
         _TIGHT("remote", remote=True, windowed=True),
@@ -267,7 +275,8 @@ class _Run:
 
     def outcome(self) -> Outcome:
         races, violations, pinned = control.races(), control.violations(), _pieces_pinned()
-        control.reseed(self._variant.order or ORDERS[self._seed % len(ORDERS)], self._seed)
+        order = ORDERS[(self._seed + crc32(self._variant.name.encode())) % len(ORDERS)]
+        control.reseed(self._variant.order or order, self._seed)
         error, wrong_bytes = "", False
         try:
             with host_watched(), _as_wanted(self._variant):
@@ -304,6 +313,7 @@ class _Run:
         if self._variant.breaks:
             self._break()
         with self._engine() as engine:
+            self._reuse_at_once(engine)
             self._load(engine, self._variant.closes).run_requests(self._variant.requests)
             self._end_failing()
             if not self._has_ended():
@@ -325,6 +335,15 @@ class _Run:
     def _has_ended(self) -> bool:
         """Whether an error has ended a mover of the last engine."""
         return any(rank.has_ended for rank in self._ranks[-self._model.ranks :])
+
+    def _reuse_at_once(self, engine: LiveEngine) -> None:
+        """Serve prompts of which each overwrites the blocks of the one before, as soon as the
+        manager takes those for copied: no fence makes the model wait then."""
+        for number in range(self._variant.reuses):
+            prompt = "".join(self._chance.choices(_LETTERS, k=_REUSING_TOKENS))
+            engine.add(f"reuses-{number}", prompt, 0).finishing = True
+            while engine.requests or len(engine.manager._stores.sources):
+                engine.step(_REUSING_TOKENS)
 
     def _close_under_load(self, life: int) -> None:
         """Close an engine in the midst of a step, while copies are at work if there are any."""
@@ -377,7 +396,7 @@ class _Run:
         variant, device = self._variant, self._variant.devices[rank]
         for call, code in variant.fails.items():
             if call == "cudaHostRegister":
-                control.fail(call, code, after=self._chance.randrange(12))
+                control.fail(call, code, after=self._chance.randrange(6))
         made = GpuRank(
             config,
             model,
@@ -466,6 +485,8 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
             patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
     if variant.fence_s is not None:
         patches.append(patch("kvdisk.worker.mover.FENCE_S", variant.fence_s))
+    if variant.slow_copies:
+        patches.append(patch.object(CudaLanes, "record", slow_record(random.Random(0))))
     if variant.batch_slots:
         slot_bytes = LiveModel("", 1, variant.windowed, variant.payload_bytes).geometry.slot_sizes[-1]
         patches.append(patch.dict(Mover.__init__.__kwdefaults__, batch_bytes=variant.batch_slots * slot_bytes))
