@@ -7,6 +7,7 @@ and writes headers through a small pinned area, and gets 16 bytes of sums for ea
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -214,6 +215,18 @@ class GpuStaging(SlotMemory):
 
     def close(self) -> None:
         """Release the memory. Idempotent. No copy and no batch may be in flight."""
+        if self._pool is not None and not self._gives_memory_back():
+            # torch ends the process where it cannot give a pool's memory back: the pool stays.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
         self._tensors, self._owner, self._pool, self._address = [], None, None, 0
         self._sums.clear()
         self._payload_sums.clear()
+
+    def _gives_memory_back(self) -> bool:
+        """Whether the GPU takes calls. After some errors it takes none any more."""
+        try:
+            for lane in Lane:
+                self._lanes.synchronize(lane)
+        except RuntimeError:
+            return False
+        return True

@@ -645,12 +645,15 @@ class Runner:
         """Report once that nothing of a store to the drive reads the GPU any more."""
         if work.job.kind is not JobKind.STORE or work.copied or self._resources.arenas:
             return
-        gathering = any(
-            batch.work is work and batch.leg is Leg.GATHER and batch.pending is not None for batch in self._under_way
-        )
-        if self.has_launched(work.job.id) and not gathering:
+        if self.has_launched(work.job.id) and not self._is_gathering(work):
             work.copied = True
             self._report.copied[work.job.id] = 1
+
+    def _is_gathering(self, work: Work) -> bool:
+        """Whether a copy of a store from the GPU goes on."""
+        return any(
+            batch.work is work and batch.leg is Leg.GATHER and batch.pending is not None for batch in self._under_way
+        )
 
     def _finish(self, work: Work) -> None:
         self._note_copied(work)

@@ -4,6 +4,8 @@ it."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -32,3 +34,25 @@ def test_nothing_is_under_way_once_copies_have_settled(forbidden):
         copier.settle()
         assert not control.host_touches(arena.address_of(0), BLOCKS * BLOCK_BYTES, writes=True)
     assert control.violations() == before
+
+
+_CLOSES_STAGING = """
+import torch
+from fake_gpu import control
+from kvdisk.worker.copier import CudaLanes
+from kvdisk.worker.gpu_staging import GpuStaging
+
+staging = GpuStaging([8192], [4], CudaLanes())
+for call in ("cudaFree", "cudaStreamSynchronize", "cudaEventSynchronize"):
+    control.fail(call, 700, times=1 << 40)
+staging.close()
+staging.close()
+print("closed")
+"""
+
+
+def test_a_broken_gpu_does_not_end_the_process_when_its_staging_is_closed():
+    """torch does that where it cannot give a pool's memory back. vLLM closes its scheduler, with
+    what the index has still to commit, behind its workers."""
+    done = subprocess.run([sys.executable, "-c", _CLOSES_STAGING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr

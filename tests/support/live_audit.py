@@ -8,16 +8,17 @@ Reads the insides of manager and catalog, and changes nothing. Everything fails 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvdisk.blocks import GROUP_BYTES, group_of
+from kvdisk.blocks import GROUP_BYTES, Tier, group_of
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.header import read_header
 from kvdisk.device.paths import allocated_bytes
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace, segment_file_bytes, slot_offset
 from kvdisk.index.base import BlockRecord, SegmentRecord
+from kvdisk.worker.arena import Arena
 from support.live_engine import STUCK_S, LiveEngine
 from support.live_model import LiveModel
 from support.pool_check import check_pool
@@ -80,6 +81,19 @@ def audit_manager(manager: Any) -> None:
         check_pool(space.pool)
         pinned = [row for row in manager._catalog.rows() if manager._catalog.pins(row, space.tier)]
         assert not pinned, f"copies stay pinned in {space.tier.name}"
+
+
+def audit_memory(engine: LiveEngine, rank: int, arenas: Mapping[Tier, Arena]) -> None:
+    """Assert that the slots of a rank's tiers in memory hold their blocks. After ``audit``."""
+    catalog, model = engine.manager._catalog, engine.model
+    for tier, arena in arenas.items():
+        for row in catalog.rows_in(tier):
+            key, slot = catalog.keys[row], catalog.slot(row, tier)
+            group = model.geometry.groups[group_of(key)]
+            view = arena.view(model.geometry.size_classes[group.group], slot.index)
+            payload = view[HEADER_BYTES : HEADER_BYTES + group.payload_bytes]
+            expected = model.content_of(engine.weights, key, rank)
+            assert payload == expected, f"slot {slot.index} of rank {rank} in {tier.name} holds wrong bytes"
 
 
 def audit_files(segments_paths: Sequence[Path], segments: list[SegmentRecord]) -> None:
