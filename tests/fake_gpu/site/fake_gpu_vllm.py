@@ -12,49 +12,72 @@ from fake_gpu_start import act_after
 
 WIDE = 128
 """Tokens of a tile of attention, and rows of queries at most."""
+STAND_INS = {
+    "vllm.platforms": "CUDA's own platform, but for what asks NVIDIA's libraries: `fake_gpu_platform`.",
+    "vLLM's compiled operations": "torch does what they do, as vLLM has it for `custom_ops=['none']` and the native"
+    " operations of its IR; whether one could do something is answered with no.",
+    "vllm.model_executor.warmup.kernel_warmup": "Nothing: it warms up compiled kernels.",
+    "vllm.compilation.passes.pass_manager": "Nothing: its passes rewrite compiled graphs, and nothing is compiled.",
+    "vllm.vllm_flash_attn": "Not there, and says so: attention is vLLM's own in Triton.",
+    "kernel_unified_attention": "vLLM's own kernel, given tiles of 128 tokens where no window slides, and up to 128"
+    " rows of queries, in one pass: the interpreter's time goes by how many programs there are.",
+    "Triton's autotuner": "Takes the first of a kernel's ways: none is faster than another.",
+    "Triton's grid-dependency calls": "Nothing: the operations of a stream run one after the other.",
+}
+"""What stands in for parts of vLLM and Triton here, each with what it does."""
 
 
 def plugin() -> str:
     """Is called by vLLM as it looks for platforms; returns the platform's class."""
-    import torch
     import triton.backends
     import triton.language as tl
 
     for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"):
         sys.modules.setdefault(name, types.ModuleType(name))
-    found = torch._ops._OpNamespace.__getattr__
-
-    def operation(self: Any, name: str) -> Any:
-        try:
-            return found(self, name)
-        except AttributeError:
-            if "support" in name:  # what a kernel of vLLM's could do, were it there
-                return lambda *_, **__: False
-            if (
-                name.endswith("_and_mul") or "gelu" in name or name == "relu_squared"
-            ):  # asked for, and not called with ``custom_ops=["none"]``
-                return None
-            raise
-
-    torch._ops._OpNamespace.__getattr__ = operation
-    warmup: Any = types.ModuleType("vllm.model_executor.warmup.kernel_warmup")  # of compiled kernels
-    warmup.kernel_warmup = lambda *_, **__: None
-    sys.modules[warmup.__name__] = warmup
-    passes: Any = types.ModuleType("vllm.compilation.passes.pass_manager")  # over compiled kernels
-    passes.PostGradPassManager = passes.PassManager = object
-    sys.modules[passes.__name__] = passes
-    flash: Any = types.ModuleType("vllm.vllm_flash_attn")
-    flash.FA2_AVAILABLE = flash.FA3_AVAILABLE = False
-    flash.is_fa_version_supported = lambda *_: False
-    flash.fa_version_unsupported_reason = lambda *_: "it is a fake GPU"
-    for name in ("compile_flash_attn_varlen_func_from_specs", "flash_attn_varlen_func", "get_scheduler_metadata"):
-        setattr(flash, name, None)
-    sys.modules["vllm.vllm_flash_attn"] = flash
+    answer_for_operations()
+    replace("vllm.model_executor.warmup.kernel_warmup", kernel_warmup=lambda *_, **__: None)
+    replace("vllm.compilation.passes.pass_manager", PostGradPassManager=object, PassManager=object)
+    replace(
+        "vllm.vllm_flash_attn",
+        FA2_AVAILABLE=False,
+        FA3_AVAILABLE=False,
+        is_fa_version_supported=lambda *_: False,
+        fa_version_unsupported_reason=lambda *_: "it is a fake GPU",
+        compile_flash_attn_varlen_func_from_specs=None,
+        flash_attn_varlen_func=None,
+        get_scheduler_metadata=None,
+    )
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=object())  # or the CPU build wants no Triton
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *_, **__: None
     act_after("vllm.v1.attention.ops.triton_unified_attention", widen_attention)
     act_after("vllm.v1.attention.backends.triton_attn", one_pass)
     return "fake_gpu_platform.FakeGpuPlatform"
+
+
+def replace(name: str, **found: Any) -> None:
+    """Have a module of vLLM be another one."""
+    module: Any = types.ModuleType(name)
+    module.__dict__.update(found)
+    sys.modules[name] = module
+
+
+def answer_for_operations() -> None:
+    """Have torch answer for vLLM's compiled operations that are asked for, and not called."""
+    import torch
+
+    find = torch._ops._OpNamespace.__getattr__
+
+    def operation(self: Any, name: str) -> Any:
+        try:
+            return find(self, name)
+        except AttributeError:
+            if "support" in name:  # what a kernel of vLLM's could do, were it there
+                return lambda *_, **__: False
+            if name.endswith("_and_mul") or "gelu" in name or name == "relu_squared":
+                return None
+            raise
+
+    torch._ops._OpNamespace.__getattr__ = operation
 
 
 def widen_attention(attention: types.ModuleType) -> None:
