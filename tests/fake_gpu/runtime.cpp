@@ -958,6 +958,7 @@ cudaError_t cudaDeviceSynchronize() {
   await_device(w, lock, current_device);
   return cudaSuccess;
 }
+cudaError_t cudaDeviceReset() { return fake_gpu_unimplemented("cudaDeviceReset"); }  // vLLM's wrapper asks for it
 cudaError_t cudaGetLastError() {
   int code = last_error;
   World& w = the();
