@@ -547,6 +547,20 @@ void work_on_thread() {
   }
 }
 
+// Wait for a change, without Python's lock: the operation at work may be a kernel that Triton's
+// interpreter runs.
+void pause(World& w, Lock& lock) {
+  static auto has_python = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  static auto leave_python = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+  static auto enter_python = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+  if (!has_python || !has_python()) return w.changed.wait(lock);
+  void* thread = leave_python();
+  w.changed.wait(lock);
+  lock.unlock();  // whoever has Python's lock may want this one
+  enter_python(thread);
+  lock.lock();
+}
+
 // Somebody waits for an operation.
 void await(World& w, Lock& lock, OpP target) {
   if (!target) return;
@@ -554,7 +568,7 @@ void await(World& w, Lock& lock, OpP target) {
   if (how == "mixed") how = std::vector<string>{"late", "contrary", "random"}[below(w, 3)];
   while (!target->done) {
     if (how == "threads" || w.running >= w.most_running) {
-      w.changed.wait(lock);
+      pause(w, lock);
       continue;
     }
     uint64_t mark = ++w.marks;
@@ -576,7 +590,7 @@ void await(World& w, Lock& lock, OpP target) {
     if (how == "random" && !others.empty() && (mine.empty() || below(w, 2))) from = &others;
     if (from->empty()) {
       if (w.running) {
-        w.changed.wait(lock);
+        pause(w, lock);
         continue;
       }
       say("nothing can run, and #%lu %s has not run", (unsigned long)target->id, target->name.c_str());
@@ -767,6 +781,46 @@ int fake_gpu_enqueue(void* handle, void (*function)(void*), void (*drop)(void*),
 
 void fake_gpu_touch(const void* place, size_t bytes, int writes) {
   if (running_op && bytes) running_op->spans.push_back({Bytes(place), Bytes(place) + bytes, writes != 0});
+}
+
+// For a kernel that an interpreter runs on the host: where the host has ``count`` items of ``item``
+// bytes. Those that ``mask`` has are touched by the operation at work; a place that is not the GPU's
+// to touch is a violation, and the host's own address is returned for it.
+void fake_gpu_reach(const Bytes* places, const unsigned char* mask, Bytes* found, size_t count, size_t item,
+                    int writes) {
+  World& w = the();
+  std::vector<Span> spans;
+  Bytes from = 0, to = 0;
+  auto end = [&] {
+    if (to > from) spans.push_back({from, to, writes != 0});
+  };
+  Device* device = nullptr;
+  for (size_t at = 0; at < count; at++) {
+    Bytes place = places[at];
+    if (!device || place - Bytes(device->va) >= device->total) device = device_of(w, place);
+    found[at] = device ? Bytes(device->alias) + (place - Bytes(device->va)) : place;
+    if (!mask[at] || (place >= from && place + item <= to)) continue;
+    if (place != to) {
+      end();
+      from = place;
+    }
+    to = place + item;
+  }
+  end();
+  if (!running_op) return;
+  if (spans.size() > 8) sort_spans(spans);
+  Lock lock(w.mutex);
+  for (const Span& span : spans) {
+    running_op->spans.push_back(span);
+    for (Bytes place : {span.from, span.to - 1}) {
+      Where there = where(w, reinterpret_cast<void*>(place), 1);
+      if (there == Where::device || there == Where::pinned) continue;
+      w.violations++;
+      if (w.told.insert("kernel / " + running_op->name).second)
+        say("#%lu %s %s %#zx, which is not the GPU's", (unsigned long)running_op->id, running_op->name.c_str(),
+            writes ? "writes" : "reads", size_t(place));
+    }
+  }
 }
 
 void fake_gpu_drain(void* handle) {

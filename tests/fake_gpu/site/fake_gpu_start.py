@@ -5,6 +5,7 @@ of the fake GPU's memory."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -46,28 +47,12 @@ def act_after(name: str, act: Act) -> None:
     sys.meta_path.insert(0, _After(name, act))
 
 
-def interpret_on_host(interpreter: ModuleType) -> None:
-    """Have Triton's interpreter work on the host's view of a tensor's bytes, once the tensor's
-    stream has come so far."""
-
-    def on_host(arg: Any) -> Any:
-        if isinstance(arg, tuple):
-            return interpreter._tuple_create(arg, map(on_host, arg))
-        if not hasattr(arg, "data_ptr"):
-            return arg
-        import torch
-
-        inner = interpreter._unwrap_tensor(arg)
-        return interpreter._rewrap_tensor(torch.ops.fake_gpu.host_view(inner), original_tensor=arg)
-
-    def arguments_on_host(_self: Any, args: Any, kwargs: Any) -> Any:
-        return [on_host(arg) for arg in args], {name: on_host(arg) for name, arg in kwargs.items()}
-
-    interpreter.GridExecutor._init_args_hst = arguments_on_host
-    interpreter.GridExecutor._restore_args_dev = lambda self, *_: None
+def run_as_operations(interpreter: ModuleType) -> None:
+    """Have Triton's interpreter run kernels as operations of the fake GPU."""
+    importlib.import_module("fake_gpu_triton").run_as_operations(interpreter)
 
 
 def start(kernels: str) -> None:
     """Prepare this process. ``kernels``: the library of torch's kernels on the host."""
     act_after("torch", lambda torch: torch.ops.load_library(kernels))
-    act_after("triton.runtime.interpreter", interpret_on_host)
+    act_after("triton.runtime.interpreter", run_as_operations)
