@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is imported as each process of the fake GPU's environment starts. Whoever imports torch gets the
-kernels on the host right behind it. Whoever imports Triton gets its interpreter, over the host's view
-of the fake GPU's memory."""
+kernels on the host right behind it. Whoever imports Triton gets its interpreter, whose kernels are
+operations of the fake GPU's streams."""
 
 from __future__ import annotations
 

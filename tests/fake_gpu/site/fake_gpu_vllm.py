@@ -8,6 +8,11 @@ import sys
 import types
 from typing import Any
 
+from fake_gpu_start import act_after
+
+WIDE = 128
+"""Tokens of a tile of attention, and rows of queries at most."""
+
 
 def plugin() -> str:
     """Is called by vLLM as it looks for platforms; returns the platform's class."""
@@ -42,4 +47,30 @@ def plugin() -> str:
     sys.modules["vllm.vllm_flash_attn"] = flash
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=object())  # or the CPU build wants no Triton
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *_, **__: None
+    act_after("vllm.v1.attention.ops.triton_unified_attention", widen_attention)
+    act_after("vllm.v1.attention.backends.triton_attn", one_pass)
     return "fake_gpu_platform.FakeGpuPlatform"
+
+
+def widen_attention(attention: types.ModuleType) -> None:
+    """Give each program of vLLM's attention more tokens at once: the interpreter's time goes by how
+    many programs there are. In a sliding window a program reads no block that has left it."""
+    kernel = attention.kernel_unified_attention
+
+    def launcher(grid: tuple[int, ...]) -> Any:
+        def launch(**given: Any) -> None:
+            queries, per_head = given["query_ptr"], given["num_queries_per_kv"]
+            rows = min(WIDE, max(given["BLOCK_M"], 1 << (queries.shape[0] * per_head - 1).bit_length()))
+            given |= {"BLOCK_M": rows, "BLOCK_Q": rows // per_head}
+            if given["SLIDING_WINDOW"] <= 0:
+                given["TILE_SIZE"] = WIDE
+            kernel[(queries.shape[0] // given["BLOCK_Q"] + given["num_seqs"], *grid[1:])](**given)
+
+        return launch
+
+    attention.kernel_unified_attention = type("Wide", (), {"__getitem__": staticmethod(launcher)})()
+
+
+def one_pass(backend: types.ModuleType) -> None:
+    """Have attention to a long context in one pass, not in sixteen pieces beside each other."""
+    backend.MIN_LAUNCH_GRID_SIZE_2D = 0
