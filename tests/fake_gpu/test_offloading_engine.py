@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own ``OffloadingConnector`` on the fake GPU, with its own worker, and kvdisk's tier behind
+its memory: the tokens are those of vLLM alone, and nothing races, wherever the KV came from."""
+
+from __future__ import annotations
+
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tier_engine import IDLE, flip_bits
+from torture_rounds import SEED, make_prompts, make_requests, random_prompt, verify_store
+
+from fake_gpu.engines import GpuEngine
+
+pytestmark = pytest.mark.fake_gpu
+ACTS, TIER = "fake_gpu.offloading_acts", "host_offloading"
+CAP = 64 << 20
+AMPLE, SMALL = 16 << 20, 1 << 20
+"""Bytes of memory: for all prompts, and for a part of them."""
+FEW_BLOCKS = 18
+"""With these not all requests find room for what they generate."""
+TOKENS = 6
+LENGTHS = (90, 138, 300)
+"""Of prompts: the longest has as many pages that vLLM loads them by a kernel, the others go by
+copies."""
+PROMPTS = [random_prompt(1000 + length, length) for length in LENGTHS]
+LIMITS: dict[str, Any] = {"max_model_len": 512}
+LONG = 40
+"""Tokens of an answer that grows by more than a block."""
+
+
+def found_tokens(block_tokens: int) -> int:
+    """Return how many tokens of all prompts can hit."""
+    return sum((length - 1) // block_tokens * block_tokens for length in LENGTHS)
+
+
+@cache
+def answers_alone(model: Path, **more: Any) -> list[list[int]]:
+    with GpuEngine(model, model.with_suffix(".log"), **LIMITS | more) as engine:
+        return [answer.tokens for answer in engine.generate(PROMPTS, LONG)]
+
+
+def start(model: Path, folder: Path, *, memory: int, tier: dict[str, Any] | None = None, **more: Any) -> GpuEngine:
+    """Start an engine whose host memory has so many bytes, and watch it."""
+    ours = {"type": "kvdisk", "store_dirs": str(folder / "store"), "nvme_bytes": CAP, "device": "posix"}
+    ours |= {"lookup_wait_s": 600, "io_deadline_s": 600} | (tier or {})
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": memory, "secondary_tiers": [ours]}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    engine = GpuEngine(model, folder / "log", kv_transfer_config=transfer, **LIMITS | more)
+    assert engine.call(f"{ACTS}:watch"), "vLLM could not pin its memory"
+    return engine
+
+
+def ask(engine: GpuEngine, count: int = TOKENS) -> tuple[list[list[int]], int]:
+    """Return the tokens of each prompt, all asked at once, and how many of the prompts' were
+    cached."""
+    found = engine.generate(PROMPTS, count)
+    return [answer.tokens for answer in found], sum(answer.cached for answer in found)
+
+
+def rest(engine: GpuEngine, **state: Any) -> dict[str, Any]:
+    """Let an engine end what it has begun; assert that neither it nor the GPU did wrong; return what
+    was seen."""
+    engine.drain()
+    seen: dict[str, Any] = engine.call(f"{ACTS}:watched")
+    assert not seen["meetings"], seen
+    assert engine.call(f"{TIER}:state_of") == IDLE | state
+    engine.check()
+    return seen
+
+
+def from_each_place(model: Path, folder: Path, **more: Any) -> None:
+    """Ask cold, from memory, from the drive after a restart, and with each block there damaged."""
+    long = answers_alone(model, **more)
+    expected, hits = [tokens[:TOKENS] for tokens in long], found_tokens(more.get("block_size", 32))
+    few = {"num_gpu_blocks_override": FEW_BLOCKS * 32 // more.get("block_size", 32)} | more
+    with start(model, folder, memory=AMPLE, **more) as engine:
+        assert ask(engine) == (expected, 0), "cold"
+        engine.reset()
+        assert ask(engine) == (expected, hits), "from memory"
+        seen = rest(engine)
+        assert seen["worker"] == "CPUOffloadingWorker" and seen["stored"] and seen["batches"], seen
+        by_kernel = seen["kernels"]
+    with start(model, folder, memory=SMALL, **few) as engine:
+        assert ask(engine, LONG) == (long, hits), "from the drive, after a restart"
+        assert engine.metrics()["num_preemptions"] > 0
+        seen = rest(engine)
+        assert seen["loaded"], seen
+        # Of small pages in large batches; larger pages go by copies.
+        assert bool(by_kernel + seen["kernels"]) == (more.get("block_size", 32) == 32), seen
+    flip_bits(folder / "store")
+    with start(model, folder, memory=SMALL, **few) as engine:
+        assert ask(engine)[0] == expected, "no flipped bit is served"
+        rest(engine)
+        assert engine.metrics()["kvdisk_verification_failures.checksum"] > 2
+
+
+def test_from_each_place(tiny_llama, tmp_path):
+    from_each_place(tiny_llama, tmp_path)
