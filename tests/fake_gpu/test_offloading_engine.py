@@ -100,3 +100,76 @@ def from_each_place(model: Path, folder: Path, **more: Any) -> None:
 
 def test_from_each_place(tiny_llama, tmp_path):
     from_each_place(tiny_llama, tmp_path)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("how", ["copies", "gemma3", "granite4", "late", "contrary", "threads", "at_once"])
+def test_from_each_place_otherwise(models, tmp_path, how):
+    """In other orders, and with other models; "copies": of pages too large for vLLM's kernel;
+    "at_once": without asynchronous scheduling."""
+    kinds = {
+        "copies": {"block_size": 64},
+        "granite4": {"block_size": 64, "max_num_batched_tokens": 64},
+        "at_once": {"async_scheduling": False},
+    }
+    orders = {"order": how} if how in {"late", "contrary", "threads"} else {}
+    model = models(how if how in {"gemma3", "granite4"} else "llama")
+    from_each_place(model, tmp_path, **kinds.get(how, {}), **orders)
+    asynchronous = "Asynchronous scheduling is enabled" in (tmp_path / "log").read_text()
+    assert asynchronous == (how != "at_once")
+
+
+MANY = make_prompts(SEED, 12)
+STEPS_BETWEEN = 40
+
+
+@cache
+def answers_to_many(model: Path) -> list[list[list[int]]]:
+    """Return vLLM's own answers by each of two sets of weights."""
+    with GpuEngine(model, model.with_suffix(".many.log"), **LIMITS) as engine:
+        found = []
+        for number in range(2):
+            engine.call("engine_acts:use_weights", number)
+            assert engine.call("engine_acts:reset_all")
+            found.append([answer.tokens for answer in engine.generate(MANY, 32)])
+    return found
+
+
+def run_many(engine: GpuEngine, seed: int, expected: list[list[list[int]]], steps_between: int = 0) -> int:
+    """Run requests that come and go at random; return how often everything was reset. What ran at a
+    reset has tokens of both sets of weights."""
+    requests = make_requests(seed, MANY, 24)
+    found = engine.call("engine_acts:run_requests", requests, steps_between)
+    for at, (samples, weights) in found["ended"].items():
+        request = requests[int(at)]
+        for tokens in samples if weights is not None else ():
+            wanted = expected[weights][request["which"]][: request["max_tokens"]]
+            assert tokens == wanted, f"seed {seed}, request {at}: wrong tokens"
+    return int(found["resets"])
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("order", ["mixed", "late", "contrary"])
+def test_requests_that_come_and_go(tiny_llama, tmp_path, order):
+    expected = answers_to_many(tiny_llama)
+    with start(tiny_llama, tmp_path, memory=SMALL, num_gpu_blocks_override=40, order=order) as engine:
+        run_many(engine, SEED, expected)
+        rest(engine)
+        # Other weights come each time that everything is reset, whatever runs.
+        assert run_many(engine, SEED + 1, expected, STEPS_BETWEEN) > 1
+        seen = rest(engine)
+        assert seen["loaded"] and seen["stored"], seen
+    assert verify_store(tmp_path / "store", CAP)
+
+
+@pytest.mark.torture
+def test_a_mover_that_is_killed(tiny_llama, tmp_path):
+    expected = answers_to_many(tiny_llama)
+    with start(tiny_llama, tmp_path, memory=SMALL, num_gpu_blocks_override=40) as engine:
+        run_many(engine, SEED, expected)
+        engine.call(f"{TIER}:signal_mover", signal.SIGSTOP)
+        engine.generate([random_prompt(1, 100)], 1)  # stores are on their way to it
+        engine.call(f"{TIER}:signal_mover", signal.SIGKILL)
+        run_many(engine, SEED + 2, expected)
+        rest(engine, off=True)
+    assert "Traceback" not in (tmp_path / "log").read_text()
