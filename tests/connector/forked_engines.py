@@ -74,6 +74,7 @@ def serve() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
     importlib.import_module("vllm.entrypoints.llm")
+    gc.freeze()  # a start collects garbage a dozen times, and what has been imported is none
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         message, fds, *_ = socket.recv_fds(requests, 1 << 20, 4)

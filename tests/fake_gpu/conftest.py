@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "connector"))  # what tests of engines share
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -52,7 +52,22 @@ def run_as_operations(interpreter: ModuleType) -> None:
     importlib.import_module("fake_gpu_triton").run_as_operations(interpreter)
 
 
+def take_first_choice(autotuner: ModuleType) -> None:
+    """Have Triton's autotuner measure nothing."""
+    importlib.import_module("fake_gpu_triton").take_first_choice(autotuner)
+
+
+def may_be_forked(torch: ModuleType) -> None:
+    """Have torch not mark the process as one that has asked how many GPUs there are: in what is
+    forked from such a one it refuses to use them."""
+    count = int(os.environ.get("FAKE_GPU_DEVICES", "1"))
+    torch._C._cuda_getDeviceCount = lambda: count
+
+
 def start(kernels: str) -> None:
     """Prepare this process. ``kernels``: the library of torch's kernels on the host."""
     act_after("torch", lambda torch: torch.ops.load_library(kernels))
+    if os.environ.get("FAKE_GPU_FORKS"):  # engines are forked from one that has imported vLLM
+        act_after("torch.cuda", lambda cuda: may_be_forked(sys.modules["torch"]))
     act_after("triton.runtime.interpreter", run_as_operations)
+    act_after("triton.runtime.autotuner", take_first_choice)
