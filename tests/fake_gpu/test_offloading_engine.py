@@ -5,11 +5,13 @@ its memory: the tokens are those of vLLM alone, and nothing races, wherever the 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 from test_tier_engine import IDLE, flip_bits
 from torture_rounds import SEED, make_prompts, make_requests, random_prompt, verify_store
 
@@ -30,6 +32,18 @@ PROMPTS = [random_prompt(1000 + length, length) for length in LENGTHS]
 LIMITS: dict[str, Any] = {"max_model_len": 512}
 LONG = 40
 """Tokens of an answer that grows by more than a block."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the directory of a tiny model, which it builds unless it has been."""
+    folder, license_ = tmp_path_factory.mktemp("models"), Path(__file__).resolve().parents[2] / "LICENSE"
+    return lambda kind: tiny_models.build(f"tiny-{kind}", folder / kind, [license_.read_text()])
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(models: Callable[[str], Path]) -> Path:
+    return models("llama")
 
 
 def found_tokens(block_tokens: int) -> int:

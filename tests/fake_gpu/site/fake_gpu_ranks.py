@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks on the fake GPUs talk: through host memory and gloo, in the place of NCCL, which refuses.
+"""What vLLM needs for several ranks on fake GPUs: collectives through host memory and gloo, in the
+place of NCCL, which refuses, and the lookup of a rank's part of the embeddings.
 
-A collective waits for the caller's stream, as its bytes pass the host. Its result lies on the GPU
-when it returns.
+A collective waits for the caller's stream, as its bytes pass the host.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import distributed
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.model_executor.layers.vocab_parallel_embedding import get_masked_input_and_mask
+
+SCHEMA = "(Tensor! out, Tensor input_ids, Tensor weight, int a, int b, int c, int d, int e) -> ()"
 
 
 class HostCommunicator(DeviceCommunicatorBase):
@@ -47,3 +51,23 @@ class HostCommunicator(DeviceCommunicatorBase):
         if name.endswith("_comm"):
             return None
         raise AttributeError(name)
+
+
+def vocab_parallel_embedding(out: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, *shard: int) -> None:
+    """Do what vLLM's kernel does, as vLLM does it where it has no kernel."""
+    here, elsewhere = get_masked_input_and_mask(ids, *shard)
+    torch.index_select(weight, 0, here.long(), out=out)
+    out.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+@cache
+def plugin() -> None:
+    """Is called by vLLM in each of its processes as it starts."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(f"vocab_parallel_embedding{SCHEMA}")
+    library.impl("vocab_parallel_embedding", vocab_parallel_embedding, "CUDA")
+    _kept.append(library)
+
+
+_kept: list[Any] = []
+"""What torch forgets with its last reference."""
