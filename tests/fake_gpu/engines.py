@@ -83,5 +83,5 @@ def seen(llm: Any) -> dict[str, Any]:
         "races": control.races(),
         "violations": control.violations(),
         "kernels": sum(count for name, count in kernels.items() if name.startswith("triton ")),
-        "pid": os.getpid(),
+        "asynchronous": bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling),
     }

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own GPU worker and model runner V2, with kvdisk, on the GPU of host memory: the tokens are
+those of vLLM alone wherever the KV came from, and nothing races (``engines.GpuEngine``).
+
+Prompts are longer than a step, so that they are computed in chunks, and scheduling is asynchronous.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny_models
+from engine_child import Answer
+from torture_rounds import SLOT_BYTES, random_prompt, tokens_of
+
+from fake_gpu.engines import GpuEngine
+from kvdisk.device.listing import list_homes
+from kvdisk.geometry import HEADER_BYTES, slot_offset
+
+pytestmark = pytest.mark.fake_gpu
+torture = pytest.mark.torture
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = random_prompt(1, 70)
+PROMPTS = [random_prompt(2, 90), random_prompt(3, 138), *(SHARED + random_prompt(at, 50) for at in (4, 5))]
+MANY = [random_prompt(20 + at, 40 + 12 * at) for at in range(8)]
+MANY_TOKENS = 16
+ORDERS = ("late", "contrary", "random", "eager", "threads")
+
+
+class Kind(NamedTuple):
+    """A model. ``block_tokens``: hits are multiples of; ``few_blocks``: of a GPU on which requests
+    are preempted; ``cpu_tier``: kvdisk wants one for it."""
+
+    limits: dict[str, Any]
+    block_tokens: int = 32
+    few_blocks: int = 14
+    cpu_tier: bool = False
+    model: str = ""
+
+
+KINDS = {
+    "llama": Kind({}),
+    "gemma3": Kind({"num_gpu_blocks_override": 120}, few_blocks=36),
+    "granite4": Kind({"num_gpu_blocks_override": 100}, 64, 24, cpu_tier=True),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns the directory of a tiny model, which it builds unless it has been."""
+    folder = tmp_path_factory.mktemp("models")
+    return lambda kind: tiny_models.build(f"tiny-{kind}", folder / kind, [(ROOT / "LICENSE").read_text()])
+
+
+@pytest.fixture(scope="session")
+def alone(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns what vLLM without kvdisk answers to ``PROMPTS`` and, of ``MANY_TOKENS`` tokens, to ``MANY``."""
+    found: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
+
+    def ask(name: str) -> tuple[list[list[int]], list[list[int]]]:
+        kind = KINDS[name]
+        if name not in found:
+            log = tmp_path_factory.mktemp("alone") / "log"
+            with GpuEngine(models(kind.model or name), log, **kind.limits) as engine:
+                found[name] = tokens_of(engine.generate(PROMPTS)), tokens_of(engine.generate(MANY, MANY_TOKENS))
+        return found[name]
+
+    return ask
+
+
+def store_in(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"cpu_bytes": "16MiB", "store_dirs": str(folder), "nvme_bytes": "64MiB", "device": "posix"} | more
+
+
+def whole(prompt: list[int], block_tokens: int = 32) -> int:
+    """Return how many tokens of a prompt can be loaded."""
+    return (len(prompt) - 1) // block_tokens * block_tokens
+
+
+def no_failures(engine: GpuEngine) -> dict[str, int]:
+    """Return kvdisk's counters, of which none counts a failure."""
+    counters = engine.counters()
+    assert not {name for name in counters if name.endswith("_failures") or name.startswith("failed")}, counters
+    return counters
+
+
+def loaded(answers: list[Answer], block_tokens: int = 32) -> bool:
+    """Return whether all that can be loaded of ``PROMPTS`` was not computed."""
+    return [answer.cached for answer in answers] == [whole(prompt, block_tokens) for prompt in PROMPTS]
+
+
+def flip_bits(store: Path) -> None:
+    """Flip a bit of every block of the tiny Llama on the drive."""
+    (home,) = list_homes(store)
+    for file in home.segments_path.rglob("rank0.kv"):
+        data = bytearray(file.read_bytes())
+        for start in range(slot_offset(SLOT_BYTES, 0), len(data) - SLOT_BYTES + 1, SLOT_BYTES):
+            data[start + HEADER_BYTES + 1000] ^= 1
+        file.write_bytes(data)
+
+
+def serve(name: str, order: str, models: Any, alone: Any, folder: Path) -> None:
+    """Have one kind of model served cold, from memory, and from the drive after a restart; the
+    second engine preempts."""
+    kind, log, store = KINDS[name], folder / "log", folder / "store"
+    model, (right, right_of_many) = models(kind.model or name), alone(name)
+    with GpuEngine(model, log, store_in(store), order=order, **kind.limits) as engine:
+        assert tokens_of(engine.generate(PROMPTS)) == right, "cold"
+        engine.reset()
+        warm = engine.generate(PROMPTS)
+        assert tokens_of(warm) == right, "from memory"
+        assert loaded(warm, kind.block_tokens)
+        engine.drain()
+        counters = no_failures(engine)
+        assert counters["hit_tokens.cpu"] > 0 and counters["demoted_blocks"] == counters["stored_blocks"]
+    extra = store_in(store, store_decode=True) | ({} if kind.cpu_tier else {"cpu_bytes": 0})
+    few = kind.limits | {"num_gpu_blocks_override": kind.few_blocks}
+    with GpuEngine(model, log, extra, order=order, **few) as engine:
+        warm = engine.generate(PROMPTS, together=False)
+        assert tokens_of(warm) == right, "from the drive, after a restart"
+        assert loaded(warm, kind.block_tokens)
+        assert engine.counters()["hit_tokens.nvme"] > 0
+        assert tokens_of(engine.generate(MANY, MANY_TOKENS)) == right_of_many, "victims are saved and come back"
+        engine.drain()
+        assert engine.metrics()["num_preemptions"] > 0
+        no_failures(engine)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name, models, alone, tmp_path):
+    serve(name, "mixed", models, alone, tmp_path)
+
+
+@torture
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_order(name, order, models, alone, tmp_path):
+    serve(name, order, models, alone, tmp_path)
+
+
+def kill_mover(llm: Any) -> None:
+    """Have the thread that moves blocks end at its next copy. Runs in the engine's process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    copier = get_kv_transfer_group().worker.mover._runner._resources.copier
+
+    def killed(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted: the mover is killed")
+
+    copier.gather = copier.scatter = killed
+
+
+def test_flipped_bits_and_a_killed_mover(models, alone, tmp_path):
+    model, (right, right_of_many), store = models("llama"), alone("llama"), tmp_path / "store"
+    with GpuEngine(model, tmp_path / "log", store_in(store)) as engine:
+        assert tokens_of(engine.generate(PROMPTS)) == right
+        engine.drain()
+    flip_bits(store)
+    with GpuEngine(model, tmp_path / "log", store_in(store)) as engine:
+        assert tokens_of(engine.generate(PROMPTS)) == right, "every bit that is wrong is noticed"
+        assert engine.counters()["verification_failures.checksum"] > 0
+        engine.reset()
+        again = engine.generate(PROMPTS)
+        assert tokens_of(again) == right and loaded(again), "what was computed took the place of the bad"
+        engine.reset()
+        engine.call("fake_gpu.test_engine:kill_mover")
+        assert tokens_of(engine.generate(PROMPTS)) == right, "nobody moves blocks any more"
+        assert tokens_of(engine.generate(MANY, MANY_TOKENS)) == right_of_many
+
+
+POLICIES = {
+    "on_compute": {"store_decode": True},
+    "on_preemption": {},
+    "spillover": {"store_decode": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "asynchronous"),
+    [
+        ("llama", "on_preemption", True),
+        ("llama", "spillover", True),
+        *(pytest.param("llama", policy, False, marks=torture) for policy in POLICIES),
+        pytest.param("gemma3", "spillover", True, marks=torture),
+    ],
+)
+def test_preempted(name, policy, asynchronous, models, alone, tmp_path):
+    """Blocks that go and come back while the GPU has few."""
+    kind, (_, right_of_many) = KINDS[name], alone(name)
+    extra = store_in(tmp_path / "store", store_policy=policy) | POLICIES[policy]
+    limits = kind.limits | {"num_gpu_blocks_override": kind.few_blocks, "async_scheduling": asynchronous}
+    with GpuEngine(models(name), tmp_path / "log", extra, **limits) as engine:
+        for _ in range(2):
+            assert tokens_of(engine.generate(MANY, MANY_TOKENS)) == right_of_many
+        engine.drain()
+        assert engine.metrics()["num_preemptions"] > 0
+        assert no_failures(engine)["stored_blocks"] > 0
+        assert engine.call("fake_gpu.engines:seen")["asynchronous"] is asynchronous
