@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of vLLM's offloading do in an engine's process: they watch the rows of its host memory.
+"""What tests of vLLM's offloading do in an engine's process: they watch the rows of its memory.
 
 The GPU's copies and the tier's drive transfers share these rows. The fake GPU orders the copies
 among themselves; of what the host does it learns here.
@@ -96,5 +96,6 @@ def watched(llm: Any) -> dict[str, Any]:
         "loaded": seen.loaded,
         "batches": calls.get("cudaMemcpyBatchAsync", 0),
         "kernels": kernels.get("triton _swap_blocks_kernel", 0),
+        "row_bytes": seen.region._row_stride,
         "worker": type(seen.worker).__qualname__,
     }

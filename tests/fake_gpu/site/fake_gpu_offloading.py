@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation of vLLM's compiled library by which its offloading worker copies, upon the fake GPU's
-runtime. It is a plugin of vLLM's, so that each of its processes has it."""
+"""The operation of vLLM's compiled library by which its offloading worker copies, upon the fake
+GPU's runtime. It is a plugin of vLLM's, so that each of its processes has it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def swap_blocks_batch(sources: Any, targets: Any, sizes: Any, any_order: bool = 
     ``cudaMemcpyBatchAsync``, or, on the default stream, one ``cudaMemcpyAsync`` for each. The lists
     are read in the call.
 
-    ``any_order``: the GPU may read the sources before the stream has come so far. Where an operation
-    still writes one, that is a violation.
+    ``any_order``: the GPU may read the sources before the stream has come so far. Where an
+    operation still writes one, that is a violation.
     """
     import torch
 
