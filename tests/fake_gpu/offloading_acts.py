@@ -99,3 +99,19 @@ def watched(llm: Any) -> dict[str, Any]:
         "row_bytes": seen.region._row_stride,
         "worker": type(seen.worker).__qualname__,
     }
+
+
+def ranks_seen(llm: Any) -> list[dict[str, int]]:
+    """Return what each worker's GPU has seen."""
+    return list(llm.collective_rpc(_rank_seen))
+
+
+def _rank_seen(worker: Any) -> dict[str, int]:
+    calls = control.counts()
+    return {
+        "device": worker.device.index,
+        "races": control.races(),
+        "violations": control.violations(),
+        "kernels": sum(control.counts(kernels=True).values()),
+        "copies": calls.get("cudaMemcpyBatchAsync", 0) + calls.get("cudaMemcpy2DAsync", 0),
+    }

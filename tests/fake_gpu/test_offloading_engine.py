@@ -5,6 +5,7 @@ its memory: the tokens are those of vLLM alone, and nothing races, wherever the 
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -80,13 +81,18 @@ def answers_alone(model: Path, **more: Any) -> list[list[int]]:
         return [answer.tokens for answer in engine.generate(PROMPTS, LONG)]
 
 
-def start(model: Path, folder: Path, *, memory: int, tier: dict[str, Any] | None = None, **more: Any) -> GpuEngine:
-    """Start an engine whose host memory has so many bytes, and watch it."""
+def tiered(folder: Path, *, memory: int) -> dict[str, Any]:
+    """Return the configuration of vLLM's connector with so many bytes of memory, and kvdisk behind
+    it."""
     ours = {"type": "kvdisk", "store_dirs": str(folder / "store"), "nvme_bytes": CAP, "device": "posix"}
-    ours |= {"lookup_wait_s": 600, "io_deadline_s": 600} | (tier or {})
+    ours |= {"lookup_wait_s": 600, "io_deadline_s": 600}
     extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": memory, "secondary_tiers": [ours]}
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    engine = GpuEngine(model, folder / "log", kv_transfer_config=transfer, **LIMITS | more)
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def start(model: Path, folder: Path, *, memory: int, **more: Any) -> GpuEngine:
+    """Start an engine with it, and watch it."""
+    engine = GpuEngine(model, folder / "log", kv_transfer_config=tiered(folder, memory=memory), **LIMITS | more)
     assert engine.call(f"{ACTS}:watch"), "vLLM could not pin its memory"
     return engine
 
@@ -222,3 +228,44 @@ def test_a_mover_that_is_killed(tiny_llama, tmp_path):
         run_many(engine, SEED + 2, expected)
         rest(engine, off=True)
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+class TwoRanks(GpuEngine):
+    """An engine with two workers, tensor parallel, each on a GPU of its own."""
+
+    start = subprocess.Popen
+
+    def __init__(self, model: Path, log: Path, **transfer: Any) -> None:
+        # Asynchronous scheduling: vLLM's second rank drops outputs whose copies to the host are
+        # under way, and their memory is written again; nobody reads them.
+        more = LIMITS | {"layout": "tp2", "async_scheduling": False, "shutdown_timeout": 120}
+        env = {"FAKE_GPU_DEVICES": "2", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCHDYNAMO_DISABLE": "1"}
+        super().__init__(model, log, env=env, **more, **transfer)
+
+    def check(self) -> None:
+        seen = self.call(f"{ACTS}:ranks_seen")
+        assert [rank["device"] for rank in seen] == [0, 1]
+        assert not any(rank["races"] or rank["violations"] for rank in seen), (seen, self.log)
+        assert all(rank["kernels"] and rank["copies"] for rank in seen), seen
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("connector", ["KVDiskConnector", "OffloadingConnector"])
+def test_two_ranks(tiny_llama, tmp_path, connector):
+    """A block, or a row, has the bytes of both."""
+    store = {"store_dirs": str(tmp_path / "store"), "nvme_bytes": CAP, "device": "posix"}
+    transfer: dict[str, Any] = {"extra": store | {"cpu_bytes": AMPLE, "nvme_admission": "all"}}
+    if connector == "OffloadingConnector":
+        transfer = {"kv_transfer_config": tiered(tmp_path, memory=AMPLE)}
+    with TwoRanks(tiny_llama, tmp_path / "log", **transfer) as engine:
+        # With a salt of its own nothing of a prompt is found: vLLM computes all of it.
+        alone = [engine.generate([prompt], TOKENS, salt=f"{at}")[0].tokens for at, prompt in enumerate(PROMPTS)]
+        assert ask(engine) == (alone, 0), "cold"
+        engine.reset()
+        assert ask(engine) == (alone, KINDS["llama"].found_tokens()), "from memory"
+        engine.drain()
+    with TwoRanks(tiny_llama, tmp_path / "log", **transfer) as engine:
+        assert ask(engine) == (alone, KINDS["llama"].found_tokens()), "from the drive, after a restart"
+        assert engine.metrics()["kvdisk_loaded_blocks"] > 10
+        engine.drain()
+    assert verify_store(tmp_path / "store", CAP) > 10
