@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from host_offloading import tier_of
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -115,3 +116,21 @@ def _rank_seen(worker: Any) -> dict[str, int]:
         "kernels": sum(control.counts(kernels=True).values()),
         "copies": calls.get("cudaMemcpyBatchAsync", 0) + calls.get("cudaMemcpy2DAsync", 0),
     }
+
+
+def wait_for_nobody(llm: Any) -> None:
+    """From now on let vLLM's stores begin without waiting for the model, and the host touch each
+    row as soon as its copy has been given."""
+    seen = _watches[0]
+    given = seen._gpu_store
+
+    def store(job_id: int, blocks: Any, rows: Any) -> bool:
+        waits = torch.cuda.Stream.wait_stream
+        torch.cuda.Stream.wait_stream = lambda *_: None
+        try:
+            return bool(given(job_id, blocks, rows))
+        finally:
+            torch.cuda.Stream.wait_stream = waits
+            seen._touch(rows.block_ids.tolist(), False)
+
+    seen._gpu_store = store

@@ -160,6 +160,18 @@ def test_from_each_place(tiny_llama, tmp_path):
 
 
 @pytest.mark.torture
+def test_what_does_not_wait_is_seen(tiny_llama, tmp_path):
+    engine = start(tiny_llama, tmp_path, memory=AMPLE, order="late")
+    try:
+        engine.call(f"{ACTS}:wait_for_nobody")
+        ask(engine, LONG)
+        seen = engine.call("fake_gpu.engines:seen")
+        assert seen["races"] and seen["violations"], seen
+    finally:
+        engine.kill()
+
+
+@pytest.mark.torture
 @pytest.mark.parametrize("order", ["late", "contrary", "threads"])
 def test_orders(tiny_llama, tmp_path, order):
     from_each_place(KINDS["llama"], tiny_llama, tmp_path, order)
