@@ -217,7 +217,7 @@ def _use_weights(number: int, model: Any) -> bool:
         parameter.data.copy_(_KEPT.setdefault(name, parameter.data.clone()))
         if number and "layernorm" in name:  # the matrices may have been packed for the CPU's kernels
             noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(at))
-            parameter.data.mul_(1 + 0.8 * number * noise.to(parameter.dtype))
+            parameter.data.mul_(1 + 0.8 * number * noise.to(parameter))
     return True
 
 

@@ -23,3 +23,7 @@ class FakeGpuPlatform(NonNvmlCudaPlatform):
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return torch.cuda.get_device_properties(device_id).multi_processor_count
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "fake_gpu_ranks.HostCommunicator"
