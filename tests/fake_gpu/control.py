@@ -21,7 +21,7 @@ def runtime() -> Any:
 
 
 def reseed(order: str = "", seed: int = 0) -> None:
-    """Choose the order in which work is done (see ``runtime.cpp``; "": as before) and its
+    """Choose the order in which work is done (see docs/FAKE_GPU.md; "": as before) and its
     chances."""
     runtime().fake_gpu_reseed(order.encode(), seed)
 
@@ -33,8 +33,8 @@ def races() -> int:
 
 
 def violations() -> int:
-    """Return how many copies left their allocation or registration, and how often memory was
-    freed, or touched by the host, while an operation was at work on it."""
+    """Return how often a call was one that CUDA's text leaves undefined, or the host touched or
+    gave back memory that an operation was at work on; docs/FAKE_GPU.md lists them."""
     return runtime().fake_gpu_violations()
 
 

@@ -249,7 +249,7 @@ def test_freeing_device_memory_waits_and_is_no_order():
         assert call("cudaFree", at) == 0
         assert control.pending() == 0
         assert call("cudaMemsetAsync", there.data_ptr(), 2, 64, two.cuda_stream) == 0
-    with expect():  # the next owner of the same bytes has nothing to do with the last
+        # The next owner of the same bytes has nothing to do with the last.
         assert made("cudaMalloc", 4096) == at
         assert call("cudaMemsetAsync", at, 1, 4096, two.cuda_stream) == 0
     assert call("cudaFree", at + 512) == 1 and call("cudaFree", at) == 0 and call("cudaFree", at) == 1
