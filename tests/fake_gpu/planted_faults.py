@@ -412,7 +412,7 @@ FAULTS: dict[str, Fault] = {
         instead(CudaCopier, "_copy_straight", copy_straight_at_once), ("straight",)
     ),
     "of a gather's lanes the second does not wait for the model": Fault(
-        within(CudaCopier, "_gather", CudaLanes, "wait", wait_unless([Lane.STORE_BESIDE])), refused=True
+        within(CudaCopier, "_gather", CudaLanes, "wait", wait_unless([Lane.STORE_BESIDE]))
     ),
     "of a scatter's lanes the second does not wait for the model": Fault(
         within(CudaCopier, "_scatter", CudaLanes, "wait", wait_unless([Lane.LOAD_BESIDE]))

@@ -39,9 +39,9 @@ _OF_ALL = sorted({variant for _, variant in CASES} - set(_OF_FEW))
     "variant", [*_OF_FEW, *(pytest.param(variant, marks=pytest.mark.torture) for variant in _OF_ALL)]
 )
 def test_traffic_without_a_fault_is_right(variant: str, tmp_path: Path) -> None:
-    for tries in (True, False):  # without kvdisk's own trial, too: so the faults are run
-        seen = see("", VARIANTS[variant], tmp_path, 1, tries=tries)
-        assert not seen.by, seen.said
+    """Without kvdisk's own trial, as the faults are run; with it, see ``test_traffic``."""
+    seen = see("", VARIANTS[variant], tmp_path, 2)
+    assert not seen.by, seen.said
 
 
 def must_see(name: str, variant: str, directory: Path) -> None:
@@ -106,7 +106,7 @@ def raced(name: str, patch: pytest.MonkeyPatch, act: Callable[[], None]) -> bool
     if name:
         FAULTS[name].plant(planter)
     torch.cuda.synchronize()
-    control.reseed("late")
+    control.reseed("eager")  # the bytes are right then, and the missing order shows nevertheless
     races = control.races()
     act()
     torch.cuda.synchronize()
