@@ -27,7 +27,7 @@ torture = pytest.mark.torture
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = random_prompt(1, 100)
 PROMPTS = [random_prompt(2, 90), random_prompt(3, 150), *(SHARED + random_prompt(at, 40) for at in (4, 5))]
-MANY = [random_prompt(20 + at, 40 + 12 * at) for at in range(8)]
+MANY = [random_prompt(20 + at, 32 * (2 + at % 3) - 4) for at in range(8)]  # each takes one more block
 MANY_TOKENS = 16
 ORDERS = ("late", "contrary", "random", "eager", "threads")
 
