@@ -21,7 +21,6 @@
 extern "C" {
 void* fake_gpu_alias(const void*);
 int fake_gpu_enqueue(void* stream, void (*)(void*), void (*)(void*), void*, const char* name);
-void fake_gpu_drain(void* stream);
 int fake_gpu_wait(void* stream);
 void fake_gpu_break(int code);
 int cudaGetLastError();
@@ -342,14 +341,6 @@ struct Registered {
 
 Registered* registered = new Registered;
 
-// For others who work on the host: the bytes of a tensor on the fake GPU, once all that its stream
-// was given is done.
-at::Tensor host_view(const at::Tensor& tensor) {
-  if (!tensor.is_cuda()) return tensor;
-  fake_gpu_drain(stream_on(tensor.device()));
-  return on_host(tensor);
-}
-
 }  // namespace
 
 // vLLM's: pinned memory as a tensor on the GPU.
@@ -367,5 +358,3 @@ TORCH_LIBRARY_FRAGMENT(_C, library) {
   library.def("get_cuda_view_from_cpu_tensor(Tensor(a) cpu) -> Tensor(a)");
   library.impl("get_cuda_view_from_cpu_tensor", c10::DispatchKey::CPU, TORCH_FN(on_gpu_view));
 }
-
-TORCH_LIBRARY(fake_gpu, library) { library.def("host_view", &host_view); }

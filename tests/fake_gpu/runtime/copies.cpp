@@ -36,12 +36,15 @@ static bool overlap(const Rows& one, const Rows& other, size_t width, size_t hei
   return meets(ones, others) != nullptr;
 }
 
-static bool has_kind(int kind, bool to_device, bool from_device) {
+// Memory management, "Unified Addressing": page-locked memory has a pointer for devices, which is its own
+// address, so that a copy between devices' pointers may have it on either side.
+static bool has_kind(int kind, Where to, Where from) {
+  bool to_device = to == Where::device, from_device = from == Where::device;
   switch (kind) {
     case cudaMemcpyHostToHost: return !to_device && !from_device;
     case cudaMemcpyHostToDevice: return to_device && !from_device;
     case cudaMemcpyDeviceToHost: return !to_device && from_device;
-    case cudaMemcpyDeviceToDevice: return to_device && from_device;
+    case cudaMemcpyDeviceToDevice: return to != Where::pageable && from != Where::pageable;
     default: return true;
   }
 }
@@ -80,7 +83,7 @@ static int look_at(World& w, Copy& copy) {
         copy.to == Where::bad ? "target" : "source");
     return cudaErrorInvalidValue;
   }
-  if (!has_kind(copy.kind, copy.to_device(), copy.from_device())) {
+  if (!has_kind(copy.kind, copy.to, copy.from)) {
     w.violations++;
     say("a copy of kind %d between other kinds of memory", copy.kind);
     return cudaErrorInvalidValue;
