@@ -58,8 +58,8 @@ KINDS = {
     "llama": Kind({}, 18),
     "llama, larger pages": Kind({"block_size": 64}, 9, 64, by_kernel=False, model="llama"),
     "llama, one step after the other": Kind({"async_scheduling": False}, 18, model="llama"),
-    "gemma3": Kind({"num_gpu_blocks_override": 120}, 36, whole=False),
-    "granite4": Kind({"num_gpu_blocks_override": 100}, 24, 64, whole=False, by_kernel=False),
+    "gemma3": Kind({"num_gpu_blocks_override": 120}, 36, whole=False, small=4 << 20),
+    "granite4": Kind({"num_gpu_blocks_override": 100}, 24, 64, whole=False, by_kernel=False, small=4 << 20),
 }
 
 
@@ -208,7 +208,8 @@ def run_many(engine: GpuEngine, seed: int, expected: list[list[list[int]]], step
     reset has tokens of both sets of weights."""
     requests = make_requests(seed, MANY, 14)
     for request in requests:
-        request["max_tokens"] = min(request["max_tokens"], MANY_TOKENS)
+        # Of several samples each is drawn by a kernel that Triton's interpreter cannot run.
+        request |= {"max_tokens": min(request["max_tokens"], MANY_TOKENS), "n": 1}
     found = engine.call("engine_acts:run_requests", requests, steps_between)
     for at, (samples, weights) in found["ended"].items():
         request = requests[int(at)]
