@@ -58,8 +58,8 @@ KINDS = {
     "llama": Kind({}, 18),
     "llama, larger pages": Kind({"block_size": 64}, 9, 64, by_kernel=False, model="llama"),
     "llama, one step after the other": Kind({"async_scheduling": False}, 18, model="llama"),
-    "gemma3": Kind({"num_gpu_blocks_override": 120}, 36, whole=False),
-    "granite4": Kind({"num_gpu_blocks_override": 100}, 24, 64, whole=False, by_kernel=False),
+    "gemma3": Kind({"num_gpu_blocks_override": 120}, 36, whole=False, small=4 << 20),
+    "granite4": Kind({"num_gpu_blocks_override": 100}, 24, 64, whole=False, by_kernel=False, small=4 << 20),
 }
 
 
@@ -186,8 +186,9 @@ def test_kinds(models, tmp_path, name):
     assert asynchronous == kind.limits.get("async_scheduling", True)
 
 
-MANY = make_prompts(SEED, 12)
-STEPS_BETWEEN = 40
+MANY = make_prompts(SEED, 8)
+MANY_TOKENS = 10
+STEPS_BETWEEN = 20
 
 
 @cache
@@ -198,14 +199,17 @@ def answers_to_many(model: Path) -> list[list[list[int]]]:
         for number in range(2):
             engine.call("engine_acts:use_weights", number)
             assert engine.call("engine_acts:reset_all")
-            found.append([answer.tokens for answer in engine.generate(MANY, 32)])
+            found.append([answer.tokens for answer in engine.generate(MANY, MANY_TOKENS)])
     return found
 
 
 def run_many(engine: GpuEngine, seed: int, expected: list[list[list[int]]], steps_between: int = 0) -> int:
     """Run requests that come and go at random; return how often everything was reset. What ran at a
     reset has tokens of both sets of weights."""
-    requests = make_requests(seed, MANY, 24)
+    requests = make_requests(seed, MANY, 14)
+    for request in requests:
+        # Of several samples each is drawn by a kernel that Triton's interpreter cannot run.
+        request |= {"max_tokens": min(request["max_tokens"], MANY_TOKENS), "n": 1}
     found = engine.call("engine_acts:run_requests", requests, steps_between)
     for at, (samples, weights) in found["ended"].items():
         request = requests[int(at)]

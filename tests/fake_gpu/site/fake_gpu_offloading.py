@@ -10,7 +10,13 @@ from typing import Any
 
 SCHEMA = "(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_order_any=False) -> ()"
 DEFAULT_STREAMS = (0, 1)
+"""The legacy stream, by its two names."""
 DEFAULT_KIND = 4
+STAND_INS = {
+    "swap_blocks_batch": "A copy of the runtime's for each item, on the current stream, as vLLM's C++ gives them; the"
+    " kernel that vLLM takes for many small pages is its own, in Triton.",
+}
+"""What stands in for parts of vLLM here, each with what it does."""
 
 
 @cache

@@ -15,6 +15,11 @@ from torch import distributed
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.model_executor.layers.vocab_parallel_embedding import get_masked_input_and_mask
 
+STAND_INS = {
+    "CudaCommunicator": "Collectives wait for the stream, and go through host memory and gloo.",
+    "vocab_parallel_embedding": "What vLLM does where it has no kernel: a mask, a lookup, and zeros.",
+}
+"""What stands in for parts of vLLM here, each with what it does."""
 SCHEMA = "(Tensor! out, Tensor input_ids, Tensor weight, int a, int b, int c, int d, int e) -> ()"
 
 
