@@ -25,7 +25,12 @@ ON_DEVICE = "$$($(INSTALL) --device "$(DEVICE)" --where 2>/dev/null)/bin/python"
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
-.PHONY: help install install-device install-dev check test test-cuda torture test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
+# Runs the tests of the CUDA path that are as given; where its environment cannot be had, the installer says so.
+on_fake_gpu = @$(INSTALL) --fake-gpu; code=$$?; [ $$code -ne 75 ] || exit 0; [ $$code -eq 0 ] || exit $$code; \
+	.venv-cuda/bin/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "(gpu or fake_gpu) and $(1)" tests/gpu tests/fake_gpu; \
+	code=$$?; [ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
+
+.PHONY: help install install-device install-dev check test test-cuda torture torture-cuda test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -53,9 +58,11 @@ test: check ## the checks and every short test that needs no GPU
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "not gpu and not fake_gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
-test-cuda: install-dev ## the CUDA path on torch's CUDA build and a GPU of host memory; downloads 0.8 GB
-	@$(INSTALL) --fake-gpu; code=$$?; [ $$code -ne 75 ] || exit 0; [ $$code -eq 0 ] || exit $$code; \
-	.venv-cuda/bin/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "(gpu or fake_gpu) and not torture" tests/gpu tests/fake_gpu
+test-cuda: install-dev ## the CUDA path on PyTorch's CUDA build and a GPU of host memory; downloads 0.8 GB
+	$(call on_fake_gpu,not torture)
+
+torture-cuda: install-dev ## the long tests of the CUDA path
+	$(call on_fake_gpu,torture)
 
 torture: install-dev ## the long tests; see docs/TESTING.md
 	@# Three at a time, since many wait for drives and processes.
