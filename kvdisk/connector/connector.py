@@ -25,24 +25,18 @@ from vllm.v1.request import RequestStatus
 
 from kvdisk.assembly import check_settings, check_sizes, warn_of_file_systems
 from kvdisk.config import Config
-from kvdisk.connector.adapter import (
-    deployment_of,
-    handshakes_beside,
-    least_geometry,
-    refuse_deployment,
-    refuse_store_policy,
-    refuse_unsupported,
-    refuse_version,
-    sleeps,
-    units_of,
-    wanted_layout,
-)
+from kvdisk.connector.callers import handshakes_beside
+from kvdisk.connector.deployment import deployment_of, sleeps
 from kvdisk.connector.identity import refuse_nameless
+from kvdisk.connector.layout import wanted_layout
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.model_weights import read_weights_early
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, guarded, say_off
 from kvdisk.connector.plugin import join_log
+from kvdisk.connector.refusals import refuse_deployment, refuse_store_policy, refuse_unsupported
 from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.connector.sizes import least_geometry, units_of
+from kvdisk.connector.versions import refuse_version
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.errors import ConfigError

@@ -21,7 +21,7 @@ from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.blocks import BlockKey, JobId
 from kvdisk.config import Config
-from kvdisk.connector.adapter import unfilled_blocks
+from kvdisk.connector.tables import unfilled_blocks
 from kvdisk.errors import ConfigError
 from kvdisk.messages import Job, JobKind, Move, Plan, Report
 from kvdisk.stats import Stats

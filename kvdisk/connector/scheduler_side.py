@@ -12,30 +12,20 @@ from typing import TYPE_CHECKING
 
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
-from kvdisk.connector.adapter import (
-    VLLM_TIERS,
-    BlockPoolContext,
-    GroupIds,
-    block_tables,
-    data_parallel_rank_of,
-    event_groups,
-    geometry_of,
-    keeps_parts_of_states,
-    publishes_events,
-    recompute_failed_loads,
-    refuse_store_policy,
-    sizes_are_certain,
-    sleeps,
-    step_blocks_of,
-    unfilled_blocks,
-    units_of,
-)
+from kvdisk.connector.callers import recompute_failed_loads
 from kvdisk.connector.controls import Controls
-from kvdisk.connector.events import EventWriter
+from kvdisk.connector.deployment import data_parallel_rank_of, sleeps
+from kvdisk.connector.events import EventWriter, event_groups, publishes_events
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.kv_groups import GroupIds, sizes_are_certain
 from kvdisk.connector.lora import Adapters
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import SchedulerOff
+from kvdisk.connector.pool import BlockPoolContext
+from kvdisk.connector.refusals import refuse_store_policy
+from kvdisk.connector.sizes import geometry_of, keeps_parts_of_states, step_blocks_of, units_of
+from kvdisk.connector.tables import block_tables, unfilled_blocks
+from kvdisk.connector.tier_names import VLLM_TIERS
 from kvdisk.errors import ConfigError
 from kvdisk.identity import Identity
 from kvdisk.mailbox import Mailbox

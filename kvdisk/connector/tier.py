@@ -33,13 +33,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvdisk.assembly import goes_on_without_nvme
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
-from kvdisk.connector.adapter import offloading_being_built, refuse_version
+from kvdisk.connector.callers import offloading_being_built
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import guarded as answered
 from kvdisk.connector.off import say_off
 from kvdisk.connector.plugin import join_log
+from kvdisk.connector.versions import refuse_version
 from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Identity

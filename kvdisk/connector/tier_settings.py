@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvdisk.assembly import warn_of_file_systems
-from kvdisk.connector.adapter import refuse_version
 from kvdisk.connector.identity import refuse_nameless_rows, refuse_other_machines, refuse_unstable
 from kvdisk.connector.model_weights import read_weights_early
+from kvdisk.connector.versions import refuse_version
 from kvdisk.tier_settings import TierSettings, own_tier
 
 if TYPE_CHECKING:

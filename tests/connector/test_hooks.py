@@ -6,9 +6,9 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvdisk.connector.adapter import vllm_minor_version
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.tier import KVDiskTier
+from kvdisk.connector.versions import vllm_minor_version
 
 LEFT_ALONE = {
     "bind_kv_cache_manager": "it hands the manager's pool to bind_gpu_block_pool, and kvdisk needs no more of it",

@@ -11,7 +11,7 @@ from schedulers import BLOCK_TOKENS, Bench, Engines, kv_groups, prompt_of
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvdisk.connector.adapter import GroupIds
+from kvdisk.connector.kv_groups import GroupIds
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
-from kvdisk.connector import adapter
+from kvdisk.connector import refusals
 from kvdisk.device.telemetry_file import read_telemetry
 from kvdisk.messages import JobKind
 
@@ -270,7 +270,7 @@ def asleep(core: Core, mode: Any = "wait") -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers are told of sleeps, whatever vLLM this is: ``Executor`` tells them."""
-    monkeypatch.setattr(adapter, "_SLEEP_HOOKS", (0, 32))
+    monkeypatch.setattr(refusals, "_SLEEP_HOOKS", (0, 32))
 
 
 @pytest.fixture(params=["epoch", "keep"])
