@@ -22,10 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvdisk.context import HandedState
-
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
@@ -94,14 +91,15 @@ class GroupIds:
     """vLLM's indices of the KV-cache groups that are stored; kvdisk numbers these 0, 1, ...
 
     Groups that vLLM's prefix cache leaves out (a window that is computed again, a ring of one
-    block) are left out here too: a hit needs nothing of them.
+    block) are left out here too: a hit needs nothing of them. ``of_states``: those of recurrent
+    states.
     """
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self.ids = kv_cache_config.prefix_cacheable_group_ids
         self._numbers = {group_id: number for number, group_id in enumerate(self.ids)}
         groups = kv_cache_config.kv_cache_groups
-        self._states = [group_id for group_id in self.ids if keeps_states(groups[group_id])]
+        self.of_states = [group_id for group_id in self.ids if keeps_states(groups[group_id])]
 
     def number_of(self, group_id: int) -> int:
         """Return kvdisk's number of one of vLLM's groups that are stored."""
@@ -111,30 +109,6 @@ class GroupIds:
         """Return the block tables of the groups that are stored, from those of all vLLM's
         groups."""
         return [block_ids[group_id] for group_id in self.ids]
-
-    def handed_states(self, output: SchedulerOutput) -> dict[str, list[HandedState]]:
-        """Return the recurrent states that a step hands off, by request; states after a part of a
-        block are among them."""
-        state = output.kv_connector_block_state
-        return {
-            request_id: [HandedState(self._numbers[group_id], *place) for group_id, *place in states]
-            for request_id, states in (state.boundary_state_offloads if state is not None else {}).items()
-        }
-
-    def overwritten_blocks(self, output: SchedulerOutput) -> set[int]:
-        """Return the GPU blocks that a model runner may write to before it calls
-        ``handle_preemptions``.
-
-        The second-generation runner zeroes new blocks, copies shared blocks and moves recurrent
-        states into new blocks before it; the first-generation runner does so after it.
-        """
-        found = set(output.new_block_ids_to_zero or ())
-        found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-        if self._states:
-            new = [request.block_ids for request in output.scheduled_new_reqs]
-            new += [tables for tables in output.scheduled_cached_reqs.new_block_ids if tables is not None]
-            found.update(block for tables in new for group_id in self._states for block in tables[group_id])
-        return found
 
 
 def sizes_are_certain(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

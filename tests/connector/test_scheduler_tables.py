@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from schedulers import BLOCK_TOKENS, prompt_of
 
-from kvdisk.connector import scheduler_side
+from kvdisk.connector import step as steps
 from kvdisk.connector.tables import BlockTable, block_tables
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def test_a_table_is_vllms_own_at_each_step(engines, place, monkeypatch):
             looked.append(len(ids))
         return found
 
-    monkeypatch.setattr(scheduler_side, "block_tables", tables)
+    monkeypatch.setattr(steps, "block_tables", tables)
     rng = random.Random(7)
     bench = engines.make(**place)
     for step in range(80):
