@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvdisk.connector.deployment import sleeps
 from kvdisk.connector.kv_groups import REACHES, has_drafter, specs_of
-from kvdisk.connector.versions import refuse_version, vllm_minor_version
+from kvdisk.connector.versions import refuse_version
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-_SLEEP_HOOKS = (0, 33)
-"""The first version that calls the connector before it unmaps the KV cache, and after."""
+_SLEEP_HOOK = "unregister_kv_caches"
+"""What vLLM 0.33 and later call before they unmap the KV cache."""
 
 SUPPORTED_DRAFTERS = frozenset({"ngram", "ngram_gpu", "suffix", "eagle", "eagle3", "mtp"})
 """The methods of speculative decoding. Drafters with layers of their own have them in KV-cache
@@ -54,7 +55,7 @@ def _unsupported(vllm_config: VllmConfig, role: str | None) -> Iterator[str]:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
-    if sleeps(vllm_config) and vllm_minor_version() < _SLEEP_HOOKS:
+    if sleeps(vllm_config) and not hasattr(KVConnectorBase_V1, _SLEEP_HOOK):
         yield "sleep mode with this vLLM, which does not tell when it unmaps the KV cache (0.33 does)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism (DCP, PCP), with which it has not run on GPUs"

@@ -30,7 +30,7 @@ from vllm import LLM
 from vllm.config import KVTransferConfig, MultiModalConfig, ParallelConfig
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -48,6 +48,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvdisk.connector import connector, descriptions, identity
 from kvdisk.connector.connector import KVDiskConnector
@@ -108,6 +109,13 @@ def _config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**parts, speculative_config=speculative)
 
 
+def _tells_of_sleeps(monkeypatch: pytest.MonkeyPatch, *, tells: bool) -> None:
+    """Have this vLLM tell of sleeps, or not, as 0.33 and 0.32 do."""
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    if not tells:
+        monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
 @pytest.mark.parametrize("more", [{}, {"kv_connector_module_path": "kvdisk.connector"}], ids=["plugin", "module path"])
 def test_vllm_finds_the_connector(more):
     (entry,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "kvdisk"]
@@ -124,8 +132,8 @@ def test_vllm_finds_the_connector(more):
     [
         ({}, _cache(FULL, WINDOW), None),
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
-        ({"enable_sleep_mode": True, "version": (0, 32)}, _cache(FULL), "sleep mode with this vLLM"),
-        ({"enable_sleep_mode": True, "version": (0, 33)}, _cache(FULL), None),
+        ({"enable_sleep_mode": True, "tells": False}, _cache(FULL), "sleep mode with this vLLM"),
+        ({"enable_sleep_mode": True, "tells": True}, _cache(FULL), None),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
@@ -157,6 +165,8 @@ def test_vllm_finds_the_connector(more):
 def test_what_is_not_supported_is_refused_by_name(changes, cache, named, monkeypatch):
     if "version" in changes:
         monkeypatch.setattr(vllm, "__version_tuple__", changes["version"])
+    if "tells" in changes:
+        _tells_of_sleeps(monkeypatch, tells=changes["tells"])
     if named is None:
         refuse_unsupported(_config(**changes), cache)
         return
@@ -375,7 +385,7 @@ def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, 
 
 
 def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folder, monkeypatch):
-    monkeypatch.setattr(vllm, "__version_tuple__", (0, 33))
+    _tells_of_sleeps(monkeypatch, tells=True)
     config = vllm_config(folder, sleeps=True)
     config.kv_transfer_config.kv_connector_extra_config["device"] = "gds"
     with pytest.raises(ConfigError, match="device 'gds' with sleep mode: leave device out"):
@@ -386,6 +396,31 @@ def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
     monkeypatch.setattr(vllm, "__version_tuple__", (0, 34))
     with pytest.raises(ConfigError, match=r"supports 0\.32 and 0\.33"):
         _configure(tiny_llama, _transfer({}))
+
+
+def _newer(self: Any, *, novel: int) -> None:
+    """What a hook without parameters may become."""
+
+
+def test_a_hook_that_this_vllm_calls_otherwise_ends_the_configuration_too(tiny_llama, monkeypatch):
+    monkeypatch.setattr(KVConnectorBase_V1, "wait_for_save", _newer)
+    said = r"calls the hook wait_for_save with \(\*, novel\): kvdisk takes \(\)"
+    child = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    for transfer in (_transfer({}), _transfer({"connectors": [child]}, kv_connector="MultiConnector")):
+        with pytest.raises(ConfigError, match=said):
+            _configure(tiny_llama, transfer)
+    with pytest.raises(ConfigError, match=said):
+        KVDiskConnector.requires_piecewise_for_cudagraph({})
+    with pytest.raises(ConfigError, match=said):
+        KVDiskConnector(vllm_config(tiny_llama), KVConnectorRole.SCHEDULER, _cache(FULL))
+
+
+def test_a_hook_of_a_tier_that_this_vllm_calls_otherwise_ends_the_configuration_too(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(SecondaryTierManager, "drain_jobs", _newer)
+    tier = _TIER | {"store_dirs": str(tmp_path / "kv")}
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "cpu_bytes_to_use": 1 << 30}
+    with pytest.raises(ConfigError, match=r"calls the hook drain_jobs with \(\*, novel\): kvdisk takes \(\)"):
+        _configure(tiny_llama, _transfer(extra, kv_connector="OffloadingConnector"))
 
 
 def test_an_engine_ends_with_the_sentence_last_and_before_it_has_processes(tiny_llama):
