@@ -5,6 +5,7 @@ one that is called otherwise than kvdisk takes it is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isfunction, signature
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from kvdisk.connector import connector, tier
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.hooks import ADDED_HOOKS
+from kvdisk.connector.off import SchedulerOff, WorkerOff
 from kvdisk.connector.tier import KVDiskTier
+from kvdisk.connector.tier_off import TierOff
 from kvdisk.connector.versions import vllm_minor_version
 from kvdisk.errors import ConfigError
 
@@ -172,3 +175,24 @@ def test_a_hook_that_is_new_and_not_demanded_passes(refuse, monkeypatch):
     for owner in (KVConnectorBase_V1, SecondaryTierManager):
         monkeypatch.setattr(owner, "novel", changed("request"), raising=False)
     refuse()
+
+
+# -- who answers after an error --------------------------------------------------------------------
+
+
+def guarded_of(door: type) -> dict[str, Any]:
+    return {name: each for name, each in vars(door).items() if isfunction(each) and hasattr(each, "__wrapped__")}
+
+
+@pytest.mark.parametrize(
+    ("door", "stand_ins", "by_both"),
+    [
+        (KVDiskConnector, (SchedulerOff, WorkerOff), {"get_kv_connector_stats", "shutdown"}),
+        (KVDiskTier, (TierOff,), set()),
+    ],
+)
+def test_each_guarded_hook_has_a_stand_in_that_takes_no_other_parameters(door, stand_ins, by_both):
+    for name, hook in guarded_of(door).items():
+        answers = [vars(each)[name] for each in stand_ins if name in vars(each)]
+        assert len(answers) == 1 + (name in by_both), name
+        assert all(signature(answer).parameters.keys() <= signature(hook).parameters.keys() for answer in answers), name
