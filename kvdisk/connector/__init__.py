@@ -2,6 +2,9 @@
 """The door to vLLM. ``KVDiskConnector`` is loaded on first use, so that importing this package is
 cheap.
 
+All that depends on vLLM's insides is in this folder: vLLM calls its connector API experimental.
+What other modules assume about vLLM is marked there: docs/TESTING.md, "Another vLLM".
+
 ``drain`` and ``counters`` are for engines in the caller's process
 (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): tests, the demo, notebooks. There nothing steps the engine
 after ``generate`` returns, so transfers would not settle.
@@ -21,7 +24,7 @@ __all__ = ["KVDiskConnector", "counters", "drain"]
 def __getattr__(name: str) -> Any:
     """Load the connector on first use, and check the settings of an engine that looks it up."""
     if name == "KVDiskConnector":
-        from kvdisk.connector.adapter import config_being_built, transfer_looked_up
+        from kvdisk.connector.callers import config_being_built, transfer_looked_up
         from kvdisk.connector.connector import KVDiskConnector, refuse_early
 
         transfer = transfer_looked_up()

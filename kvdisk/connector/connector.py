@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,35 +17,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
 
 from kvdisk.assembly import check_settings, check_sizes, warn_of_file_systems
 from kvdisk.config import Config
-from kvdisk.connector.adapter import (
-    deployment_of,
-    handshakes_beside,
-    least_geometry,
-    refuse_deployment,
-    refuse_store_policy,
-    refuse_unsupported,
-    refuse_version,
-    sleeps,
-    units_of,
-    wanted_layout,
-)
+from kvdisk.connector.callers import handshakes_beside
+from kvdisk.connector.deployment import deployment_of, sleeps
+from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.connector.identity import refuse_nameless
+from kvdisk.connector.layout import wanted_layout
+from kvdisk.connector.log import join_log
+from kvdisk.connector.metadata import KVDiskHandshake, KVDiskMetadata, KVDiskWorkerMetadata
 from kvdisk.connector.metrics import KVDiskPromMetrics, KVDiskStats
 from kvdisk.connector.model_weights import read_weights_early
-from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, WorkerOff, guarded, say_off
-from kvdisk.connector.plugin import join_log
+from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, ToldOff, WorkerOff, guarded, say_off
+from kvdisk.connector.refusals import refuse_deployment, refuse_store_policy, refuse_unsupported
 from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.connector.sizes import least_geometry, units_of
+from kvdisk.connector.versions import refuse_version
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.errors import ConfigError
-from kvdisk.messages import Plan, Report
+from kvdisk.messages import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +54,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -68,43 +62,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvdisk.connector")
 
 
-@dataclass
-class KVDiskMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """One step's plan, on its way to the workers."""
-
-    plan: Plan
-
-
-@dataclass
-class KVDiskWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """One step's reports, on their way to the scheduler."""
-
-    report: Report
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVDiskWorkerMetadata:
-        """Merge another rank's report of the same step into this one, and return this one."""
-        assert isinstance(other, KVDiskWorkerMetadata)
-        try:
-            self.report.merge(other.report)
-        except Exception:
-            logger.exception("kvdisk cannot add up what two ranks report")
-            self.report = Report(off=True)
-        return self
-
-
-@dataclass
-class KVDiskHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """The KV-cache groups of all stages as a worker has them, on their way to the scheduler at the
-    start."""
-
-    stages: list[list[KVCacheGroupSpec]]
+def refuse_vllm() -> None:
+    """Raise ConfigError, in one sentence, where this vLLM is not supported, or calls a hook
+    otherwise than kvdisk takes it."""
+    refuse_version()
+    for ours, own in OWN_NAMES.items():
+        refuse_other_hooks(ours, own)
 
 
 def refuse_early(transfer: KVTransferConfig, vllm_config: VllmConfig | None) -> None:
     """Raise ConfigError for all that is known to keep the engine from starting before it has
     processes, and so before weights are loaded. ``transfer``: names kvdisk. ``vllm_config``: the
     configuration that is being built, if there is one."""
-    refuse_version()
+    refuse_vllm()
     config = check_settings(transfer.kv_connector_extra_config)
     if vllm_config is None:
         return
@@ -134,6 +104,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     """The connector. vLLM never calls the hooks of the other role; they fail by assertion."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        refuse_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         join_log()
         refuse_unsupported(vllm_config, kv_cache_config)
@@ -163,16 +134,29 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         assert isinstance(self._half, WorkerSide | WorkerOff)
         return self._half
 
-    def _switch_off(self, error: Exception | None, hook: str) -> bool:
-        """Switch this object's half off; return whether it was on. ``error``: None where another
-        process has logged why."""
-        off = self._half.switched_off()
-        if off is None:
-            return False
-        if error is not None:
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        half = self.scheduler
+        assert isinstance(half, SchedulerSide)
+        return half
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert isinstance(self._half, WorkerSide)
+        return self._half
+
+    @property
+    def stand_in(self) -> SchedulerOff | WorkerOff | None:
+        """What answers the hooks after an error; None before."""
+        return self._half if isinstance(self._half, SchedulerOff | WorkerOff) else None
+
+    def switch_off(self, error: Exception, hook: str) -> None:
+        """Have a stand-in answer the hooks until the engine starts again. Idempotent."""
+        if isinstance(self._half, SchedulerOff | WorkerOff):
+            return
+        self._half = self._half.switched_off()
+        if not isinstance(error, ToldOff):
             say_off(error, hook, self._own_policies)
-        self._half = off
-        return True
 
     # -- what the engine asks about the class ---------------------------------------------------
 
@@ -185,7 +169,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return False: nothing happens by layer. vLLM asks while it builds its configuration, so a
         wrong setting of ours is refused before any weights are loaded. Raises ConfigError."""
-        refuse_version()
+        refuse_vllm()
         warn_of_file_systems(check_settings(extra_config))
         return False
 
@@ -216,70 +200,60 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @guarded
     def unregister_kv_caches(self) -> None:
         """Stop using the GPU's memory: it is about to be unmapped."""
-        self.worker.leave_gpu()
+        self._worker.leave_gpu()
 
     @guarded
     def restore_kv_caches(self) -> None:
         """Use the GPU's memory again."""
-        self.worker.return_to_gpu()
+        self._worker.return_to_gpu()
 
     @guarded
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let the step wait for the copies of blocks that it overwrites."""
-        assert isinstance(kv_connector_metadata, KVDiskMetadata)
-        self._follow(kv_connector_metadata.plan)
-        self.worker.before_step(kv_connector_metadata.plan)
+        self._worker.before_step(_plan_in(kv_connector_metadata))
 
     @guarded
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan, and start the jobs that do not wait for its forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        self._follow(self._plan())
-        self.worker.before_forward(self._plan())
+        self._worker.before_forward(_plan_in(connector_metadata))
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    @guarded
+    def start_load_kv(self, /, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads were started with the plan."""
 
     @guarded
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs when all its blocks are loaded."""
 
+    @guarded
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+        self, /, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """Do nothing: blocks are stored whole, after the step."""
 
     @guarded
     def wait_for_save(self) -> None:
         """Start the step's stores. A later step that overwrites their blocks waits for them."""
-        self.worker.after_forward(self._plan())
+        self._worker.after_forward(_plan_in(self._get_connector_metadata()))
 
     @guarded
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the loads that ended on this rank."""
-        plan = self._plan() if self.has_connector_metadata() else None
-        finished, failed = self.worker.collect(plan)
+        plan = _plan_in(self._get_connector_metadata()) if self.has_connector_metadata() else None
+        finished, failed = self._worker.collect(plan)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     @guarded
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the failed blocks of the loads that ``get_transfer_results`` returned last."""
-        return self.worker.failed_blocks
+        return self._worker.failed_blocks
 
     @guarded
     def build_connector_worker_meta(self) -> KVDiskWorkerMetadata | None:
         """Return this rank's report; None where there is nothing to send."""
-        report = self.worker.take_report()
+        report = self._worker.take_report()
         return KVDiskWorkerMetadata(report) if report is not None else None
-
-    def _plan(self) -> Plan:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, KVDiskMetadata)
-        return metadata.plan
-
-    def _follow(self, plan: Plan) -> None:
-        if plan.off:
-            self._switch_off(None, "")
 
     # -- scheduler ------------------------------------------------------------------------------
 
@@ -300,37 +274,38 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @guarded
     def on_new_request(self, request: Request) -> None:
         """Follow a request."""
-        self.scheduler.new_request(request)
+        self._scheduler.new_request(request)
 
     @guarded
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens of the request's hit, None while more may come, and whether they are
         loaded asynchronously."""
-        return self.scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @guarded
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load of a hit that the engine took."""
-        self.scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     @guarded
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Return the tokens of a hit by the tier that serves them."""
-        return self.scheduler.hit_sources(request, num_external_tokens)
+        return self._scheduler.hit_sources(request, num_external_tokens)
 
     @guarded
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVDiskMetadata:
         """Plan the step."""
-        return KVDiskMetadata(self.scheduler.plan(scheduler_output))
+        return KVDiskMetadata(self._scheduler.plan(scheduler_output))
 
     @guarded
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle what the workers finished."""
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, KVDiskWorkerMetadata) else None
-        if report is not None and report.off and self._switch_off(None, ""):
+        if report is not None and report.off:
             logger.error("kvdisk is off until the engine starts again: a worker met an error, and has said which.")
-        self.scheduler.settle(report, connector_output.invalid_block_ids)
+            raise ToldOff
+        self._scheduler.settle(report, connector_output.invalid_block_ids)
 
     @guarded
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -343,23 +318,23 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last blocks. The engine may free its blocks at once."""
         aborted = request.status == RequestStatus.FINISHED_ABORTED
-        self.scheduler.finished(request, block_ids, aborted)
+        self._scheduler.finished(request, block_ids, aborted)
         return False, None
 
     @guarded
     def has_pending_push_work(self) -> bool:
         """Return whether the engine must go on stepping for transfers and commits."""
-        return self.scheduler.has_pending_work()
+        return self._scheduler.has_pending_work()
 
     @guarded
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the events of what became loadable, and what left, since the last call."""
-        return self.scheduler.take_events()
+        return self._scheduler.take_events()
 
     @guarded
     def reset_cache(self) -> bool:
         """Serve nothing again that was stored before; ``on_reset`` may keep it."""
-        return self.scheduler.reset()
+        return self._scheduler.reset()
 
     # -- both -----------------------------------------------------------------------------------
 
@@ -367,7 +342,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted and measured since the last call. A worker's statistics are in
         its report."""
-        stats = None if isinstance(self._half, WorkerSide | WorkerOff) else self.scheduler.take_stats()
+        stats = None if isinstance(self._half, WorkerSide) else self._scheduler.take_stats()
         return KVDiskStats.of(stats) if stats is not None else None
 
     @classmethod
@@ -376,9 +351,15 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return KVDiskStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> KVDiskPromMetrics:
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVDiskPromMetrics:
         """Return the object that takes the values in the logging process."""
-        return KVDiskPromMetrics(*arguments)
+        return KVDiskPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def counters(self) -> dict[str, int]:
         """Return the totals of the counters since the start (scheduler only)."""
@@ -388,3 +369,20 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def shutdown(self) -> None:
         """Stop the worker's half, or commit and release the engine store."""
         self._half.shutdown()
+
+
+def _plan_in(metadata: KVConnectorMetadata) -> Plan:
+    """Return the step's plan. Raises ToldOff where the scheduler's half is off."""
+    assert isinstance(metadata, KVDiskMetadata)
+    if metadata.plan.off:
+        raise ToldOff
+    return metadata.plan
+
+
+OWN_NAMES = {
+    KVDiskConnector: {"counters", "scheduler", "stand_in", "switch_off", "worker"},
+    KVDiskStats: {"of", "stats"},
+    KVDiskPromMetrics: (),
+    KVDiskWorkerMetadata: (),
+}
+"""The classes that override hooks, each with its public names that are no hooks."""

@@ -28,14 +28,17 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, Tier, group_of, make_block_key
-from kvdisk.connector.adapter import VLLM_TIERS
+from kvdisk.connector.tier_names import VLLM_TIERS
 from kvdisk.geometry import Geometry
 from kvdisk.manager.events import Taken
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 MOST_REMEMBERED = 65536
@@ -43,6 +46,21 @@ MOST_REMEMBERED = 65536
 go first."""
 
 _LOCALITY = "LOCAL"
+
+
+def publishes_events(vllm_config: VllmConfig) -> bool:
+    """Return whether the engine publishes KV-cache events."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def event_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, str, int | None]]:
+    """Return how events name each group: its index, its kind of attention, and its window in
+    tokens."""
+    specs = {at: kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in kv_cache_config.prefix_cacheable_group_ids}
+    return [
+        (at, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for at, spec in specs.items()
+    ]
 
 
 ExtraKeys = tuple[Any, ...] | None

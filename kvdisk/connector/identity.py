@@ -22,20 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 
-from kvdisk.connector.adapter import (
-    deployment_of,
-    group_descriptions,
-    hash_chain,
-    is_plain,
-    model_module,
-    others_place_workers,
-    ranks_are_alike,
-    vllm_minor_version,
-)
+from kvdisk.connector.deployment import deployment_of, others_place_workers
+from kvdisk.connector.descriptions import group_descriptions, hash_chain, is_plain, model_module
 from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_without_file
 from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
 from kvdisk.connector.model_settings import settings_that_compute
 from kvdisk.connector.model_weights import WeightsDigest, weights_digest
+from kvdisk.connector.sizes import ranks_are_alike
+from kvdisk.connector.versions import vllm_minor_version
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 

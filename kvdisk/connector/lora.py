@@ -15,17 +15,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdisk.blocks import JobId
-from kvdisk.connector.adapter import hash_by_content
 from kvdisk.connector.weights import changes_show, content_digest
 from kvdisk.errors import KvdiskError, NoThread, QuietLog, printable, start_thread
 from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
 logger = logging.getLogger("kvdisk.connector")
@@ -304,3 +305,26 @@ class Adapters:
     def close(self) -> None:
         """End the thread, unless it hangs."""
         self._looks.close()
+
+
+def hash_by_content(request: Request, content: str) -> None:
+    """Hash a request's blocks anew, and those that are added later, with ``content`` in place of
+    its adapter's name and path. vLLM's prefix cache knows the request's blocks by these hashes from
+    now on.
+    """
+    hasher, known = request._block_hasher, copy(request.lora_request)
+    hasher = getattr(hasher, "vllm_hasher", hasher)
+    known.lora_name, known.lora_path = "", content
+
+    def hash_blocks(changed: Request) -> list[BlockHash]:
+        adapter, changed.lora_request = changed.lora_request, known
+        try:
+            hashes: list[BlockHash] = hasher(changed)
+        finally:
+            changed.lora_request = adapter
+        return hashes
+
+    hash_blocks.vllm_hasher = hasher  # type: ignore[attr-defined]  # for the next time
+    request._block_hasher = hash_blocks
+    request.block_hashes.clear()
+    request.update_block_hashes()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin entry point by which vLLM finds kvdisk, in every process of an engine, and the log."""
+"""The plugin entry point by which vLLM finds kvdisk, in every process of an engine."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 from kvdisk.errors import ConfigError
@@ -56,18 +55,3 @@ def _refuse_replacement(resolve: Any) -> Any:
             refuse_tiers_early(vllm_config)
 
     return resolve_or_refuse
-
-
-def join_log() -> None:
-    """Send kvdisk's log lines where vLLM's go, at vLLM's level, unless somebody has said where they
-    go. Idempotent.
-
-    vLLM shows only the lines of its own loggers.
-    """
-    ours, theirs = logging.getLogger("kvdisk"), logging.getLogger("vllm")
-    if ours.hasHandlers() or not theirs.handlers:
-        return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.level)

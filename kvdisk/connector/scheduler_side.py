@@ -12,30 +12,21 @@ from typing import TYPE_CHECKING
 
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
-from kvdisk.connector.adapter import (
-    VLLM_TIERS,
-    BlockPoolContext,
-    GroupIds,
-    block_tables,
-    data_parallel_rank_of,
-    event_groups,
-    geometry_of,
-    keeps_parts_of_states,
-    publishes_events,
-    recompute_failed_loads,
-    refuse_store_policy,
-    sizes_are_certain,
-    sleeps,
-    step_blocks_of,
-    unfilled_blocks,
-    units_of,
-)
+from kvdisk.connector.callers import recompute_failed_loads
 from kvdisk.connector.controls import Controls
-from kvdisk.connector.events import EventWriter
+from kvdisk.connector.deployment import data_parallel_rank_of, sleeps
+from kvdisk.connector.events import EventWriter, event_groups, publishes_events
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.kv_groups import GroupIds, sizes_are_certain
 from kvdisk.connector.lora import Adapters
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import SchedulerOff
+from kvdisk.connector.pool import BlockPoolContext
+from kvdisk.connector.refusals import refuse_store_policy
+from kvdisk.connector.sizes import geometry_of, keeps_parts_of_states, step_blocks_of, units_of
+from kvdisk.connector.step import StepInput
+from kvdisk.connector.tables import unfilled_blocks
+from kvdisk.connector.tier_names import VLLM_TIERS
 from kvdisk.errors import ConfigError
 from kvdisk.identity import Identity
 from kvdisk.mailbox import Mailbox
@@ -277,11 +268,10 @@ class SchedulerSide:
         self._mailbox.work()
         manager.note_time(int(time.time()))
         self._check_adapters(now)
-        overwritten = self._groups.overwritten_blocks(output)
-        if output.preempted_req_ids:
-            manager.preempt(output.preempted_req_ids, now, overwritten)
-        state = output.kv_connector_block_state
-        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+        step = StepInput.of(output, self._groups)
+        if step.preempted:
+            manager.preempt(step.preempted, now, step.overwritten)
+        for request_id, scheduled_tokens in step.scheduled.items():
             request = self._requests.get(request_id)
             if request is None:
                 continue
@@ -291,19 +281,15 @@ class SchedulerSide:
             self._follow_session(request)
             if manager.note_scheduled(request_id, computed_tokens):
                 self._describe(request)
-                block_ids = block_tables(state, request_id)
-                if block_ids is not None:
-                    manager.plan_store(request_id, computed_tokens, self._groups.tables(block_ids), now)
-        # vLLM: with drafts, a state comes to its block only after the hook that begins copies.
-        drafted = output.scheduled_spec_decode_tokens
-        for request_id, states in self._groups.handed_states(output).items():
-            if request_id in self._requests and not drafted.get(request_id):
+                tables = step.tables(request_id)
+                if tables is not None:
+                    manager.plan_store(request_id, computed_tokens, tables, now)
+        for request_id, states in step.states.items():
+            if request_id in self._requests:
                 self._describe(self._requests[request_id])
                 manager.plan_states(request_id, states, now)
-        scheduled_tokens = int(sum(output.num_scheduled_tokens.values()))
-        plan = manager.take_plan(
-            now, idle=scheduled_tokens == 0, scheduled_tokens=scheduled_tokens, overwritten=overwritten
-        )
+        tokens = step.scheduled_tokens
+        plan = manager.take_plan(now, idle=tokens == 0, scheduled_tokens=tokens, overwritten=step.overwritten)
         self._adapters.note(plan)
         unplanned = manager.unplanned_loads
         self._unsent = {name: blocks for name, blocks in self._unsent.items() if name in unplanned} if unplanned else {}

@@ -8,16 +8,15 @@ waiting request, and a store is offered once. See docs/OFFLOADING.md.
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -33,13 +32,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvdisk.assembly import goes_on_without_nvme
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
-from kvdisk.connector.adapter import offloading_being_built, refuse_version
+from kvdisk.connector.callers import offloading_being_built
+from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.connector.identity import fingerprint_of_rows
+from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.model_weights import identity_of
-from kvdisk.connector.off import guarded as answered
-from kvdisk.connector.off import say_off
-from kvdisk.connector.plugin import join_log
+from kvdisk.connector.off import ToldOff, guarded, say_off
+from kvdisk.connector.tier_off import TierOff
+from kvdisk.connector.versions import refuse_version
 from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Identity
@@ -54,9 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 logger = logging.getLogger("kvdisk.connector")
 
@@ -123,25 +121,11 @@ class _Request:
     loaded_blocks: int = 0
 
 
-def guarded(
-    when_off: Callable[[], _R],
-) -> Callable[[Callable[Concatenate[KVDiskTier, _P], _R]], Callable[Concatenate[KVDiskTier, _P], _R]]:
-    """Let no error of a hook reach the engine: the first one switches the tier off. ``when_off``:
-    makes the answer from then on."""
-
-    def guard(hook: Callable[Concatenate[KVDiskTier, _P], _R]) -> Callable[Concatenate[KVDiskTier, _P], _R]:
-        @functools.wraps(hook)
-        def guarded_hook(self: KVDiskTier, /, *arguments: _P.args, **more: _P.kwargs) -> _R:
-            if not self.is_off:
-                try:
-                    return hook(self, *arguments, **more)
-                except Exception as error:
-                    self.switch_off(error, hook.__name__)
-            return when_off()
-
-        return guarded_hook
-
-    return guard
+def refuse_vllm() -> None:
+    """Raise ConfigError, in one sentence, where this vLLM is not supported, or calls a hook
+    otherwise than the tier takes it."""
+    refuse_version()
+    refuse_other_hooks(KVDiskTier, OWN_NAMES)
 
 
 class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
@@ -158,12 +142,12 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         backpressure_detector: BackpressureDetector | None = None,
         **settings: Any,
     ) -> None:
+        refuse_vllm()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_log()
-        refuse_version()
         self._settings = TierSettings.of(settings)
         self.locality = None if self._settings.locality is None else Locality(self._settings.locality)
-        self.is_off = False
+        self._stand_in: TierOff | None = None
         self._config = self._settings.config
         self._chunk_tokens = [
             group.tokens_per_block * offloading_spec.blocks_per_chunk for group in offloading_spec.config.groups
@@ -216,7 +200,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             if not goes_on_without_nvme(error, has_memory=True):
                 raise
             logger.warning("kvdisk is off until the next start: vLLM goes on with memory alone: %s", error)
-            self.is_off = True
+            self._rest()
             return None
 
     def _start_mover(self, config: Config, geometry: Geometry, rows: Rows) -> MoverProcess:
@@ -229,20 +213,30 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         assert self._store is not None
         return self._store
 
+    @property
+    def stand_in(self) -> TierOff | None:
+        """What answers the hooks after an error; None before."""
+        return self._stand_in
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is stored or loaded until the engine starts again."""
+        return self._stand_in is not None
+
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return the metrics. Asked in the server's process, too: what is wrong in the settings is
         refused there. Raises ConfigError."""
+        refuse_vllm()
         TierSettings.of(extra_config)
         return tier_metrics()
 
     # -- requests ------------------------------------------------------------------------------
 
-    @answered
+    @guarded
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Follow a request. Its chunks are offered as they are computed."""
-        if not self.is_off:
-            self._request_of(req_context)
+        self._request_of(req_context)
         return RequestOffloadingContext()
 
     def _request_of(self, req_context: ReqContext) -> _Request:
@@ -252,7 +246,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             request = self._requests[req_context.req_id] = _Request(self._arrivals)
         return request
 
-    @guarded(lambda: LookupResult.MISS)
+    @guarded
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk is there. vLLM asks for what memory has not got, in prompt order, and
         of a window from its end."""
@@ -308,7 +302,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         request.brought &= request.held
         self._held -= before - len(request.held)
 
-    @guarded(lambda: None)
+    @guarded
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Tell the store what the request wanted: vLLM's lookups end at memory, so that what is hot
         there would look cold."""
@@ -379,13 +373,12 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    @answered
+    @guarded
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store chunks that lie in memory: what is there already, or is not wanted, is left out."""
         self._jobs[job_metadata.job_id] = job_metadata
         self._put(job_metadata)
 
-    @guarded(lambda: None)
     def _put(self, job: TransferJob) -> None:
         request = self._request_of(job.req_context)
         if request.is_stale:
@@ -396,13 +389,12 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         parents = self._parents_of(request, keys, blocks, job.req_context._offload_key_positions)
         self.store.put(job.job_id, list(map(Put, blocks, parents, job.chunk_ids.tolist())))
 
-    @answered
+    @guarded
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load chunks that were answered HIT into rows of memory."""
         self._jobs[job_metadata.job_id] = job_metadata
         self._get(job_metadata)
 
-    @guarded(lambda: None)
     def _get(self, job: TransferJob) -> None:
         request = self._requests.get(job.req_context.req_id)  # None: it has ended since its lookup
         blocks = map(Get, self._names.blocks(job.keys), job.chunk_ids.tolist())
@@ -413,17 +405,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._done.append(result)
         self._has_moved = True
 
-    @answered
+    @guarded
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended, each once."""
         self._settle()
-        if self.is_off:
-            for job in list(self._jobs.values()):
-                self._finish(job, JobResult(job.job_id, False))
         done, self._done = self._done, []
         return done
 
-    @guarded(lambda: None)
     def _settle(self) -> None:
         for ended in self.store.poll():
             job = self._jobs[ended.tag]
@@ -458,7 +446,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- steps ---------------------------------------------------------------------------------
 
-    @guarded(lambda: None)
+    @guarded
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send what the step has asked for."""
         for name in context.new_req_ids:
@@ -467,8 +455,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
                 request.is_scheduled = True
                 self._let_go(request, list(request.held))
         if self._mover is not None and self._mover.has_ended:
-            self.switch_off(None, "")
-            return
+            logger.error("kvdisk is off until the engine starts again, which goes on with memory alone.")
+            raise ToldOff
         left = MOST_TOLD
         while self._ended_requests and (left == MOST_TOLD or len(self._ended_requests[0][1]) <= left):
             name, keys = self._ended_requests.popleft()
@@ -476,12 +464,12 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             left -= len(keys)
         self._goes_on = self.store.step(time.monotonic())
 
-    @answered
+    @guarded
     def has_pending_work(self) -> bool:
         """Whether to step on without requests."""
-        return bool(self._done or self._jobs or (not self.is_off and (self._goes_on or self._ended_requests)))
+        return bool(self._done or self._jobs or self._goes_on or self._ended_requests)
 
-    @guarded(lambda: None)
+    @guarded
     def drain_jobs(self) -> None:
         """Wait until every job has ended; then serve nothing from before.
 
@@ -502,25 +490,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     # -- events and metrics --------------------------------------------------------------------
 
-    @answered
+    @guarded
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what became loadable and what left, where the engine publishes that; that all has
-        left when the tier is off."""
+        """Return what became loadable and what left, where the engine publishes that."""
         if self._published is None:
             return []
-        events = self._events()
-        if self.is_off and self._published:
-            events.append(self._event(self._published, stored=False))
-            self._published = set()
-        return events
-
-    @guarded(list)
-    def _events(self) -> list[OffloadingEvent]:
-        assert self._published is not None
-        taken, events = self.store.changes(), []
-        if taken.cleared and self._published:
-            events.append(self._event(self._published, stored=False))
-            self._published = set()
+        taken = self.store.changes()
+        events = self._take_back() if taken.cleared else []
         for stored, alike in groupby(taken.changes, key=attrgetter("stored")):
             keys = [key for change in alike for key in change.keys]
             if stored:
@@ -529,6 +505,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
                 self._published.difference_update(keys)
             events.append(self._event(keys, stored=stored))
         return events
+
+    def _take_back(self) -> list[OffloadingEvent]:
+        """Return that all has left which was published."""
+        if not self._published:
+            return []
+        keys, self._published = self._published, set()
+        return [self._event(keys, stored=False)]
 
     def _event(self, keys: Collection[BlockKey], *, stored: bool) -> OffloadingEvent:
         return OffloadingEvent(
@@ -540,7 +523,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             removal_expected=stored and self._expects_removal,
         )
 
-    @answered
+    @guarded
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted and measured since the last call, or the last but a few: an idle
         engine has told all."""
@@ -549,41 +532,37 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             return None
         self._taken_s, self._has_moved = now_s, False
         taken = self._stats.take()
-        taken.merge(self._store_stats())
+        taken.merge(self.store.stats())
         return tier_stats(taken)
-
-    @guarded(Stats)
-    def _store_stats(self) -> Stats:
-        return self.store.stats()
 
     # -- its end -------------------------------------------------------------------------------
 
-    def switch_off(self, error: Exception | None, hook: str) -> None:
-        """Serve and store nothing until the engine starts again. ``error``: None: the process that
-        moves blocks has ended, and has said how.
+    def switch_off(self, error: Exception, hook: str) -> None:
+        """Serve and store nothing until the engine starts again.
 
         No row is touched when this returns, so that all jobs can be given up.
         """
-        self.is_off = True
         self._stats.add("switched_off")
-        self._requests.clear()
-        if error is None:
-            logger.error("kvdisk is off until the engine starts again, which goes on with memory alone.")
-        else:
+        if not isinstance(error, ToldOff):
             say_off(error, hook, {self._config.nvme_admission, self._config.eviction})
         if self._mover is not None:
             self._mover.kill()
+        self._rest()
 
-    def _switch_off(self, error: Exception, hook: str) -> bool:
-        was_off = self.is_off
-        if not was_off:
-            self.switch_off(error, hook)
-        return not was_off
+    def _rest(self) -> None:
+        self._stand_in = TierOff(self._done, self._jobs, self._take_back(), self._stats, self._close)
+        self._requests.clear()
+        self._jobs, self._done = {}, []
 
-    @answered
+    @guarded
     def shutdown(self) -> None:
-        """Commit, and release the store, and with it all arrays over vLLM's memory, which could not
-        be released otherwise. Idempotent."""
+        """Commit, and release the store. Idempotent."""
+        self._close()
+        self._rest()
+
+    def _close(self) -> None:
+        """Release the store, and with it all arrays over vLLM's memory, which could not be released
+        otherwise."""
         store, self._store = self._store, None
         try:
             if store is not None:
@@ -594,4 +573,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             if self._mover is not None:
                 self._mover.kill()
             self._mover = None
-            self.is_off = True
+
+
+OWN_NAMES = frozenset({"is_off", "stand_in", "store", "switch_off"})
+"""Public names of the tier that are no hooks."""

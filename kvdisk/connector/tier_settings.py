@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps kvdisk from starting as a tier of vLLM's own connector, before weights load.
 
-This imports nothing of vLLM's offloading: the plugin imports it in every process.
+This imports vLLM's offloading only where such a tier is asked for: the plugin imports it in every
+process.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvdisk.assembly import warn_of_file_systems
-from kvdisk.connector.adapter import refuse_version
 from kvdisk.connector.identity import refuse_nameless_rows, refuse_other_machines, refuse_unstable
 from kvdisk.connector.model_weights import read_weights_early
 from kvdisk.tier_settings import TierSettings, own_tier
@@ -25,7 +25,9 @@ def refuse_tiers_early(vllm_config: VllmConfig) -> None:
     tier = None if transfer is None else own_tier(transfer.kv_connector_extra_config)
     if tier is None:
         return
-    refuse_version()
+    from kvdisk.connector.tier import refuse_vllm
+
+    refuse_vllm()
     settings = TierSettings.of(tier)
     warn_of_file_systems(settings.config)
     refuse_unstable(vllm_config)

@@ -8,19 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvdisk.assembly import WorkerHalf, assemble_worker
 from kvdisk.config import Config
-from kvdisk.connector.adapter import (
-    deployment_of,
-    geometry_of,
-    groups_by_stage,
-    handshake_of,
-    layer_blocks,
-    rank_of,
-    ranks_of_stage,
-    sleeps,
-    units_of,
-)
+from kvdisk.connector.deployment import deployment_of, rank_of, ranks_of_stage, sleeps
 from kvdisk.connector.identity import platform_facts
+from kvdisk.connector.kv_groups import groups_by_stage, handshake_of
+from kvdisk.connector.layout import layer_blocks
 from kvdisk.connector.off import WorkerOff
+from kvdisk.connector.sizes import geometry_of, units_of
 from kvdisk.messages import Plan, Report
 from kvdisk.worker.request_loads import RequestLoads
 

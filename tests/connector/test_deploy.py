@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvdisk.cli.check import read_settings
 from kvdisk.config import Config
-from kvdisk.connector.adapter import SUPPORTED_VERSIONS
+from kvdisk.connector.versions import SUPPORTED_VERSIONS
 from kvdisk.device.drives import check_directories
 from kvdisk.device.store import Store
 

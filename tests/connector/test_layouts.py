@@ -22,9 +22,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvdisk.connector import adapter
-from kvdisk.connector.adapter import geometry_of, layer_blocks
+from kvdisk.connector import layout
 from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.connector.layout import layer_blocks
+from kvdisk.connector.sizes import geometry_of
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.worker import copier as copiers
 from kvdisk.worker.arena import Arena
@@ -139,7 +140,7 @@ def asking(**changes):
 def on_cuda(monkeypatch):
     gpu = SimpleNamespace(is_cuda=lambda: True, capability=DeviceCapability(9, 0))
     gpu.get_device_capability = lambda: gpu.capability
-    monkeypatch.setattr(adapter, "current_platform", gpu)
+    monkeypatch.setattr(layout, "current_platform", gpu)
     return gpu
 
 

@@ -20,7 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier, make_block_key
-from kvdisk.connector.adapter import VLLM_TIERS
+from kvdisk.connector.tier_names import VLLM_TIERS
 from kvdisk.manager import events as journal_room
 from kvdisk.messages import JobKind
 

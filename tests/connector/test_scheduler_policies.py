@@ -11,7 +11,8 @@ from schedulers import BLOCK_TOKENS, Bench, Engines, kv_groups, prompt_of
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvdisk.connector.adapter import GroupIds
+from kvdisk.connector.kv_groups import GroupIds
+from kvdisk.connector.step import overwritten_blocks
 from kvdisk.errors import ConfigError
 from kvdisk.messages import JobKind
 
@@ -103,9 +104,9 @@ def test_what_a_runner_writes_first_is_read_from_the_schedulers_output(states):
     )
     groups = kv_groups(state_tokens=BLOCK_TOKENS)[0] if states else kv_groups(window_tokens=64)[0]
     ids = GroupIds(KVCacheConfig(8, [], groups, hash_block_size=BLOCK_TOKENS))
-    assert ids.overwritten_blocks(output) - {0} == {3, 4, 6} | ({9, 11} if states else set())
+    assert overwritten_blocks(output, ids) - {0} == {3, 4, 6} | ({9, 11} if states else set())
     output.new_block_ids_to_zero = output.kv_cache_block_copies = None
-    assert not ids.overwritten_blocks(output) & {3, 4, 6, 7, 8, 10}
+    assert not overwritten_blocks(output, ids) & {3, 4, 6, 7, 8, 10}
 
 
 @pytest.mark.parametrize("new_weights", [False, True])

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from schedulers import BLOCK_TOKENS, BLOCKS, PROMPT, Bench, Engines, prompt_of
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.entrypoints.rl.factories import register_rl_api_routers
 from vllm.entrypoints.serve import register_vllm_dev_api_routers
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
-from kvdisk.connector import adapter
+from kvdisk.connector.off import ToldOff
 from kvdisk.device.telemetry_file import read_telemetry
 from kvdisk.messages import JobKind
 
@@ -270,7 +271,7 @@ def asleep(core: Core, mode: Any = "wait") -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers are told of sleeps, whatever vLLM this is: ``Executor`` tells them."""
-    monkeypatch.setattr(adapter, "_SLEEP_HOOKS", (0, 32))
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
 
 
 @pytest.fixture(params=["epoch", "keep"])
@@ -331,7 +332,7 @@ def test_a_sleep_after_an_error_of_ours(sleeper):
     """Whichever half is off already: vLLM goes on asking both."""
     sleeper.warm(1)
     for at, half in enumerate((sleeper.ranks[0].ours, sleeper.connector)):
-        half._switch_off(None, "")
+        half.switch_off(ToldOff(), "")
         core = Core(sleeper)
         asleep(core)
         core.wake_up()

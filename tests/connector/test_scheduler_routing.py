@@ -27,7 +27,7 @@ from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 from vllm.lora.request import LoRARequest
 
 from kvdisk.blocks import GROUP_BYTES, Tier
-from kvdisk.connector.adapter import vllm_minor_version
+from kvdisk.connector.versions import vllm_minor_version
 
 GOLDEN = Path(__file__).with_name("golden_events.json")
 TOPIC = "kv@10.0.0.7@Qwen/Qwen3-8B"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from schedulers import BLOCK_TOKENS, prompt_of
 
-from kvdisk.connector import adapter, scheduler_side
-from kvdisk.connector.adapter import BlockTable
+from kvdisk.connector import step as steps
+from kvdisk.connector.tables import BlockTable, block_tables
 
 PLACES: dict[str, dict[str, Any]] = {
     "full attention": {"num_blocks": 16},
@@ -30,7 +30,7 @@ def test_a_table_is_vllms_own_at_each_step(engines, place, monkeypatch):
     looked: list[int] = []
 
     def tables(state: Any, request_id: str) -> Any:
-        found, theirs = adapter.block_tables(state, request_id), state.get_block_ids(request_id)
+        found, theirs = block_tables(state, request_id), state.get_block_ids(request_id)
         assert [list(table) for table in found] == [list(ids) for ids in theirs]
         for table, ids in zip(found, theirs, strict=True):
             assert isinstance(table, BlockTable) and len(table) == len(ids)
@@ -38,7 +38,7 @@ def test_a_table_is_vllms_own_at_each_step(engines, place, monkeypatch):
             looked.append(len(ids))
         return found
 
-    monkeypatch.setattr(scheduler_side, "block_tables", tables)
+    monkeypatch.setattr(steps, "block_tables", tables)
     rng = random.Random(7)
     bench = engines.make(**place)
     for step in range(80):
@@ -60,5 +60,5 @@ def test_a_resolver_of_another_kind_is_asked_as_vllm_asks_it():
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
     state = KVConnectorBlockState({"a"}, lambda request_id: ([1, 2],), {})
-    assert adapter.block_tables(state, "a") == ([1, 2],)
-    assert adapter.block_tables(state, "b") is None
+    assert block_tables(state, "a") == ([1, 2],)
+    assert block_tables(state, "b") is None

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.size import token_bytes
-from kvdisk.connector.adapter import geometry_of
+from kvdisk.connector.sizes import geometry_of
 from kvdisk.engine_store import describe_geometry
 
 LLAMA = {

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from schedulers import vllm_config
 from support.waits import WAIT_S
 from transformers import configuration_utils
@@ -29,7 +30,7 @@ from vllm import LLM
 from vllm.config import KVTransferConfig, MultiModalConfig, ParallelConfig
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -47,13 +48,17 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvdisk.connector import adapter, connector, identity
-from kvdisk.connector.adapter import geometry_of, layer_blocks, rank_of, refuse_unsupported
+from kvdisk.connector import connector, descriptions, identity
 from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.connector.deployment import rank_of
 from kvdisk.connector.identity import fingerprint_of
+from kvdisk.connector.layout import layer_blocks
 from kvdisk.connector.model_weights import identity_of, read_weights_early
 from kvdisk.connector.plugin import register
+from kvdisk.connector.refusals import refuse_unsupported
+from kvdisk.connector.sizes import geometry_of, least_geometry
 from kvdisk.connector.tier_settings import refuse_tiers_early
 from kvdisk.connector.weights import WeightsChanged
 from kvdisk.errors import ConfigError
@@ -104,6 +109,13 @@ def _config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**parts, speculative_config=speculative)
 
 
+def _tells_of_sleeps(monkeypatch: pytest.MonkeyPatch, *, tells: bool) -> None:
+    """Have this vLLM tell of sleeps, or not, as 0.33 and 0.32 do."""
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    if not tells:
+        monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
 @pytest.mark.parametrize("more", [{}, {"kv_connector_module_path": "kvdisk.connector"}], ids=["plugin", "module path"])
 def test_vllm_finds_the_connector(more):
     (entry,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "kvdisk"]
@@ -120,8 +132,8 @@ def test_vllm_finds_the_connector(more):
     [
         ({}, _cache(FULL, WINDOW), None),
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
-        ({"enable_sleep_mode": True, "version": (0, 32)}, _cache(FULL), "sleep mode with this vLLM"),
-        ({"enable_sleep_mode": True, "version": (0, 33)}, _cache(FULL), None),
+        ({"enable_sleep_mode": True, "tells": False}, _cache(FULL), "sleep mode with this vLLM"),
+        ({"enable_sleep_mode": True, "tells": True}, _cache(FULL), None),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
@@ -152,7 +164,9 @@ def test_vllm_finds_the_connector(more):
 )
 def test_what_is_not_supported_is_refused_by_name(changes, cache, named, monkeypatch):
     if "version" in changes:
-        monkeypatch.setattr(adapter, "vllm_minor_version", lambda: changes["version"])
+        monkeypatch.setattr(vllm, "__version_tuple__", changes["version"])
+    if "tells" in changes:
+        _tells_of_sleeps(monkeypatch, tells=changes["tells"])
     if named is None:
         refuse_unsupported(_config(**changes), cache)
         return
@@ -333,11 +347,11 @@ def test_the_least_sizes_are_those_of_the_model(folder, block_tokens):
     config.cache_config.user_specified_block_size = block_tokens is not None
     groups = [KVCacheGroupSpec(["layer.0", "layer.1"], FULL)]
     real = geometry_of(config, KVCacheConfig(8, [], groups, hash_block_size=32))
-    least = adapter.least_geometry(config)
+    least = least_geometry(config)
     assert least.rank_count == real.rank_count
     assert least.groups[0].payload_bytes == real.groups[0].payload_bytes // (1 if block_tokens else 2)
     config.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
-    assert adapter.least_geometry(config) is None
+    assert least_geometry(config) is None
 
 
 def test_a_server_ends_with_the_sentence_as_its_last_line(tiny_llama):
@@ -371,7 +385,7 @@ def test_settings_of_a_connector_that_builds_on_ours_are_left_to_it(tiny_llama, 
 
 
 def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folder, monkeypatch):
-    monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 33))
+    _tells_of_sleeps(monkeypatch, tells=True)
     config = vllm_config(folder, sleeps=True)
     config.kv_transfer_config.kv_connector_extra_config["device"] = "gds"
     with pytest.raises(ConfigError, match="device 'gds' with sleep mode: leave device out"):
@@ -379,9 +393,34 @@ def test_sleep_mode_and_the_gpus_own_way_to_the_drive_are_refused_together(folde
 
 
 def test_another_vllm_ends_the_configuration_too(tiny_llama, monkeypatch):
-    monkeypatch.setattr(adapter, "vllm_minor_version", lambda: (0, 34))
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 34))
     with pytest.raises(ConfigError, match=r"supports 0\.32 and 0\.33"):
         _configure(tiny_llama, _transfer({}))
+
+
+def _newer(self: Any, *, novel: int) -> None:
+    """What a hook without parameters may become."""
+
+
+def test_a_hook_that_this_vllm_calls_otherwise_ends_the_configuration_too(tiny_llama, monkeypatch):
+    monkeypatch.setattr(KVConnectorBase_V1, "wait_for_save", _newer)
+    said = r"calls the hook wait_for_save with \(\*, novel\): kvdisk takes \(\)"
+    child = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    for transfer in (_transfer({}), _transfer({"connectors": [child]}, kv_connector="MultiConnector")):
+        with pytest.raises(ConfigError, match=said):
+            _configure(tiny_llama, transfer)
+    with pytest.raises(ConfigError, match=said):
+        KVDiskConnector.requires_piecewise_for_cudagraph({})
+    with pytest.raises(ConfigError, match=said):
+        KVDiskConnector(vllm_config(tiny_llama), KVConnectorRole.SCHEDULER, _cache(FULL))
+
+
+def test_a_hook_of_a_tier_that_this_vllm_calls_otherwise_ends_the_configuration_too(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(SecondaryTierManager, "drain_jobs", _newer)
+    tier = _TIER | {"store_dirs": str(tmp_path / "kv")}
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "cpu_bytes_to_use": 1 << 30}
+    with pytest.raises(ConfigError, match=r"calls the hook drain_jobs with \(\*, novel\): kvdisk takes \(\)"):
+        _configure(tiny_llama, _transfer(extra, kv_connector="OffloadingConnector"))
 
 
 def test_an_engine_ends_with_the_sentence_last_and_before_it_has_processes(tiny_llama):
@@ -626,7 +665,7 @@ PLAIN = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], FULL)], hash_block_s
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernels are those for CUDA, as far as anybody asks for the namespace."""
-    monkeypatch.setattr(adapter, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(descriptions, "current_platform", SimpleNamespace(is_cuda=lambda: True))
 
 
 def _by_version(
@@ -709,7 +748,7 @@ def test_whatever_tells_of_bytes_changes_a_namespace_without_a_version(folder, m
 
 def test_groups_are_described_by_what_is_not_as_it_is_by_default():
     """As text that every version gives."""
-    (told,) = adapter.group_descriptions([PLAIN.kv_cache_groups])
+    (told,) = descriptions.group_descriptions([PLAIN.kv_cache_groups])
     assert told == {
         "layers": ["layer.0"],
         "specs": [
@@ -722,8 +761,8 @@ def test_groups_are_described_by_what_is_not_as_it_is_by_default():
 def test_hashes_are_chained_as_they_were(monkeypatch):
     """Another chain is another namespace: say so in the CHANGELOG."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert adapter.hash_chain("sha256") == "6119ed9517fd5e7901769e3ca47a2ab5b862f8835cf3a497ad9b8c2865b1d36c"
-    assert adapter.hash_chain("sha256_cbor") != adapter.hash_chain("sha256")
+    assert descriptions.hash_chain("sha256") == "6119ed9517fd5e7901769e3ca47a2ab5b862f8835cf3a497ad9b8c2865b1d36c"
+    assert descriptions.hash_chain("sha256_cbor") != descriptions.hash_chain("sha256")
 
 
 def test_the_code_of_a_model_is_its_modules_and_what_they_import(tmp_path):

@@ -18,8 +18,11 @@ import pytest
 from schedulers import BLOCK_TOKENS, OTHER, PROMPT, SLOT_BYTES, Bench, Engines, prompt_of
 from vllm.distributed.kv_events import AllBlocksCleared
 
-from kvdisk.connector.connector import KVDiskConnector, KVDiskWorkerMetadata
-from kvdisk.connector.off import SchedulerOff, WorkerOff
+from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.connector.metadata import KVDiskWorkerMetadata
+from kvdisk.connector.off import SchedulerOff, WorkerOff, guarded
+from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
 from kvdisk.manager import load_jobs
@@ -32,7 +35,9 @@ TWO_GROUPS = {"window_tokens": 2 * BLOCK_TOKENS}
 """With one group a load that fails is told by its blocks, with two by its request."""
 
 
-UNUSED = {
+LENIENT = {"start_load_kv", "save_kv_layer"}
+"""Guarded hooks that take any keyword, as vLLM declares them."""
+UNUSED = LENIENT | {
     *("get_external_cache_hit_sources", "handle_preemptions", "request_finished", "shutdown"),
     *("take_events", "wait_for_layer_load"),
 }
@@ -78,10 +83,16 @@ class Plant(NamedTuple):
         return {"worker": worker, "mover": worker.mover, "runner": worker.mover._runner, "report": Report}[self.owner]
 
 
-def before_and_after(owner: str, stand_in: type, only_before: str) -> list[Plant]:
-    """An error in each hook that a half's stand-in answers; ``only_before`` ends with the note of
-    what was told."""
-    names = [name for name in vars(stand_in) if name[0] != "_" and name not in {"counters", "switched_off", "shutdown"}]
+NO_HOOKS = {"bind_pool", "take_worker_groups", "register", "handshake", "mover", "wake"} | {
+    *("counters", "switched_off", "shutdown"),
+}
+"""What a half has besides what the hooks of a running engine call."""
+
+
+def before_and_after(owner: str, half: type, only_before: str) -> list[Plant]:
+    """An error in each method of a half that hooks call; ``only_before`` ends with the note of what
+    was told."""
+    names = [name for name in vars(half) if name[0] != "_" and name not in NO_HOOKS]
     found = [Plant(owner, name, after) for name in names for after in (False, True)]
     found.remove(Plant(owner, only_before, after=True))
     return found
@@ -94,9 +105,9 @@ def is_of(kind: JobKind) -> dict[str, Callable[..., bool]]:
     }
 
 
-IN_THE_SCHEDULER = [*before_and_after("scheduler", SchedulerOff, only_before="plan"), Plant("manager", "preempt")]
+IN_THE_SCHEDULER = [*before_and_after("scheduler", SchedulerSide, only_before="plan"), Plant("manager", "preempt")]
 IN_A_WORKER = [
-    *before_and_after("worker", WorkerOff, only_before="collect"),
+    *before_and_after("worker", WorkerSide, only_before="collect"),
     Plant("mover", "submit", after=True),
     Plant("mover", "poll", after=True),
     Plant("report", "merge", when=lambda _, mine, other: bool(other.results)),
@@ -187,21 +198,84 @@ GUARDED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(GUARDED - UNUSED))
-def test_an_argument_that_a_hook_does_not_know(engines, name, monkeypatch, caplog):
-    """It may mean that less is right than before: so kvdisk is off, and the engine goes on."""
+def with_more(arguments: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return arguments, more | {"novel": True}
+
+
+def renamed(arguments: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = [*arguments, *more.values()]
+    return (), {f"novel_{at}": each for at, each in enumerate(given)}
+
+
+def without(arguments: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (), {}
+
+
+TAKEN = {name: list(inspect.signature(getattr(KVDiskConnector, name)).parameters)[1:] for name in GUARDED}
+PROMISED = {"bind_connector_metadata", "update_state_after_alloc"}
+"""Without their arguments nobody knows the loads that vLLM waits for."""
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (name, change)
+        for name in sorted(GUARDED - UNUSED)
+        for change in (with_more, renamed, without)
+        if change is with_more or (TAKEN[name] and not (change is without and name in PROMISED))
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_arguments_that_a_hook_does_not_know(engines, name, change, monkeypatch, caplog):
+    """They may mean that less is right than before: so kvdisk is off, and the engine goes on."""
     bench = make(engines)
     warm(bench)
     hook, calls = getattr(KVDiskConnector, name), []
 
-    def newer(*arguments: Any, **more: Any) -> Any:
+    def newer(self: Any, *arguments: Any, **more: Any) -> Any:
         calls.append(1)
-        return hook(*arguments, **more, novel=True)
+        changed, named = change(arguments, more)
+        return hook(self, *changed, **named)
 
     monkeypatch.setattr(KVDiskConnector, name, newer)
     serve_mixed(bench)
     assert calls
     assert_off(bench, caplog, TypeError)
+
+
+class Door:
+    """A hook that does half of its work before it fails."""
+
+    def __init__(self) -> None:
+        self.stand_in: Any = None
+        self.given: list[tuple[Any, Any]] = []
+        self.answered: list[tuple[Any, Any]] = []
+
+    def switch_off(self, error: Exception, hook: str) -> None:
+        assert isinstance(error, Planted) and hook == "look"
+        self.stand_in = Door.Off(self.answered)
+
+    @guarded
+    def look(self, key: str, tokens: int) -> str:
+        self.given.append((key, tokens))
+        raise Planted
+
+    class Off:
+        def __init__(self, answered: list[tuple[Any, Any]]) -> None:
+            self._answered = answered
+
+        def look(self, key: str | None, tokens: int | None) -> str:
+            self._answered.append((key, tokens))
+            return "off"
+
+
+def test_a_hook_that_raises_is_answered_by_the_stand_in_and_never_called_again():
+    door = Door()
+    assert door.look("a", 3) == "off"
+    assert door.look("b", tokens=4) == "off"
+    assert door.given == [("a", 3)]
+    assert door.look("c") == door.look() == door.look("d", 5, 6, novel=7) == door.look("e", number=8) == "off"
+    assert door.answered == [("a", 3), ("b", 4), ("c", None), (None, None), ("d", 5), ("e", 8)]
 
 
 # -- what was promised, and what is on its way -----------------------------------------------------

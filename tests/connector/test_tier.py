@@ -519,12 +519,15 @@ HOOKS += ["take_events", "get_stats", "on_request_finished"]
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_an_argument_that_a_hook_does_not_know_switches_it_off(bench, name, monkeypatch, caplog):
+@pytest.mark.parametrize("change", ["more", "renamed"])
+def test_arguments_that_a_hook_does_not_know_switch_it_off(bench, name, change, monkeypatch, caplog):
     hook, calls = getattr(bench.tier, name), []
 
     def newer(*arguments: Any, **more: Any) -> Any:
         calls.append(1)
-        return hook(*arguments, **more, novel=True)
+        if change == "more" or not (arguments or more):
+            return hook(*arguments, **more, novel=True)
+        return hook(**{f"novel_{at}": each for at, each in enumerate([*arguments, *more.values()])})
 
     monkeypatch.setattr(bench.tier, name, newer)
     bench.serve("a", 1, 6)

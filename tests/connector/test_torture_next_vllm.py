@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from kvdisk.connector.adapter import SUPPORTED_VERSIONS, vllm_minor_version
+from kvdisk.connector.versions import SUPPORTED_VERSIONS, vllm_minor_version
 
 pytestmark = pytest.mark.torture
 
@@ -129,14 +129,14 @@ from schedulers import vllm_config
 from test_start import FULL, PLAIN, WINDOW, _cache
 from dataclasses import replace
 
-from kvdisk.connector import adapter
+from kvdisk.connector import descriptions
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.plugin import register
 
 register()
 config = vllm_config(Path(sys.argv[1]))
 print(fingerprint_of(config, PLAIN)[0].hex())
-adapter.current_platform = SimpleNamespace(is_cuda=lambda: True)
+descriptions.current_platform = SimpleNamespace(is_cuda=lambda: True)
 for cache in (PLAIN, replace(_cache(FULL, WINDOW), kv_cache_layout="LBNHC"), replace(PLAIN, kv_cache_layout="LBHNC")):
     print(fingerprint_of(config, cache)[0].hex())
 """

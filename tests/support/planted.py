@@ -89,10 +89,8 @@ def submit_without(field: str) -> Callable[..., Any]:
     return lambda real, mover, plan: real(mover, replace(plan, **{field: ()}))
 
 
-def raise_on(_real: Real, _connector: Any, error: Exception | None, _hook: str) -> bool:
-    if error is not None:
-        raise error
-    return False
+def raise_on(_real: Real, _connector: Any, error: Exception, _hook: str) -> None:
+    raise error
 
 
 BUGS: dict[str, Bug] = {
@@ -316,7 +314,7 @@ BUGS: dict[str, Bug] = {
     # -- errors --
     "an error of ours that reaches the engine": Bug(
         "an error of ours switches kvdisk off, and the engine goes on",
-        instead("kvdisk.connector.connector:KVDiskConnector", "_switch_off", raise_on),
+        instead("kvdisk.connector.connector:KVDiskConnector", "switch_off", raise_on),
         "tests/connector/test_switched_off.py::test_an_error_in_a_hook",
     ),
 }

@@ -8,7 +8,7 @@ from logging.handlers import BufferingHandler
 
 import pytest
 
-from kvdisk.connector.plugin import join_log
+from kvdisk.connector.log import join_log
 
 ROOT, OURS, THEIRS = (logging.getLogger(name) for name in (None, "kvdisk", "vllm"))
 
