@@ -231,8 +231,11 @@ class ChildProcess:
 
     def end(self, patience_s: float = 0.0, reap_s: float = REAP_S) -> Ended:
         """End the process, and return how it ended. With ``patience_s`` it may end by itself: its
-        pipe is closed. After that it is killed, and ``reap_s`` is waited for that. Idempotent."""
+        pipe is closed. One that has closed the pipe itself is about to end, and may, too. After
+        that it is killed, and ``reap_s`` is waited for that. Idempotent."""
         if self._ended is None:
+            if self.pipe.has_ended:
+                patience_s = max(patience_s, reap_s)
             if patience_s > 0:
                 self.pipe.close()
                 with suppress(subprocess.TimeoutExpired):

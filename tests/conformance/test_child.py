@@ -151,8 +151,8 @@ def test_one_that_ends_at_once_has_last_words(start, ended):
     child = start()
     with pytest.raises(EOFError):
         child.pipe.receive(WAIT_S)
-    assert child.end(WAIT_S) == ended
-    assert child.end(WAIT_S) == ended, "once"
+    assert child.end() == ended, "it is not killed while it says them"
+    assert child.end() == ended, "once"
     assert ended.how == (ended.last_words or "status 1")
     assert descriptors() == before
 
@@ -162,7 +162,7 @@ def test_the_signal_that_ended_it_has_a_name(children, number, how):
     child = children.start("die", int(number))
     with pytest.raises(EOFError):
         child.pipe.receive(WAIT_S)
-    assert child.end(WAIT_S).how == how
+    assert child.end().how == how
 
 
 def test_one_that_hangs_at_its_start_is_given_up_and_killed(children):

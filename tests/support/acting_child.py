@@ -28,8 +28,10 @@ def hang(_: ParentPipe) -> None:
     time.sleep(3600)
 
 
-def complain(_: ParentPipe) -> None:
-    """End at once with two lines."""
+def complain(pipe: ParentPipe) -> None:
+    """Close the pipe, and end with two lines."""
+    pipe.close()
+    time.sleep(0.1)
     sys.exit("not this line\nthere is no such thing")
 
 
