@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 from kvdisk.child import ChildProcess
 from kvdisk.errors import ConfigError
 from kvdisk.remote import mooncake_process
-from kvdisk.remote.base import ObjectOp, Result
-from kvdisk.remote.client import StoreBusy
+from kvdisk.remote.base import ObjectOp, Result, StoreBusy
 
 ROOMS = 4
 """Rooms, so calls at a time."""
@@ -72,7 +71,7 @@ class _Asked(NamedTuple):
 
 
 class MooncakeBucket:
-    """See ``client.Bucket``.
+    """See ``base.Bucket``.
 
     ``url``: ``mooncake://host:port`` of the master. ``options``: keys of ``_OPTIONS``, as
     Mooncake's own ``setup`` names them. ``deadline_s``: seconds after which the caller gives a
