@@ -51,10 +51,8 @@ from kvdisk.messages import HomeSpec, JobKind
 from kvdisk.orders import LOOK_S as ORDERS_S
 from kvdisk.orders import Orders
 from kvdisk.remote.base import object_name
-from kvdisk.remote.client import Bucket, BucketObjects, seal_key
-from kvdisk.remote.mooncake import MooncakeBucket
+from kvdisk.remote.client import open_remote
 from kvdisk.remote.reader import RemoteReader
-from kvdisk.remote.s3 import S3Bucket
 from kvdisk.request_trace import WRITE_S as TRACE_S
 from kvdisk.request_trace import RequestTrace, check_trace
 from kvdisk.salts import SaltDigests, make_salt_key
@@ -364,15 +362,6 @@ def _make_remote_reader(config: Config, parts: Parts) -> RemoteReader:
     return RemoteReader(
         open_remote(config), lambda key: object_name(Namespace(state.fingerprint, FILE_EPOCH), key, 0, count)
     )
-
-
-def open_remote(config: Config) -> BucketObjects:
-    """Return the remote store; nothing has been asked of it yet. Raises ConfigError."""
-    assert config.remote is not None
-    key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
-    make: Callable[..., Bucket] = MooncakeBucket if config.remote.startswith("mooncake://") else S3Bucket
-    bucket = make(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
-    return BucketObjects(bucket, deadline_s=config.remote_deadline_s, key=key)
 
 
 def memory_slots_in(size: int, geometry: Geometry, size_key: str = "cpu_bytes") -> Sequence[int]:

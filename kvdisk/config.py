@@ -23,7 +23,10 @@ for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("Gi
 
 STORE_POLICIES = ("on_compute", "on_preemption", "spillover")
 DEVICES = ("auto", "posix", "gds")
-REMOTES = ("s3", "gs", "az", "mooncake")
+BUCKETS = {"s3": "aws_", "gs": "google_", "az": "azure_"}
+"""The schemes of buckets in ``remote``, and what names of their settings may begin with, as obstore
+has it."""
+REMOTES = (*BUCKETS, "mooncake")
 EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _NEAR_MISS = 0.8
@@ -438,7 +441,7 @@ class Config:
                 "lifecycle rule, and leave one of the two away."
             )
         if self.remote is None:
-            for name in ("remote_options", "remote_read_only", "remote_write_bytes_per_s", "remote_key_file"):
+            for name in (each.name for each in fields(self) if each.name.startswith("remote_") and not each.default):
                 if getattr(self, name):
                     raise ConfigError(f"{name} needs remote, the store that hosts share, such as 's3://bucket/prefix'.")
         elif self.remote_deadline_s == 0:

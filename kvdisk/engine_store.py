@@ -26,7 +26,7 @@ from kvdisk.device.uses import read_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Named
-from kvdisk.index.child import CannotStart
+from kvdisk.index.index_process import CannotStart
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import make_admission

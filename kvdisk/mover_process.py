@@ -2,10 +2,9 @@
 """One rank's mover in a process of its own, beside an engine whose Python is busy: as a thread
 there it would wait for the interpreter more than for the drive.
 
-Blocks are rows of memory that both processes map. Plans go down a socket and reports come up, as
-pickles. The process is a new program, as that of ``index.child``, and ends with its parent, however
-that ended. It alone gives up a job while it lives; one that does not answer is killed before its
-jobs are given up, or it could write to a row that belongs to somebody else by then.
+Blocks are rows of memory that both processes map. Plans go down the pipe of a ``ChildProcess`` and
+reports come up. The process alone gives up a job while it lives; one that does not answer is killed
+before its jobs are given up, or it could write to a row that belongs to somebody else by then.
 """
 
 from __future__ import annotations
@@ -14,31 +13,24 @@ import errno
 import logging
 import mmap
 import os
-import pickle
 import re
-import select
-import signal
-import socket
 import stat
-import struct
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.assembly import assemble_row_worker
 from kvdisk.blocks import JobId
+from kvdisk.child import ChildProcess, ParentPipe
 from kvdisk.config import Config
 from kvdisk.device.paths import device_errors
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
-from kvdisk.index.child import open_last_words
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.mover import Mover
 
@@ -53,12 +45,11 @@ some."""
 CLOSE_S = 10.0
 """How long what has begun is waited for at the end; then the process is killed."""
 REAP_S = 1.0
-"""How long the end of a killed process is awaited: one that waits for a drive may not end."""
+"""How long the end of a killed process is awaited: an engine's step may be what waits."""
 _MOST_UNSEEN_S = 1.0
 """What counts at most of the time between two looks: the process may have stood still, too."""
 _LOOK_S = 0.05
 """How often the process looks for what is no result: statistics, late moves, its parent."""
-_LENGTH = struct.Struct("!Q")
 _STARTED = "started"
 
 
@@ -158,7 +149,6 @@ class MoverProcess:
         self._answer_s = 2 * config.io_deadline_s + remote_s + GRACE_S
         self._out: dict[JobId, int] = {}
         """Moves of each job that has no answer."""
-        self._unsent, self._unread = bytearray(), bytearray()
         self._started = self._killed = self._closing = self._ended = False
         self._how = ""
         """How it has ended."""
@@ -167,21 +157,19 @@ class MoverProcess:
         with device_errors("looking in /proc for the file that vLLM's memory is"):
             shared = SharedRows.of(rows)
         with ExitStack() as undo, os.fdopen(shared.fd, "rb"):
-            self._said: IO[bytes] = undo.enter_context(open_last_words())
-            self._socket, theirs = socket.socketpair()
-            undo.enter_context(self._socket)
-            with theirs:
-                self._process = _start(theirs.fileno(), shared.fd, self._said)
+            try:
+                self._child = ChildProcess(__name__, fds=[shared.fd])
+            except OSError as error:
+                raise DeviceError(error.errno or errno.EIO, "the process that moves blocks cannot start") from error
             undo.callback(self._end)
-            self._socket.setblocking(False)
-            self._send((config, geometry, shared, os.getpid()))
+            self._child.pipe.post((config, geometry, shared))
             self._await_start()
             undo.pop_all()
 
     @property
     def pid(self) -> int:
         """The number of the process."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def has_ended(self) -> bool:
@@ -193,7 +181,7 @@ class MoverProcess:
         assert not plan.fence and not plan.urgent, "no model writes to rows"
         self._out.update((job.id, len(job.moves)) for job in plan.jobs)
         if plan.jobs or plan.void:
-            self._send(plan)
+            self._child.pipe.post(plan)
 
     def poll(self, wait_s: float = 0.0) -> Report:
         """Return what was finished since the last call; where that is nothing, wait up to
@@ -216,9 +204,7 @@ class MoverProcess:
         """Cancel what has not ended; wait for what has begun, for a while, and end the process. No
         row is touched afterwards. Idempotent."""
         self._closing = True
-        self._unsent.clear()
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        self._child.pipe.finish()
         end_s = time.monotonic() + CLOSE_S
         while not self._ended and (left_s := end_s - time.monotonic()) > 0:
             self._look(left_s)
@@ -229,48 +215,19 @@ class MoverProcess:
         self._closing = True
         end_s = time.monotonic() + CLOSE_S
         if not self._ended:
-            self._process.kill()
-            while _may_run(self._process.pid) and time.monotonic() < end_s:
+            self._child.kill()
+            while self._child.may_run and time.monotonic() < end_s:
                 time.sleep(0.001)
         self._end()
 
-    # -- the socket ----------------------------------------------------------------------------
-
-    def _send(self, what: Any) -> None:
-        self._unsent += pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
-        self._flush()
-
-    def _flush(self) -> None:
-        if not self._unsent:
-            return
-        with suppress(BlockingIOError, ConnectionError):  # its end is seen where its answers are read
-            while self._unsent and not self._ended:
-                del self._unsent[: self._socket.send(self._unsent)]
-
     def _look(self, wait_s: float) -> None:
         """Send what waits, and take what has come; where that is nothing, wait for it."""
-        self._flush()
         if self._ended:
             return
-        if wait_s > 0:
-            with suppress(OSError):
-                select.select([self._socket], [self._socket] if self._unsent else [], [], wait_s)
-            self._flush()
-        try:
-            while received := self._socket.recv(1 << 20):
-                self._unread += received
-            self._end()
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            self._end()
-        while len(self._unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread)
-            if len(self._unread) < _LENGTH.size + length:
-                break
-            message = pickle.loads(self._unread[_LENGTH.size : _LENGTH.size + length])  # noqa: S301 - our own process
-            del self._unread[: _LENGTH.size + length]
+        for message in self._child.pipe.look(wait_s):
             self._take(message)
+        if self._child.pipe.has_ended:
+            self._end()
 
     def _take(self, message: Any) -> None:
         self._unheard_s = 0.0
@@ -310,9 +267,9 @@ class MoverProcess:
         self._looked_s = now_s
         if self._unheard_s > self._answer_s and not self._killed and not self._ended:
             logger.error("kvdisk ends the process that moves blocks: it has not answered for %.0f s.", self._unheard_s)
-            self._process.kill()
+            self._child.kill()
             self._killed = True
-        if self._killed and not self._ended and not _may_run(self._process.pid):
+        if self._killed and not self._ended and not self._child.may_run:
             self._end()
 
     def _end(self) -> None:
@@ -320,42 +277,9 @@ class MoverProcess:
         if self._ended:
             return
         self._ended = True
-        self._process.kill()
-        self._socket.close()
-        self._how = "it waits for a drive, and cannot be ended"
-        with self._said, suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(REAP_S)
-            self._said.seek(0)
-            last_words = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
-            self._how = signal.Signals(-code).name if code < 0 else (last_words or [f"status {code}"])[0]
+        self._how = self._child.end(reap_s=REAP_S).how
         if self._started and not self._closing:
             logger.error("kvdisk's process that moves blocks has ended: %s.", self._how)
-
-
-def _start(descriptor: int, memory: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(  # noqa: S603 - our own module, in this same interpreter
-            [sys.executable, "-c", f"from {__name__} import main; main({descriptor})"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-            pass_fds=[descriptor, memory],
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        )
-    except OSError as error:
-        raise DeviceError(error.errno or errno.EIO, "the process that moves blocks cannot start") from error
-
-
-def _may_run(pid: int) -> bool:
-    """Whether any thread of a process that was killed may still run its own code. One that waits in
-    the kernel for a drive does not: it ends where it would come back."""
-    stats = []
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for task in list(Path(f"/proc/{pid}/task").iterdir()):
-            with suppress(FileNotFoundError, ProcessLookupError):
-                stats.append((task / "stat").read_text())
-    return any(stat.rpartition(")")[2].split()[0] not in "DZX" for stat in stats)
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -364,42 +288,38 @@ def _may_run(pid: int) -> bool:
 class _Answers(logging.Handler):
     """The process's end: what it sends, the lines of its log among them. Any thread."""
 
-    def __init__(self, sent: socket.socket) -> None:
+    def __init__(self, pipe: ParentPipe) -> None:
         super().__init__()
-        self._sent = sent
-        self._sending = threading.Lock()
+        self._pipe = pipe
 
     def send(self, what: Any) -> None:
         """Send one thing."""
-        data = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
-        with self._sending, suppress(ConnectionError):  # the parent's end is seen where plans are read
-            self._sent.sendall(_LENGTH.pack(len(data)) + data)
+        with suppress(OSError):  # the parent's end is seen where plans are read
+            self._pipe.send(what)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a line of the log, as text alone."""
         self.send(_Line(record.name, record.levelno, record.pathname, record.lineno, self.format(record)))
 
 
-def main(descriptor: int) -> None:
-    """Be the process: follow plans until the parent's end of the socket is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # who ends a group or a service ends the parent, too
-        signal.signal(number, signal.SIG_IGN)
-    ours = socket.socket(fileno=descriptor)
-    plans, answers = ours.makefile("rb"), _Answers(ours)
+def main(descriptor: int, parent: int) -> None:
+    """Be the process: follow plans until the parent's end of the pipe is closed."""
+    pipe = ParentPipe(descriptor, parent)
+    answers = _Answers(pipe)
     logging.basicConfig(handlers=[answers], level=logging.INFO)
     try:
-        config, geometry, shared, parent = pickle.load(plans)  # noqa: S301 - our own parent
+        config, geometry, shared = pipe.receive()
         parts = assemble_row_worker(config, geometry, shared.mapped())
     except (KvdiskError, OSError) as error:
         answers.send(error if isinstance(error, KvdiskError) else DeviceError(error.errno or errno.EIO, str(error)))
         return
-    threading.Thread(target=_report, args=(parts.mover, answers, parent), daemon=True).start()
+    threading.Thread(target=_report, args=(parts.mover, pipe, answers), daemon=True).start()
     with suppress(OSError):  # this thread alone: a plan that wakes it shall not cost its step the core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     answers.send(_STARTED)
-    with suppress(EOFError, ConnectionError):
+    with suppress(EOFError):
         while True:
-            parts.mover.submit(pickle.load(plans))  # noqa: S301
+            parts.mover.submit(pipe.receive())
     late = threading.Timer(CLOSE_S, os._exit, (1,))
     late.daemon = True
     late.start()
@@ -408,10 +328,10 @@ def main(descriptor: int) -> None:
     os._exit(0)
 
 
-def _report(mover: Mover, answers: _Answers, parent: int) -> None:
+def _report(mover: Mover, pipe: ParentPipe, answers: _Answers) -> None:
     """Send what the mover has finished, as long as there is a parent."""
     try:
-        while os.getppid() == parent:
+        while pipe.has_parent:
             mover.wait_any(_LOOK_S)
             report = mover.poll()
             if not report.empty:

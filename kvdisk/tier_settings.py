@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvdisk.assembly import check_settings
-from kvdisk.config import Config
+from kvdisk.config import PARSERS, Config
 from kvdisk.errors import ConfigError
 
 TYPE = "kvdisk"
@@ -31,13 +31,7 @@ KEYS = (
     "on_reset",
     "log_requests",
     "segment_bytes",
-    "remote",
-    "remote_options",
-    "remote_admission",
-    "remote_read_only",
-    "remote_write_bytes_per_s",
-    "remote_deadline_s",
-    "remote_key_file",
+    *(name for name in PARSERS if name.startswith("remote")),
 )
 """The settings of ``Config`` that a tier has too."""
 _VLLM_KEYS = frozenset({"type", "module_path", "backpressure"})

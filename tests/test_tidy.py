@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "triton": ("kvdisk/worker/sum_kernel.py",),
     "lmdb": ("kvdisk/index/lmdb_tables.py",),
     "kvikio": ("kvdisk/device/gds.py",),
-    "obstore": ("kvdisk/remote/s3.py",),
+    "obstore": ("kvdisk/remote/obstore_bucket.py",),
     "blake3": ("kvdisk/remote/client.py",),
     "mooncake": ("kvdisk/remote/mooncake_process.py",),
     "numpy": ("kvdisk/",),

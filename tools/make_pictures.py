@@ -34,13 +34,13 @@ from rich.text import Text
 from support import ENVIRONMENT
 from support.s3_server import S3Server
 
-from kvdisk.assembly import open_remote
 from kvdisk.blocks import make_block_key
 from kvdisk.cli.top import TopReader, draw
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.geometry import FILE_EPOCH, Namespace
 from kvdisk.remote.base import ObjectOp, RemoteObject, object_name
+from kvdisk.remote.client import open_remote
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

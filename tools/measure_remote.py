@@ -37,10 +37,9 @@ from measure_overhead import make_prompts, take_turn
 from rich.console import Console
 from rich.table import Table
 
+from kvdisk.config import Config
 from kvdisk.remote.base import ObjectOp, RemoteObject, Result
-from kvdisk.remote.client import BucketObjects
-from kvdisk.remote.mooncake import MooncakeBucket
-from kvdisk.remote.s3 import S3Bucket
+from kvdisk.remote.client import BucketObjects, open_remote
 
 BATCHES = ((256 << 10, 64), (2 << 20, 16))
 """Bytes of an object, and objects of a batch."""
@@ -129,9 +128,7 @@ def measure_objects(options: argparse.Namespace, work: Path, console: Console) -
     for name in STORES:
         server, settings = STORES[name](work / name)
         try:
-            make = S3Bucket if name == "S3" else MooncakeBucket
-            bucket = make(settings["remote"], settings.get("remote_options", {}), deadline_s=DEADLINE_S)
-            objects = BucketObjects(bucket, deadline_s=DEADLINE_S)
+            objects = open_remote(Config.from_mapping(settings | {"remote_deadline_s": DEADLINE_S}))
             alone = obstore_alone(settings) if name == "S3" else mooncake_alone(settings)
             for byte_count, count in BATCHES:
                 for op, row in measure_batch(through_tier(objects), alone, byte_count, count, options.rounds):

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from kvdisk import __version__
-from kvdisk.assembly import check_sizes, check_start, open_remote
+from kvdisk.assembly import check_sizes, check_start
 from kvdisk.cli.bench import measure
 from kvdisk.cli.model_kv import read_model
 from kvdisk.cli.output import (
@@ -50,7 +50,8 @@ from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, NoThread, thread_errors
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
-from kvdisk.remote.s3 import DENIED, SCHEMES, S3Bucket, why_failed
+from kvdisk.remote.client import open_listed, open_remote
+from kvdisk.remote.obstore_bucket import DENIED, why_failed
 from kvdisk.tier_settings import MODULE as TIER_MODULE
 from kvdisk.tier_settings import check_either, is_tier, own_tier
 from kvdisk.worker.host_memory import Deployment, host_memory
@@ -355,9 +356,8 @@ class _Heard(logging.Handler):
 def _try_remote(config: Config, trial: Trial) -> list[str]:
     """Use the remote store as an engine does; return what is wrong."""
     problems: list[str] = []
-    bucket = None
-    if trial.url.partition("://")[0] in SCHEMES:
-        bucket = S3Bucket(trial.url, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+    bucket = open_listed(config)
+    if bucket is not None:
         try:
             next(bucket.pages(""), None)
         except Exception as error:  # whatever the client raises

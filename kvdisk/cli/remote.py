@@ -23,7 +23,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvdisk.assembly import open_remote
 from kvdisk.blocks import BlockKey
 from kvdisk.cli.check import read_settings
 from kvdisk.cli.output import (
@@ -43,8 +42,8 @@ from kvdisk.device.header import payload_checksum, read_header
 from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printable
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
-from kvdisk.remote.client import SEAL_BYTES
-from kvdisk.remote.s3 import PAGE_OBJECTS, SCHEMES, Listed, S3Bucket, why_failed
+from kvdisk.remote.client import SEAL_BYTES, open_listed, open_remote
+from kvdisk.remote.obstore_bucket import PAGE_OBJECTS, Listed, ObstoreBucket, why_failed
 from kvdisk.tier_settings import check_either
 
 FromRemote = Annotated[
@@ -151,13 +150,12 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
 
 
 @contextmanager
-def listing(config: Config) -> Iterator[S3Bucket]:
+def listing(config: Config) -> Iterator[ObstoreBucket]:
     """Yield a bucket to list. Raises ConfigError where the remote store is no bucket, or listing
     fails."""
-    assert config.remote is not None
-    if config.remote.partition("://")[0] not in SCHEMES:
+    bucket = open_listed(config)
+    if bucket is None:
         raise ConfigError(f"{config.remote} cannot be listed: that takes a bucket")
-    bucket = S3Bucket(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
     try:
         yield bucket
     except Exception as error:  # whatever the client raises
@@ -168,7 +166,7 @@ def _folder(fingerprint: str) -> str:
     return f"kvdisk1/{fingerprint}/"
 
 
-def _fingerprints(bucket: S3Bucket) -> list[str]:
+def _fingerprints(bucket: ObstoreBucket) -> list[str]:
     return [name for name in bucket.folders("kvdisk1/") if _FINGERPRINT.fullmatch(name)]
 
 
@@ -206,7 +204,7 @@ def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], pa
     return found
 
 
-def _sample(bucket: S3Bucket, count: int, choose: random.Random) -> list[Listed]:
+def _sample(bucket: ObstoreBucket, count: int, choose: random.Random) -> list[Listed]:
     """Return so many objects at random: from each namespace's first page, and where that is full,
     from pages at random places, as keys are hashes."""
     found: set[Listed] = set()

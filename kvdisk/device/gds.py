@@ -3,8 +3,8 @@
 memory. Only this module imports ``kvikio``, and late.
 
 kvikio imports and opens files without a GPU, falls back to host memory silently, and spins for ever
-where ``/proc/modules`` is missing. So this module looks at files first, and asks kvikio in a child
-process, which may hang or die without harm.
+where ``/proc/modules`` is missing. So this module looks at files first, and asks kvikio in a
+process of its own (``main``), which may hang or die without harm.
 
 A kvikio future of several tasks ends with the last one, while others may still move bytes if that
 one failed: so one call is one task. Errors come without a number, and nothing can be cancelled. A
@@ -20,11 +20,11 @@ import fcntl
 import importlib.util
 import logging
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
+from kvdisk.child import ChildProcess, ParentPipe
 from kvdisk.device.base import Buffer, GpuRange, Op, Transfer
 from kvdisk.device.batches import Call, DriveQueue
 from kvdisk.device.posix import PosixDevice
@@ -42,15 +42,8 @@ _KVIKIO_THREADS = 128
 others."""
 
 _ASK_TIMEOUT_S = 60.0
-_ASK = """
-import ctypes
-code = ctypes.CDLL("libcuda.so.1").cuInit(0)
-import kvikio.cufile_driver as driver, kvikio.defaults as defaults
-if code: print(f"the CUDA driver does not start (error {code})")
-elif defaults.is_compat_mode_preferred(): print("kvikio prefers its way through host memory")
-elif not driver.get("is_gds_available"): print("the cuFile driver says that it is not available")
-else: print("here")
-"""
+_MAIN = __name__
+"""The module whose ``main`` asks."""
 
 
 def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
@@ -71,28 +64,43 @@ def gds_unavailable(proc: Path = Path("/proc")) -> str | None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return "libcuda.so.1 cannot be loaded"
-    return _ask_kvikio(_ASK, _ASK_TIMEOUT_S)
+    return _ask_kvikio(_MAIN, _ASK_TIMEOUT_S)
 
 
-def _ask_kvikio(script: str, timeout_s: float) -> str | None:
+def _ask_kvikio(module: str, timeout_s: float) -> str | None:
     try:
-        child = subprocess.run(  # noqa: S603 - a script of ours, in this same interpreter
-            [sys.executable, "-c", script],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"kvikio did not answer within {timeout_s:g} s"
+        child = ChildProcess(module)
     except OSError as error:
         return f"kvikio cannot be asked: {error.strerror}"
-    if child.returncode != 0:
-        last = (child.stderr.strip().splitlines() or [f"its process ended with {child.returncode}"])[-1]
-        return f"kvikio does not start: {last[:200]}"
-    said = child.stdout.strip()
-    return None if said == "here" else said
+    try:
+        said: str | None = child.pipe.receive(timeout_s)
+    except TimeoutError:
+        return f"kvikio did not answer within {timeout_s:g} s"
+    except (OSError, EOFError):
+        ended = child.end()
+        return f"kvikio does not start: {(ended.last_words or f'its process ended with {ended.how}')[:200]}"
+    else:
+        return said
+    finally:
+        child.end()
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Be the process: ask the driver and kvikio, and say why it cannot be used, or None."""
+    pipe = ParentPipe(descriptor, parent)
+    signal.alarm(2 * int(_ASK_TIMEOUT_S))  # what spins in C sees no end of the parent
+    pipe.send(_why_unusable(ctypes.CDLL("libcuda.so.1").cuInit(0)))
+
+
+def _why_unusable(driver_code: int) -> str | None:
+    """Return why kvikio cannot be used, by the CUDA driver's answer and its own."""
+    from kvikio import cufile_driver, defaults
+
+    if driver_code:
+        return f"the CUDA driver does not start (error {driver_code})"
+    if defaults.is_compat_mode_preferred():
+        return "kvikio prefers its way through host memory"
+    return None if cufile_driver.get("is_gds_available") else "the cuFile driver says that it is not available"
 
 
 class GdsDevice(PosixDevice):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only process that maps LMDB files: it answers the questions of ``child``.
+"""The only process that maps LMDB files: it answers the questions of ``index_process``.
 
 It owns one index, which it writes, or it reads the indexes of others. It answers one question after
 the other.
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from kvdisk.blocks import BlockKey
+from kvdisk.child import ParentPipe
 from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.index.base import ForeignCopy
 from kvdisk.index.lmdb_tables import LmdbTables
@@ -35,7 +34,7 @@ class Server:
     ``pipe``: to the parent.
     """
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: ParentPipe) -> None:
         self._pipe = pipe
         self._own: LmdbTables | None = None
         self._others: dict[str, tuple[_Identity | None, LmdbTables]] = {}
@@ -87,7 +86,7 @@ class Server:
 
     def _is_wanted(self) -> bool:
         # The parent sends nothing while it awaits an answer: what can be read is the pipe's end.
-        return not self._pipe.poll()
+        return not self._pipe.has_something()
 
     # -- those of others -----------------------------------------------------------------------
 
@@ -166,15 +165,14 @@ def _identity(path: str) -> _Identity | None:
     return status.st_dev, status.st_ino
 
 
-def main(descriptor: int, make: type[Server] = Server) -> None:
-    """Be the child: answer questions until the parent's end of the pipe is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # who ends a group or a service ends the parent, too
-        signal.signal(number, signal.SIG_IGN)
-    with Connection(descriptor) as pipe, suppress(EOFError, ConnectionError):
+def main(descriptor: int, parent: int, make: type[Server] = Server) -> None:
+    """Be the child: answer questions until the parent is gone."""
+    pipe = ParentPipe(descriptor, parent)
+    with closing(pipe), suppress(EOFError, ConnectionError):
         server = make(pipe)
         pipe.send((True, "started"))
         while True:
-            what, *asked = pipe.recv()
+            what, *asked = pipe.receive()
             problem: Any = None
             try:
                 for part in getattr(server, what)(*asked):

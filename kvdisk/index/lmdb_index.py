@@ -15,10 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvdisk.child import REAP_S
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.index.base import BlockColumns, IndexState, Progress, SegmentRecord
-from kvdisk.index.child import MAIN, REAP_S, Child, ChildEnded
 from kvdisk.index.commit_writer import CommitWriter, IndexGone
+from kvdisk.index.index_process import MAIN, ChildEnded, IndexProcess
 from kvdisk.index.map_size import MIN_MAP_BYTES, map_bytes_for
 from kvdisk.index.record_index import Index, Part
 from kvdisk.index.records import Operation, Packed, Table, encode_block, encode_segment
@@ -63,14 +64,14 @@ class TablesProcess:
     nothing when it comes again. Otherwise the index is gone: IndexGone. Where damage was the
     reason, a file (DAMAGED_MARK) has the next owner make the index anew.
 
-    ``main``: see ``Child``. One thread at a time waits for an answer. The constructor raises
+    ``main``: see ``IndexProcess``. One thread at a time waits for an answer. The constructor raises
     StoreLocked, CorruptRecord or DeviceError.
     """
 
     def __init__(self, path: Path, map_bytes: int, *, main: str = MAIN) -> None:
         self._path = path
         self._map_bytes = map_bytes
-        self._child = Child(main)
+        self._process = IndexProcess(main)
         self._asking = threading.Lock()
         self._gone: IndexGone | None = None
         self._killed = False
@@ -81,17 +82,17 @@ class TablesProcess:
         except ChildEnded as error:
             raise CorruptRecord(f"index {path}: {error}") from error
         except BaseException:
-            self._child.stop()
+            self._process.stop()
             raise
 
     @property
     def pid(self) -> int | None:
         """The number of the process, None while there is none."""
-        return self._child.pid
+        return self._process.pid
 
     def read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
         """See ``Index._read``. Raises IndexGone, also for a record that does not decode."""
-        with self._asking, closing(self._child.parts(math.inf, "scan", table)) as parts:
+        with self._asking, closing(self._process.parts(math.inf, "scan", table)) as parts:
             if self._gone is not None:
                 raise self._gone
             try:
@@ -126,15 +127,15 @@ class TablesProcess:
         """End the process for good, even at work: whoever waits for its answer gets IndexGone. Any
         thread may call this."""
         self._killed = True
-        self._child.kill()
+        self._process.kill()
 
     def stop(self) -> None:
         """End the process for good, with nothing under way. Idempotent."""
         self._killed = True
-        self._child.stop()
+        self._process.stop()
 
     def _open(self, timeout_s: float) -> int:
-        return int(self._child.ask(timeout_s, "open", str(self._path), self._map_bytes))
+        return int(self._process.ask(timeout_s, "open", str(self._path), self._map_bytes))
 
     def _ask(self, timeout_s: float, *question: Any, again: bool = True) -> Any:
         """Return the answer. ``again``: ask a new process where the first one ended."""
@@ -142,7 +143,7 @@ class TablesProcess:
             if self._gone is not None:
                 raise self._gone
             try:
-                return self._child.ask(timeout_s, *question)
+                return self._process.ask(timeout_s, *question)
             except CorruptRecord as error:
                 raise self._given_up(error) from error
             except ChildEnded as error:
@@ -153,7 +154,7 @@ class TablesProcess:
                 ended = error
             self._start_anew(ended)
             try:
-                return self._child.ask(timeout_s, *question)
+                return self._process.ask(timeout_s, *question)
             except (ChildEnded, CorruptRecord) as error:
                 raise self._given_up(error) from error
 
@@ -164,7 +165,7 @@ class TablesProcess:
                 raise ended
             self._successor_s = time.monotonic()
             transaction = self._open(OPEN_TIMEOUT_S)
-            self._child.ask(OPEN_TIMEOUT_S, "check")
+            self._process.ask(OPEN_TIMEOUT_S, "check")
             # The last process may have completed the transaction that was under way.
             if not self._transaction <= transaction <= self._transaction + 1:
                 raise CorruptRecord("the file is not what was committed last")

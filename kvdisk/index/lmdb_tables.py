@@ -6,7 +6,7 @@ returns. A crash of the process does not lose it. A crash of the machine may, an
 then rebuilds the index from the slot headers.
 
 LMDB has no checksums, and a damaged file can end the process (an assertion of LMDB's, SIGBUS). So
-all this runs in a process of its own: see ``child``.
+all this runs in a process of its own: see ``index_process``.
 """
 
 from __future__ import annotations

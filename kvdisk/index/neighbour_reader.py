@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Neighbours`` over the reader process: a thread asks it about each of the other engine stores.
+"""``Neighbours`` over the reader process, which is asked about each of the other engine stores.
 
 An engine store whose index ends the reader process, or holds it up, is left alone for a while. So
 nothing that another engine does, or that a drive does to its files, reaches this process.
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import KvdiskError, QuietLog, start_thread
+from kvdisk.errors import KvdiskError, QuietLog
 from kvdisk.index.base import Answer, ForeignCopy
 from kvdisk.index.reader_process import ReaderProcess
+from kvdisk.reader_thread import ReaderThread
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +25,12 @@ LOOK_INTERVAL_S = 0.25
 """Seconds between looks for engine stores that came or went, and at most until the thread stops."""
 ANSWER_TIMEOUT_S = 2.0
 LEFT_ALONE_S = 60.0
-MOST_QUESTIONS = 256
 _CLOSE_TIMEOUT_S = 5.0
+_Question = tuple[int, int, tuple[BlockKey, ...]]
+"""Ticket, epoch and keys."""
 
 
-class NeighbourReader:
+class NeighbourReader(ReaderThread[_Question, Answer]):
     """See ``Neighbours`` and the module.
 
     ``find_homes``: returns the index directory of each engine store to ask now, by its id: those of
@@ -45,14 +45,8 @@ class NeighbourReader:
         self._left_alone: dict[str, float] = {}
         self._look_at_s = 0.0
         self._homes: Mapping[str, Path] = {}
-        self._questions: deque[tuple[int, int, tuple[BlockKey, ...]]] = deque()
-        """The ticket, epoch and keys of each question that waits."""
-        self._answers: deque[Answer] = deque()
-        self._wake = threading.Event()
-        self._stopping = False
-        self._refresh()
-        self._thread = threading.Thread(target=self._run, name="kvdisk-neighbours", daemon=True)
-        start_thread(self._thread)
+        self._look()
+        super().__init__("kvdisk-neighbours", _CLOSE_TIMEOUT_S)
 
     # -- the scheduler's thread ----------------------------------------------------------------
 
@@ -63,37 +57,18 @@ class NeighbourReader:
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
         """See ``Neighbours.ask``."""
-        if len(self._questions) >= MOST_QUESTIONS or self._stopping:
-            return False
-        self._questions.append((ticket, epoch, tuple(keys)))
-        self._wake.set()
-        return True
-
-    def poll(self) -> list[Answer]:
-        """See ``Neighbours.poll``."""
-        return [self._answers.popleft() for _ in range(len(self._answers))]
-
-    def close(self) -> None:
-        """See ``Neighbours.close``. Waits a few seconds at most for the question under way."""
-        self._stopping = True
-        self._wake.set()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        return self._queue((ticket, epoch, tuple(keys)))
 
     # -- the reader's thread -------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._wake.wait(LOOK_INTERVAL_S)
-                self._wake.clear()
-                self._refresh()
-                while self._questions and not self._stopping:
-                    self._answer(*self._questions.popleft())
-        finally:
-            self._homes = {}
-            self._reader.stop()
+    def _idle_s(self) -> float:
+        return LOOK_INTERVAL_S
 
-    def _refresh(self) -> None:
+    def _end(self) -> None:
+        self._homes = {}
+        self._reader.stop()
+
+    def _look(self) -> None:
         now = time.monotonic()
         if now < self._look_at_s:
             return
@@ -110,7 +85,8 @@ class NeighbourReader:
             # An open index keeps its space on the drive after its engine store is deleted.
             self._reader.stop()
 
-    def _answer(self, ticket: int, epoch: int, keys: tuple[BlockKey, ...]) -> None:
+    def _begin(self, question: _Question) -> None:
+        ticket, epoch, keys = question
         copies: dict[BlockKey, list[ForeignCopy]] = {}
         for home_id, index_path in self._homes.items():
             try:

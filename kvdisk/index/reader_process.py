@@ -11,8 +11,8 @@ from typing import NamedTuple
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.index.base import BlockColumns, ForeignCopy, SegmentRecord
-from kvdisk.index.child import Child
 from kvdisk.index.columns import join_columns
+from kvdisk.index.index_process import IndexProcess
 from kvdisk.index.records import Table, decode_blocks, decode_segments
 
 
@@ -45,10 +45,10 @@ def read_indexes(paths: Sequence[Path]) -> list[IndexContent]:
     return found
 
 
-class ReaderProcess(Child):
+class ReaderProcess(IndexProcess):
     """A process that reads indexes. ``find`` and ``read`` raise CorruptRecord where the index
-    cannot be read, and what ``Child`` raises; the next question then starts another process. One
-    thread makes all calls."""
+    cannot be read, and what ``IndexProcess`` raises; the next question then starts another process.
+    One thread makes all calls."""
 
     def find(
         self, home_id: str, index_path: Path, epoch: int, keys: Sequence[BlockKey], timeout_s: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import Namespace
@@ -101,6 +101,41 @@ class Objects(Protocol):
 
     def close(self) -> None:
         """Give up what is under way. Nothing touches a buffer afterwards. Idempotent."""
+
+
+class StoreBusy(Exception):
+    """A ``Bucket`` raises this for a request that it did not try: requests that were given up hold
+    all of its rooms."""
+
+
+class Bucket(Protocol):
+    """What a store's client must do. One thread calls all methods in an event loop, and may cancel
+    the calls. Whatever they raise is a failure.
+
+    ``name``: for the log. ``parallel``: the most requests that it is given at a time.
+    ``hint_life_s``: seconds for which an object is believed to be there after the client has said
+    so.
+    """
+
+    name: str
+    parallel: int
+    hint_life_s: float
+
+    async def exists(self, name: str) -> bool:
+        """Return whether an object is there."""
+
+    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
+        """Call ``take`` with the object's bytes, which are valid during that call only, and return
+        what it returned; None where there is no such object. For an object that is not
+        ``byte_count`` long, ``take`` is given any bytes of another length. Others may still change
+        the bytes meanwhile."""
+
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
+        """Have an object of that length there. Where there is none, or with ``over`` in any case,
+        write what ``fill`` puts into the buffer that it is called with."""
+
+    def close(self) -> None:
+        """Release what the client holds. Called once, with nothing under way."""
 
 
 class RemoteAnswer(NamedTuple):

@@ -18,12 +18,24 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvdisk.config import BUCKETS, Config
 from kvdisk.errors import ConfigError, QuietLog, start_thread
-from kvdisk.remote.base import ANSWERS, Health, ObjectOp, ObjectsOutcome, RemoteObject, Result
+from kvdisk.remote.base import (
+    ANSWERS,
+    Bucket,
+    Health,
+    ObjectOp,
+    ObjectsOutcome,
+    RemoteObject,
+    Result,
+    StoreBusy,
+)
+from kvdisk.remote.mooncake import MooncakeBucket
+from kvdisk.remote.obstore_bucket import ObstoreBucket
 
 logger = logging.getLogger("kvdisk.remote")
 
@@ -34,39 +46,29 @@ LEAST_SECRET_BYTES = 32
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class StoreBusy(Exception):
-    """A ``Bucket`` raises this for a request that it did not try: requests that were given up hold
-    all of its rooms."""
+def open_remote(config: Config) -> BucketObjects:
+    """Return the remote store; nothing has been asked of it yet. Raises ConfigError."""
+    key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
+    return BucketObjects(_open_bucket(config), deadline_s=config.remote_deadline_s, key=key)
 
 
-class Bucket(Protocol):
-    """What a store's client must do. One thread calls all methods in an event loop, and may cancel
-    the calls. Whatever they raise is a failure.
+def open_listed(config: Config) -> ObstoreBucket | None:
+    """Return the remote store as a bucket, to list it; None where it is none. Raises
+    ConfigError."""
+    bucket = _open_bucket(config) if _scheme_of(config) in BUCKETS else None
+    assert bucket is None or isinstance(bucket, ObstoreBucket)
+    return bucket
 
-    ``name``: for the log. ``parallel``: the most requests that it is given at a time.
-    ``hint_life_s``: seconds for which an object is believed to be there after the client has said
-    so.
-    """
 
-    name: str
-    parallel: int
-    hint_life_s: float
+def _open_bucket(config: Config) -> Bucket:
+    """Return the store's client: the one place that gives a setting of the user's to it."""
+    assert config.remote is not None
+    make: Callable[..., Bucket] = ObstoreBucket if _scheme_of(config) in BUCKETS else MooncakeBucket
+    return make(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
 
-    async def exists(self, name: str) -> bool:
-        """Return whether an object is there."""
 
-    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
-        """Call ``take`` with the object's bytes, which are valid during that call only, and return
-        what it returned; None where there is no such object. For an object that is not
-        ``byte_count`` long, ``take`` is given any bytes of another length. Others may still change
-        the bytes meanwhile."""
-
-    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
-        """Have an object of that length there. Where there is none, or with ``over`` in any case,
-        write what ``fill`` puts into the buffer that it is called with."""
-
-    def close(self) -> None:
-        """Release what the client holds. Called once, with nothing under way."""
+def _scheme_of(config: Config) -> str:
+    return (config.remote or "").partition("://")[0]
 
 
 def seal_key(path: Path) -> bytes:

@@ -14,21 +14,17 @@ import math
 import mmap
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import accumulate
-from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from kvdisk.child import ChildProcess
 from kvdisk.errors import ConfigError
 from kvdisk.remote import mooncake_process
-from kvdisk.remote.base import ObjectOp, Result
-from kvdisk.remote.client import StoreBusy
+from kvdisk.remote.base import ObjectOp, Result, StoreBusy
 
 ROOMS = 4
 """Rooms, so calls at a time."""
@@ -75,7 +71,7 @@ class _Asked(NamedTuple):
 
 
 class MooncakeBucket:
-    """See ``client.Bucket``.
+    """See ``base.Bucket``.
 
     ``url``: ``mooncake://host:port`` of the master. ``options``: keys of ``_OPTIONS``, as
     Mooncake's own ``setup`` names them. ``deadline_s``: seconds after which the caller gives a
@@ -168,27 +164,26 @@ class MooncakeBucket:
                 self._running[room] = group
 
     def _hear(self) -> None:
-        """Take one answer from the child."""
+        """Take what has come from the child."""
         assert self._child is not None
-        try:
-            heard = self._child.pipe.recv()
-        except (EOFError, OSError):
+        for heard in self._child.pipe.look():
+            if isinstance(heard, tuple):  # or it is the first word of a child in the place of another
+                self._take_answer(self._child, *heard)
+        if self._child.pipe.has_ended:
             ended, self._child = self._child.stop(), None
             for group in self._running.values():
                 _fail(group, f"its client has ended ({ended})")
             self._running.clear()
-        else:
-            if not isinstance(heard, tuple):
-                return  # the first word of a child in the place of another
-            room, codes, said = heard
-            group = self._running.pop(room)
-            if said:
-                _fail(group, said)
-            else:
-                parts = self._child.parts(room, [asked.byte_count for asked in group])
-                for asked, code, part in zip(group, codes, parts, strict=True):
-                    _end(asked, code, part)
         self._send()
+
+    def _take_answer(self, child: _Child, room: int, codes: Sequence[int], said: str) -> None:
+        group = self._running.pop(room)
+        if said:
+            _fail(group, said)
+            return
+        parts = child.parts(room, [asked.byte_count for asked in group])
+        for asked, code, part in zip(group, codes, parts, strict=True):
+            _end(asked, code, part)
 
 
 def _end(asked: _Asked, code: int, part: memoryview) -> None:
@@ -213,8 +208,10 @@ def _fail(group: Sequence[_Asked], said: str) -> None:
 
 
 class _Child:
-    """The child process, the pipe to it, and the rooms. Raises OSError where it cannot be
-    started."""
+    """The child process and the rooms. Raises OSError where it cannot be started.
+
+    What its client writes to stderr goes where the engine's goes: it may be much.
+    """
 
     def __init__(self, settings: Mapping[str, str], deadline_s: float) -> None:
         limit_ms = str(math.ceil(1000 * deadline_s))
@@ -227,35 +224,25 @@ class _Child:
             "MC_STORE_CLIENT_SETUP_RETRIES": "3",
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(deadline_s)),
         }
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._memory: dict[int, memoryview] = {}
         with ExitStack() as undo:
             self._rooms = [os.memfd_create("kvdisk-mooncake") for _ in range(ROOMS)]
             for room in self._rooms:
                 undo.callback(os.close, room)
-            self.pipe, theirs = Pipe()
-            undo.callback(self.pipe.close)
-            with theirs:
-                given = theirs.fileno()
-                self._process = subprocess.Popen(  # noqa: S603 - our own module, in this same interpreter
-                    [
-                        sys.executable,
-                        "-c",
-                        f"from {mooncake_process.__name__} import main; main({given}, {self._rooms})",
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[given, *self._rooms],
-                    env=environment | os.environ | path,
-                )
-            self.pipe.send((dict(settings), deadline_s))
+            self._process = ChildProcess(
+                mooncake_process.__name__, self._rooms, fds=self._rooms, environment=environment, keeps_words=False
+            )
+            self.pipe = self._process.pipe
+            self.pipe.post((dict(settings), deadline_s))
             undo.pop_all()
 
     def first_word(self) -> str | None:
         """Return why the child cannot serve, as the end of a sentence; None where it can."""
         try:
-            said = self.pipe.recv() if self.pipe.poll(_START_S) else f"did not start within {_START_S:g} s"
+            said = self.pipe.receive(_START_S)
+        except TimeoutError:
+            said = f"did not start within {_START_S:g} s"
         except (EOFError, OSError):
             said = f"ended with {self.stop()}"
         if said is None:
@@ -271,7 +258,7 @@ class _Child:
         return f"cannot be used: Mooncake's client {said}"
 
     def watch(self, hear: Callable[[], None]) -> None:
-        """From the first call on, call ``hear`` when there is something to ``recv``."""
+        """From the first call on, call ``hear`` when there is something to hear."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self.pipe.fileno(), hear)
@@ -289,20 +276,16 @@ class _Child:
     def send(self, room: int, op: ObjectOp, names: Sequence[str], lengths: Sequence[int]) -> None:
         """Have the child make a call in a room."""
         room_bytes = len(self._memory.get(room, b""))
-        self.pipe.send((room, room_bytes, op.value, names, lengths))
+        self.pipe.post((room, room_bytes, op.value, names, lengths))
 
     def stop(self) -> str:
         """End the process, and return how it ended. A client at work is killed. Idempotent."""
-        if self._loop is not None:
+        if self._loop is not None and self._rooms:
             self._loop.remove_reader(self.pipe.fileno())
-        self.pipe.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_S)
-        self._process.kill()
-        code = self._process.wait()
+        ended = self._process.end(_CLOSE_S)
         while self._rooms:
             os.close(self._rooms.pop())
-        return signal.Signals(-code).name if code < 0 else f"status {code}"
+        return ended.how
 
 
 def _settings(url: str, options: Mapping[str, str]) -> dict[str, str]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
+
+from kvdisk.child import ParentPipe
 
 MISSING = -704
 TOO_LONG = -600
@@ -134,18 +134,16 @@ def _put(store: Any, names: list[str], starts: list[int], lengths: list[int], *,
     return list(codes.values())
 
 
-def main(descriptor: int, rooms: Sequence[int]) -> None:
-    """Be the child: answer questions until the parent's end of the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent and to its children
-    pipe = Connection(descriptor)
-    lock = threading.Lock()
+def main(descriptor: int, parent: int, rooms: Sequence[int]) -> None:
+    """Be the child: answer questions until the parent is gone."""
+    pipe = ParentPipe(descriptor, parent)
 
     def answer(said: object) -> None:
-        with lock, suppress(OSError):
+        with suppress(OSError):
             pipe.send(said)
 
-    with suppress(EOFError, ConnectionError):
-        settings, deadline_s = pipe.recv()
+    with suppress(EOFError):
+        settings, deadline_s = pipe.receive()
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -155,7 +153,7 @@ def main(descriptor: int, rooms: Sequence[int]) -> None:
         client = Client(MooncakeDistributedStore, settings, deadline_s)
         threads = [Room(number, room, client, answer) for number, room in enumerate(rooms)]
         while True:
-            number, *question = pipe.recv()
+            number, *question = pipe.receive()
             threads[number].ask(question)
     if int(settings["global_segment_size"]) and not any(room.busy for room in threads):
         client.close()  # so that the master forgets what lies here

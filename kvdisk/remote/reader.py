@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RemoteIndex`` over ``Objects``: a thread that asks for one rank's object of a block.
+"""``RemoteIndex`` over ``Objects``, which is asked for one rank's object of a block.
 
 Asking for each block of a long prompt would take thousands of questions. So the blocks before one
 that is there are assumed to be there: where the store has evicted from the middle, a load fails.
@@ -7,15 +7,12 @@ that is there are assumed to be there: where the store has evicted from the midd
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import start_thread
+from kvdisk.reader_thread import ReaderThread
 from kvdisk.remote.base import ObjectOp, Objects, RemoteAnswer, RemoteObject, Result
 
-MOST_QUESTIONS = 256
 MOST_FAILED_ROUNDS = 8
 """Rounds of one question in which some objects were not answered; these objects are asked for
 again."""
@@ -100,7 +97,7 @@ class _Question:
         return RemoteAnswer(self.ticket, frozenset(chained + self._found), is_whole)
 
 
-class RemoteReader:
+class RemoteReader(ReaderThread[_Question, RemoteAnswer]):
     """See ``RemoteIndex`` and the module. The reader owns ``objects``: its thread makes all calls
     and closes it. ``name_of``: returns the name of the object that is asked for in place of all
     ranks' objects."""
@@ -110,14 +107,9 @@ class RemoteReader:
         self._name_of = name_of
         self.hint_life_s = objects.hint_life_s
         self._any = self._is_sound = True
-        self._questions: deque[_Question] = deque()
-        self._answers: deque[RemoteAnswer] = deque()
         self._asked: dict[int, _Question] = {}
         """The questions at the store, by the ticket of their batch."""
-        self._wake = threading.Event()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvdisk-remote-reader", daemon=True)
-        start_thread(self._thread)
+        super().__init__("kvdisk-remote-reader", _CLOSE_TIMEOUT_S)
 
     # -- the scheduler's thread ----------------------------------------------------------------
 
@@ -133,48 +125,33 @@ class RemoteReader:
 
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
         """See ``RemoteIndex.ask``."""
-        if len(self._questions) + len(self._asked) >= MOST_QUESTIONS or self._stopping:
-            return False
-        self._questions.append(_Question(ticket, chains, alone))
-        self._wake.set()
-        return True
-
-    def poll(self) -> list[RemoteAnswer]:
-        """See ``RemoteIndex.poll``."""
-        return [self._answers.popleft() for _ in range(len(self._answers))]
-
-    def close(self) -> None:
-        """See ``RemoteIndex.close``."""
-        self._stopping = True
-        self._wake.set()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        return self._queue(_Question(ticket, chains, alone), len(self._asked))
 
     # -- the reader's thread -------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                if not self._asked:
-                    self._wake.wait(None if self._any else _LOOK_INTERVAL_S)
-                    self._wake.clear()
-                while self._questions:
-                    self._go_on(self._questions.popleft())
-                outcomes = self._objects.poll(_POLL_S)
-                # Set before the answers: a caller that has an answer then knows whether the store
-                # is sound.
-                self._any, self._is_sound = self._objects.answers, self._objects.is_sound
-                for outcome in outcomes:
-                    question = self._asked.pop(outcome.ticket)
-                    question.take_answers(outcome.results)
-                    self._go_on(question)
-        finally:
-            self._any = False
-            self._objects.close()
+    def _idle_s(self) -> float | None:
+        if self._asked:
+            return 0.0
+        return None if self._any else _LOOK_INTERVAL_S
 
-    def _go_on(self, question: _Question) -> None:
+    def _look(self) -> None:
+        outcomes = self._objects.poll(_POLL_S)
+        # Set before the answers: a caller that has an answer then knows whether the store is sound.
+        self._any, self._is_sound = self._objects.answers, self._objects.is_sound
+        for outcome in outcomes:
+            question = self._asked.pop(outcome.ticket)
+            question.take_answers(outcome.results)
+            self._begin(question)
+
+    def _begin(self, question: _Question) -> None:
+        """Ask it, or go on with it."""
         keys = question.next()
         if keys:
             batch = [RemoteObject(self._name_of(key)) for key in keys]
             self._asked[self._objects.submit(ObjectOp.EXISTS, batch)] = question
         else:
             self._answers.append(question.answer)
+
+    def _end(self) -> None:
+        self._any = False
+        self._objects.close()

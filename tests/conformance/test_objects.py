@@ -35,7 +35,7 @@ from kvdisk.remote.base import (
 )
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
 from kvdisk.remote.mooncake import PACKAGE, ROOM_BYTES, ROOMS, MooncakeBucket
-from kvdisk.remote.s3 import S3Bucket
+from kvdisk.remote.obstore_bucket import ObstoreBucket
 from kvdisk.testing.memory_objects import MemoryObjects
 from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
 
@@ -75,7 +75,7 @@ class S3Case(ObjectsCase):
         return self.open(self.server.options)
 
     def open(self, options: dict[str, str]) -> BucketObjects:
-        bucket = S3Bucket(URL, options, deadline_s=self.deadline_s)
+        bucket = ObstoreBucket(URL, options, deadline_s=self.deadline_s)
         return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, clock=lambda: self.clock_s)
 
     def write(self, name: str, body: bytes) -> None:
@@ -448,7 +448,7 @@ class TestS3Torture(S3Case):
 )
 def test_what_cannot_be_opened_is_one_sentence(url, options, said):
     with pytest.raises(ConfigError, match=said) as raised:
-        S3Bucket(url, options, deadline_s=1.0)
+        ObstoreBucket(url, options, deadline_s=1.0)
     assert str(raised.value).startswith(f"remote {url!r} cannot be used: ")
     assert "\n" not in str(raised.value)
 
@@ -542,7 +542,7 @@ def test_whatever_the_client_raises_the_batch_ends(error):
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"needs obstore \(pip install obstore\)"):
-        S3Bucket("s3://bucket", {}, deadline_s=1.0)
+        ObstoreBucket("s3://bucket", {}, deadline_s=1.0)
 
 
 def test_a_full_reference_refuses_puts_and_serves_the_rest():
@@ -581,8 +581,8 @@ def test_a_process_that_never_closes_its_store_ends(s3_server):
     program = f"""
 from kvdisk.remote.base import ObjectOp, RemoteObject
 from kvdisk.remote.client import BucketObjects
-from kvdisk.remote.s3 import S3Bucket
-objects = BucketObjects(S3Bucket({URL!r}, {s3_server.options!r}, deadline_s=5.0), deadline_s=5.0)
+from kvdisk.remote.obstore_bucket import ObstoreBucket
+objects = BucketObjects(ObstoreBucket({URL!r}, {s3_server.options!r}, deadline_s=5.0), deadline_s=5.0)
 objects.submit(ObjectOp.GET, [RemoteObject(str(at), memoryview(bytearray(1))) for at in range(100)])
 print("ends")
 """

@@ -38,6 +38,6 @@ class DyingServer(Server):
         yield from number
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, parent: int) -> None:
     """Be the child."""
-    child_main.main(descriptor, DyingServer)
+    child_main.main(descriptor, parent, DyingServer)

@@ -34,7 +34,7 @@ class _Forked:
                 if fd > 2 and fd not in pass_fds:
                     with suppress(OSError):
                         os.close(fd)
-            child_main.main(pass_fds[0])
+            child_main.main(pass_fds[0], os.getppid())
             code = 0
         finally:
             os._exit(code)
@@ -67,7 +67,7 @@ def user(uid: int, *groups: int, gid: int | None = None) -> Iterator[None]:
     os.setegid(uid if gid is None else gid)
     os.seteuid(uid)
     try:
-        with mock.patch("kvdisk.index.child.subprocess.Popen", _Forked):
+        with mock.patch("kvdisk.child.subprocess.Popen", _Forked):
             yield
     finally:
         os.seteuid(0)

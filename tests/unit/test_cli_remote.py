@@ -21,7 +21,6 @@ from support.s3_proxy import MOST_BYTES, S3Proxy
 from support.s3_server import RIGHTS
 from test_cli_why import PROMPT, answered, described, keys_of, put
 
-from kvdisk.assembly import open_remote
 from kvdisk.blocks import make_block_key
 from kvdisk.cli import check, remote
 from kvdisk.cli.remote import RemoteVerdict, check_object, survey_remote, verify_remote
@@ -29,7 +28,8 @@ from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result, object_name
-from kvdisk.remote.s3 import Listed, why_failed
+from kvdisk.remote.client import open_remote
+from kvdisk.remote.obstore_bucket import Listed, why_failed
 from kvdisk.testing.memory_objects import MemoryObjects
 
 PAYLOAD_BYTES = 5000
@@ -161,7 +161,7 @@ def test_a_store_that_gives_other_bytes_back_is_said(there, monkeypatch):
 
 def test_a_store_that_is_no_bucket_is_tried_and_not_listed(there, monkeypatch):
     for module in (check, remote):
-        monkeypatch.setattr(module, "SCHEMES", ())
+        monkeypatch.setattr(module, "open_listed", lambda _: None)
     assert json_of("check", there.file())["remote"]["get_s"] > 0
     assert "cannot be listed: that takes a bucket" in refused("inspect", "--remote", there.file())
 
@@ -199,7 +199,7 @@ def test_namespaces_are_listed_with_objects_bytes_and_ages(there):
 
 
 def test_a_listing_that_stops_says_so(there, monkeypatch):
-    for module in ("kvdisk.remote.s3", "kvdisk.cli.remote"):
+    for module in ("kvdisk.remote.obstore_bucket", "kvdisk.cli.remote"):
         monkeypatch.setattr(f"{module}.PAGE_OBJECTS", 4)
     there.fill(there.config())
     (namespace,) = survey_remote(there.config(), most=8).namespaces
@@ -248,7 +248,7 @@ def test_a_sample_is_read_and_is_the_same_by_seed(there, monkeypatch):
 
 
 def test_a_large_namespace_is_read_at_random_places(there, monkeypatch):
-    for module in ("kvdisk.remote.s3", "kvdisk.cli.remote"):
+    for module in ("kvdisk.remote.obstore_bucket", "kvdisk.cli.remote"):
         monkeypatch.setattr(f"{module}.PAGE_OBJECTS", 2)
     monkeypatch.setattr(remote, "_BATCH_BYTES", 3 * SLOT_BYTES)
     slots = [slot_of(number << 24) for number in range(0, 256, 8)]

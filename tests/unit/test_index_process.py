@@ -20,7 +20,7 @@ from support.waits import WAIT_S, lives, until
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.index import lmdb_index
 from kvdisk.index.base import IndexState, SegmentRecord
-from kvdisk.index.child import Child
+from kvdisk.index.index_process import IndexProcess
 from kvdisk.index.lmdb_index import LmdbIndex, TablesProcess
 from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
 
@@ -230,14 +230,14 @@ def test_the_process_inherits_no_descriptor(tmp_path):
 
 def test_a_process_that_cannot_start_is_no_damage(path, monkeypatch):
     with pytest.raises(DeviceError, match="cannot start"):
-        Child("no.such.module").ask(WAIT_S, "anything")
+        IndexProcess("no.such.module").ask(WAIT_S, "anything")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(DeviceError, match="cannot start"):
         opened(path)
 
 
 def test_an_answer_that_is_not_taken_whole_ends_the_process(index):
-    child = Child()
+    child = IndexProcess()
     parts = child.parts(WAIT_S, "read", str(index._tables._path))
     next(parts)
     parts.close()

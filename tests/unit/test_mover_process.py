@@ -191,7 +191,7 @@ def test_more_plans_than_the_socket_holds_wait_here_while_it_stands_still(rank):
     os.kill(rank.mover.pid, signal.SIGSTOP)
     jobs = [rank.submit(JobKind.LOAD, tuple(move(row) for row in range(ROWS))) for _ in range(400)]
     rank.look()
-    assert rank.mover._unsent and not set(jobs) & set(rank.results)
+    assert rank.mover._child.pipe.is_full and not set(jobs) & set(rank.results)
     os.kill(rank.mover.pid, signal.SIGCONT)
     until(lambda: rank.look() or set(jobs) <= set(rank.results), "all loads")
     assert not any(rank.results[job].failed for job in jobs)

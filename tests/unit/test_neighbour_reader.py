@@ -93,8 +93,8 @@ def test_what_another_home_has_committed_is_found_in_its_newest_file(tmp_path) -
         (tmp_path / "one" / "data.mdb").unlink()
         with home(tmp_path / "one", keys(3, 7)):
             assert set(answer(found, names)) == set(keys(3, 7))
-        child = found._reader._process
-    assert child.poll() is not None and not found.any, "closing ends the child"
+        child = found._reader.pid
+    assert not lives(child) and not found.any, "closing ends the child"
     assert not found.ask(1, 0, keys(1))
 
 
@@ -121,13 +121,13 @@ def test_homes_come_and_go_and_a_child_that_was_killed_is_started_anew(tmp_path)
         one, two, three = keys(3)
         while holders() != {one: ["a"], two: ["a", "b"], three: ["b"]}:
             pass
-        os.kill(found._reader._process.pid, signal.SIGKILL)
+        os.kill(found._reader.pid, signal.SIGKILL)
         # The first home is blamed for it; the second is read by a new child.
         assert holders() == {two: ["b"], three: ["b"]}
         del homes["b"]
         while left := holders():
             assert left == {two: ["b"], three: ["b"]}
-        assert found._reader._process is None, "it keeps nothing of a home that is gone open"
+        assert found._reader.pid is None, "it keeps nothing of a home that is gone open"
 
 
 def test_a_damaged_index_is_left_alone_and_the_others_are_read(tmp_path, caplog) -> None:
@@ -150,7 +150,7 @@ def test_the_child_ends_with_its_parent(tmp_path) -> None:
         "found = NeighbourReader(lambda: {'one': Path(sys.argv[1])})\n"
         "found.ask(1, 0, [b'x' * 34])\n"
         "while not found.poll(): time.sleep(0.01)\n"
-        "print(found._reader._process.pid, flush=True)\n"
+        "print(found._reader.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     with home(tmp_path / "one", keys(3)):

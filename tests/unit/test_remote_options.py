@@ -11,7 +11,7 @@ import obstore
 import pytest
 
 from kvdisk.errors import ConfigError
-from kvdisk.remote.s3 import CLIENT_OPTIONS, S3Bucket, divide_options
+from kvdisk.remote.obstore_bucket import CLIENT_OPTIONS, ObstoreBucket, divide_options
 
 STORES = {"s3": ("_aws", "S3Config"), "gs": ("_gcs", "GCSConfig"), "az": ("_azure", "AzureConfig")}
 PREFIXES = {"s3": "aws_", "gs": "google_", "az": "azure_"}
@@ -42,7 +42,7 @@ def test_each_setting_is_taken_or_refused_by_name(scheme, capfd):
         for name in (bare, prefix + bare, (prefix + bare).upper()):
             for value in VALUES:
                 try:
-                    S3Bucket(url, BASE[scheme] | {name: value}, deadline_s=1.0)
+                    ObstoreBucket(url, BASE[scheme] | {name: value}, deadline_s=1.0)
                     taken.add(name)
                 except ConfigError as error:
                     said = str(error)
@@ -62,4 +62,6 @@ def test_what_is_of_the_client_does_not_reach_the_store():
 
 def test_of_several_settings_the_wrong_one_is_named():
     with pytest.raises(ConfigError, match=r"cannot be used: remote_options 'http1_only': .* boolean\.$"):
-        S3Bucket("s3://bucket", {"aws_region": "us-east-1", "http1_only": "maybe", "timeout": "5s"}, deadline_s=1.0)
+        ObstoreBucket(
+            "s3://bucket", {"aws_region": "us-east-1", "http1_only": "maybe", "timeout": "5s"}, deadline_s=1.0
+        )

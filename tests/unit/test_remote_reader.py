@@ -12,8 +12,9 @@ import pytest
 from support.waits import WAIT_S
 
 from kvdisk.blocks import BlockKey
+from kvdisk.reader_thread import MOST_QUESTIONS
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result
-from kvdisk.remote.reader import MOST_ALONE, MOST_QUESTIONS, ChainSearch, RemoteReader
+from kvdisk.remote.reader import MOST_ALONE, ChainSearch, RemoteReader
 from kvdisk.testing.memory_objects import MemoryObjects
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvdisk.config import BUCKETS
 from kvdisk.errors import ConfigError
 from kvdisk.remote.base import Result
 
-SCHEMES = ("s3", "gs", "az")
 PAGE_OBJECTS = 1000
 """The objects that a store lists in one answer."""
 _RETRIES = 2
@@ -33,7 +33,6 @@ _MEANINGS = (
 )
 """Error codes of the stores, and what they mean."""
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-_PREFIXES = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 CLIENT_OPTIONS = frozenset(
     {
         "allow_http",
@@ -72,13 +71,13 @@ class Listed(NamedTuple):
     stored_s: int
 
 
-class S3Bucket:
-    """See ``client.Bucket``.
+class ObstoreBucket:
+    """See ``base.Bucket``.
 
-    ``url``: ``s3://bucket/prefix``, or with another of SCHEMES. ``options``: obstore's settings for
-    that kind of store, such as ``aws_endpoint``, and for its HTTP client. obstore takes what they
-    lack from the environment. ``deadline_s``: seconds after which the caller gives a request up.
-    The constructor asks the store nothing. Raises ConfigError.
+    ``url``: ``s3://bucket/prefix``, or with another scheme of BUCKETS. ``options``: obstore's
+    settings for that kind of store, such as ``aws_endpoint``, and for its HTTP client. obstore
+    takes what they lack from the environment. ``deadline_s``: seconds after which the caller gives
+    a request up. The constructor asks the store nothing. Raises ConfigError.
     """
 
     parallel = 64
@@ -176,7 +175,7 @@ def divide_options(url: str, options: Mapping[str, str]) -> tuple[dict[str, str]
     store: dict[str, str] = {}
     client: dict[str, Any] = {}
     for name, value in options.items():
-        bare = name.lower().removeprefix(_PREFIXES[url.partition("://")[0]])
+        bare = name.lower().removeprefix(BUCKETS[url.partition("://")[0]])
         if bare in _NOT_HERE:
             raise ConfigError(f"remote_options cannot have {name!r}, which {_NOT_HERE[bare]}.")
         if bare in CLIENT_OPTIONS:
