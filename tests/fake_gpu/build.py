@@ -194,8 +194,9 @@ class Rig:
 
 
 def have_processes_start_it(packages: Path, kernels: Path) -> None:
-    """Have each process of this environment find ``site``, and start with what is in it."""
-    lines = [str(HERE / "site"), f"import fake_gpu_start; fake_gpu_start.start({str(kernels)!r})"]
+    """Have each process of this environment find ``site``, and start with what is in it; and the
+    tests, so that those that are processes of their own find each other."""
+    lines = [str(HERE / "site"), str(HERE.parent), f"import fake_gpu_start; fake_gpu_start.start({str(kernels)!r})"]
     (packages / "fake_gpu.pth").write_text("\n".join([*lines, ""]))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 def runtime() -> Any:
     """Return the library that torch has loaded."""
     library = ctypes.CDLL("libcudart.so.13")
-    for name in ("races", "violations", "pending", "counts"):
+    for name in ("races", "violations", "failed", "pending", "counts"):
         getattr(library, f"fake_gpu_{name}").restype = ctypes.c_size_t
     library.fake_gpu_inject.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     library.fake_gpu_reseed.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
@@ -36,6 +36,11 @@ def violations() -> int:
     """Return how often a call was one that CUDA's text leaves undefined, or the host touched or
     gave back memory that an operation was at work on; docs/FAKE_GPU.md lists them."""
     return runtime().fake_gpu_violations()
+
+
+def failed() -> int:
+    """Return how many calls have failed that ``fail`` told to."""
+    return runtime().fake_gpu_failed()
 
 
 def pending() -> int:

@@ -135,8 +135,10 @@ def test_registrations_are_as_cuda_has_them():
 def test_failures_come_where_they_are_told_to():
     control.fail("cudaMemcpyAsync", 2)
     there = torch.zeros(10, device=GPU)
+    before = control.failed()
     with pytest.raises(RuntimeError, match="out of memory"):
         there.cpu()
+    assert control.failed() == before + 1
     assert there.cpu().sum() == 0
 
 

@@ -126,6 +126,13 @@ size_t fake_gpu_violations() {
   return w.violations;
 }
 
+// How many calls have failed that fake_gpu_inject told to.
+size_t fake_gpu_failed() {
+  World& w = the();
+  Lock lock(w.mutex);
+  return w.failed;
+}
+
 size_t fake_gpu_pending() {
   World& w = the();
   Lock lock(w.mutex);

@@ -137,6 +137,7 @@ int enter(const char* name) {
       fault.after--;
     } else if (fault.times) {
       fault.times--;
+      w.failed++;
       return fault.code;
     }
   }

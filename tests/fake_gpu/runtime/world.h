@@ -146,7 +146,7 @@ struct World {
   std::map<string, Fault> faults;
   std::set<string> told;
   std::unordered_map<const void*, string> functions;
-  uint64_t ops = 0, marks = 0, races = 0, captured = 0, violations = 0;
+  uint64_t ops = 0, marks = 0, races = 0, captured = 0, violations = 0, failed = 0;
   size_t keep = 100;  // how many of ``ran`` there may be before some are forgotten
   int running = 0, most_running = 1;
   std::atomic<int> broken{0};  // an error that stays

@@ -12,6 +12,8 @@ SCHEMA = "(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_or
 DEFAULT_STREAMS = (0, 1)
 """The legacy stream, by its two names."""
 DEFAULT_KIND = 4
+IN_STREAM_ORDER, IN_ANY_ORDER = 1, 3
+"""When the sources of a batch may be read."""
 STAND_INS = {
     "swap_blocks_batch": "A copy of the runtime's for each item, on the current stream, as vLLM's C++ gives them; the"
     " kernel that vLLM takes for many small pages is its own, in Triton.",
@@ -26,7 +28,6 @@ def _runtime() -> Any:
     place, count = ctypes.c_void_p, ctypes.c_size_t
     library.cudaMemcpyBatchAsync.argtypes = [place, place, place, count, place, place, count, place]
     library.cudaMemcpyAsync.argtypes = [place, place, count, ctypes.c_int, place]
-    library.fake_gpu_host_touches.argtypes = [place, count, ctypes.c_int]
     return library
 
 
@@ -35,21 +36,19 @@ def swap_blocks_batch(sources: Any, targets: Any, sizes: Any, any_order: bool = 
     ``cudaMemcpyBatchAsync``, or, on the default stream, one ``cudaMemcpyAsync`` for each. The lists
     are read in the call.
 
-    ``any_order``: the GPU may read the sources before the stream has come so far. Where an
-    operation still writes one, that is a violation.
+    ``any_order``: the GPU may read the sources before the stream has come so far.
     """
     import torch
 
     stream, count = torch.cuda.current_stream().cuda_stream, len(sizes)
-    if any_order:
-        for source, byte_count in zip(sources.tolist(), sizes.tolist(), strict=True):
-            _runtime().fake_gpu_host_touches(source, byte_count, False)
     if stream in DEFAULT_STREAMS:
         for each in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             _runtime().cudaMemcpyAsync(*each, DEFAULT_KIND, stream)
         return
     lists = (each.data_ptr() for each in (targets, sources, sizes))
-    if code := _runtime().cudaMemcpyBatchAsync(*lists, count, None, None, 0, stream):
+    attributes = (ctypes.c_int * 6)(IN_ANY_ORDER if any_order else IN_STREAM_ORDER)  # no hints, no flags
+    first = ctypes.c_size_t(0)
+    if code := _runtime().cudaMemcpyBatchAsync(*lists, count, attributes, ctypes.byref(first), 1, stream):
         raise RuntimeError(f"cuMemcpyBatchAsync failed with error {code}")
 
 
