@@ -463,6 +463,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self.store.reached(name, keys)
             left -= len(keys)
         self._goes_on = self.store.step(time.monotonic())
+        self._has_moved |= self._goes_on  # what is sent to a remote store is no job of vLLM's
 
     @guarded
     def has_pending_work(self) -> bool:
@@ -528,7 +529,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         """Return what was counted and measured since the last call, or the last but a few: an idle
         engine has told all."""
         now_s = time.monotonic()
-        if now_s - self._taken_s < STATS_S and (self._jobs or not self._has_moved):
+        if now_s - self._taken_s < STATS_S and (self._jobs or self._goes_on or not self._has_moved):
             return None
         self._taken_s, self._has_moved = now_s, False
         taken = self._stats.take()
