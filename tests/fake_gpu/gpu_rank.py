@@ -23,9 +23,9 @@ from support.live_model import LiveModel
 from support.live_rank import LocalRank, WrongBytesError
 
 from kvdisk.assembly import WorkerHalf, assemble_worker
-from kvdisk.blocks import Tier, group_of
+from kvdisk.blocks import GROUP_BYTES, Tier, group_of
 from kvdisk.config import Config
-from kvdisk.messages import Report
+from kvdisk.messages import JobKind, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaLanes, Lane
 
@@ -146,6 +146,39 @@ class GpuRank(LocalRank):
         while not self._parts.mover._runner.copying and time.monotonic() < end_s:
             time.sleep(0.0002)
 
+    def halt_and_overwrite(self) -> None:
+        """Do as a worker that is switched off; then let the model write all blocks that no load
+        does."""
+        jobs = [job for job in self._jobs.values() if job.kind is JobKind.LOAD]
+        loaded = {(group_of(move.key), block) for job in jobs for move in job.moves for block in move.gpu_blocks}
+        with self._on_stream():
+            self._parts.mover.halt()
+            for group, layers in enumerate(self._layers):
+                for block in range(layers[0].shape[0]):
+                    if (group, block) not in loaded:
+                        for layer in layers:
+                            layer[block].fill_(0xEE)
+
+    def sleep(self) -> None:
+        """Leave the GPU, whose memory of the blocks is lost then, whatever is still at work there."""
+        with self._on_stream():
+            self._parts.mover.leave_gpu()
+        self._stream.synchronize()
+        self._lose_blocks()
+
+    def wake(self) -> None:
+        """Have the memory back, with nothing in it."""
+        self._lose_blocks()
+        with self._on_stream():
+            self._parts.mover.return_to_gpu()
+
+    def _lose_blocks(self) -> None:
+        unmaps = torch.cuda.Stream(self._stream.device)
+        with torch.cuda.stream(unmaps):
+            for layer in (layer for layers in self._layers for layer in layers):
+                layer.fill_(0xEE)
+        unmaps.synchronize()
+
     def audit(self, engine: LiveEngine) -> None:
         """Compare all blocks that the GPU has cached, and what has not been compared yet. Raises
         WrongBytesError."""
@@ -153,8 +186,7 @@ class GpuRank(LocalRank):
         with self._on_stream():
             for block in map(engine.pool.get_block, range(1, engine.pool.block_count)):
                 if block.key is not None:
-                    (digest,) = self._model.digests_of(block.key)
-                    self._check(group_of(block.key), block.block_id, digest, "has cached")
+                    self._check(group_of(block.key), block.block_id, block.key[:-GROUP_BYTES], "has cached")
             event = torch.cuda.Event()
             event.record()
             steps, self._steps, looks, self._looks = self._steps, [], self._looks, []
