@@ -23,9 +23,9 @@ from support.live_model import LiveModel
 from support.live_rank import LocalRank, WrongBytesError
 
 from kvdisk.assembly import WorkerHalf, assemble_worker
-from kvdisk.blocks import GROUP_BYTES, Tier, group_of
+from kvdisk.blocks import GROUP_BYTES, JobId, Tier, group_of
 from kvdisk.config import Config
-from kvdisk.messages import JobKind, Report
+from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaLanes, Lane
 
@@ -59,6 +59,8 @@ class GpuRank(LocalRank):
         captures: float = 0.0,
     ) -> None:
         self.looked = 0
+        self._slept = set[JobId]()
+        """Jobs that were under way when a sleep began."""
         self._captures, self._chance = captures, random.Random(rank)
         self._late = late
         self._steps: list[tuple[torch.cuda.Event, list[Look]]] = []
@@ -134,6 +136,7 @@ class GpuRank(LocalRank):
     def close(self) -> None:
         with self._on_stream():
             super().close()
+        assert self._parts.mover._ended, "the mover's thread has not come to its end: what it had is never answered"
 
     @property
     def arenas(self) -> Mapping[Tier, Arena]:
@@ -161,6 +164,7 @@ class GpuRank(LocalRank):
 
     def sleep(self) -> None:
         """Leave the GPU, whose memory of the blocks is lost then, whatever is still at work there."""
+        self._slept.update(self._jobs)
         with self._on_stream():
             self._parts.mover.leave_gpu()
         self._stream.synchronize()
@@ -171,6 +175,13 @@ class GpuRank(LocalRank):
         self._lose_blocks()
         with self._on_stream():
             self._parts.mover.return_to_gpu()
+
+    def _end(self, job: Job, result: JobResult) -> None:
+        if job.id in self._slept:  # nobody waits for it any more, and what it had brought is lost
+            result = JobResult(
+                1, dict.fromkeys(range(len(job.moves)), Reason.CANCELLED), result.late, result.late_ranks
+            )
+        super()._end(job, result)
 
     def _lose_blocks(self) -> None:
         unmaps = torch.cuda.Stream(self._stream.device)

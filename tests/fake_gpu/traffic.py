@@ -48,6 +48,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.worker.copier import CudaLanes
 from kvdisk.worker.cudart import forget_error
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.runner import Runner
 
 HANGS_S = 600
 """What takes so long hangs, on however busy a machine."""
@@ -58,6 +59,7 @@ _OF_THREADS = {"cudaGetDevice", "cudaSetDevice", "cudaGetDeviceCount", "cudaGetL
 _OFTEN = 0.3
 _AT_WORK_S = 0.05
 _ASLEEP_S = 0.005
+_SLOW_S = 0.004
 _IO_DEADLINE_S, _HANGS_S = 0.2, 0.3
 _LETTERS, _REUSING_TOKENS = "abcdefghijklmnop", 60
 _FORGETFUL = LoadShape(forgets=0.15)
@@ -75,7 +77,8 @@ class Variant:
     ``straight``: rows of any size go without scratch. ``staged``: drives and GPU move blocks
     straight, through a device that bounces. ``triton``: it sums payloads there, by its interpreter,
     of which nobody knows what it touches; otherwise torch does, faster. ``slow_copies``: the mover
-    takes copies for unfinished for a while, some longer than others. ``batch_slots``: of the
+    takes copies for unfinished for a while, some longer than others. ``slow_turns``: its thread has
+    to wait for a processor now and then. ``batch_slots``: of the
     largest size in a batch; 0: as many as kvdisk wants. ``piece_bytes``: that are pinned at once;
     0: as many as kvdisk wants. ``remote``: there is a remote store. ``zeroes``: see ``FakeEngine``;
     its races are meant (decision 29), so that bytes alone count.
@@ -109,6 +112,7 @@ class Variant:
     staged: bool = False
     triton: bool = False
     slow_copies: bool = False
+    slow_turns: bool = False
     batch_slots: int = 0
     piece_bytes: int = 0
     remote: bool = False
@@ -166,7 +170,8 @@ VARIANTS = {
         _TIGHT("remote", remote=True, windowed=True),
         _TIGHT("zeroes", zeroes=True, windowed=True),
         _TIGHT("on-preemption", values={"store_policy": "on_preemption"}, windowed=True),
-        _TIGHT("hasty", fence_s=0.0),
+        _TIGHT("hasty", fence_s=0.0, slow_turns=True),
+        _TIGHT("slow-turns", slow_turns=True, windowed=True),
         _TIGHT("captures", captures=0.5, piece_bytes=8 << 10, values={"cpu_bytes": 16 << 20}),
         _TIGHT("two-ranks", devices=(0, 0), windowed=True),
         _TIGHT("closes", closes=4, windowed=True),
@@ -345,8 +350,13 @@ class _Run:
             assert not torch._C._cuda_hasPrimaryContext(0), "a rank on another GPU has taken memory of the first"
 
     def _audit(self, engine: LiveEngine) -> None:
-        """Serve prompts once more, and look at all that there is."""
+        """Serve prompts once more, and look at all that there is. No load fails for what has failed
+        before."""
+        failed = engine.manager.stats.counts.get("failed_loads", 0)
         engine.serve(sorted(self._prompts, key=lambda prompt: (len(prompt), prompt))[-self._variant.again :])
+        assert self._variant.hangs or engine.manager.stats.counts.get("failed_loads", 0) == failed, "loads still fail"
+        while self._variant.hangs and _is_late(engine):
+            engine.step()
         audit(engine)
         for rank in self._ranks[-self._model.ranks :]:
             rank.audit(engine)
@@ -407,7 +417,10 @@ class _Run:
     def _sleep(self, engine: LiveEngine) -> None:
         """Sleep as vLLM does: without requests, and with a prefix cache that is empty. Meanwhile the
         memory of the KV cache is not there."""
-        while engine.requests:
+        aborts = self._chance.random() < 0.7
+        for request in list(engine.queued) if aborts else ():
+            engine.abort(request)  # what it loads is still on its way
+        while engine.requests and not aborts:
             engine.step()
             for request in engine.running:
                 request.finishing = True
@@ -505,6 +518,25 @@ def _hanging(likelihood: float, chance: random.Random) -> Iterator[None]:
         yield
 
 
+def _is_late(engine: LiveEngine) -> bool:
+    """Whether a drive may still touch slots of moves that have failed."""
+    catalog = engine.manager._catalog
+    return any(catalog.pins(row, space.tier) for space in engine.manager._tiers for row in catalog.rows())
+
+
+def _slow_turn(chance: random.Random) -> Callable[..., bool]:
+    """Return a turn of a mover's thread that has to wait for a processor now and then, once it has
+    taken its plans."""
+    turn = Runner.turn
+
+    def slow_turn(self: Runner, *args: Any, **more: Any) -> bool:
+        if chance.random() < _OFTEN:
+            time.sleep(chance.random() * _SLOW_S)
+        return turn(self, *args, **more)
+
+    return slow_turn
+
+
 def _pieces_pinned() -> int:
     """Return how many pieces of memory are registered with CUDA, where no call has failed."""
     counts = control.counts()
@@ -547,6 +579,8 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
         patches.append(patch("kvdisk.worker.mover.FENCE_S", variant.fence_s))
     if variant.slow_copies:
         patches.append(patch.object(CudaLanes, "record", slow_record(random.Random(0))))
+    if variant.slow_turns:
+        patches.append(patch.object(Runner, "turn", _slow_turn(random.Random(0))))
     if variant.batch_slots:
         slot_bytes = LiveModel("", 1, variant.windowed, variant.payload_bytes).geometry.slot_sizes[-1]
         patches.append(patch.dict(Mover.__init__.__kwdefaults__, batch_bytes=variant.batch_slots * slot_bytes))
