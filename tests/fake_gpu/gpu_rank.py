@@ -163,7 +163,7 @@ class GpuRank(LocalRank):
                             layer[block].fill_(0xEE)
 
     def sleep(self) -> None:
-        """Leave the GPU, whose memory of the blocks is lost then, whatever is still at work there."""
+        """Leave the GPU. Its blocks are lost then, whatever is still at work there."""
         self._slept.update(self._jobs)
         with self._on_stream():
             self._parts.mover.leave_gpu()
@@ -194,6 +194,8 @@ class GpuRank(LocalRank):
         """Compare all blocks that the GPU has cached, and what has not been compared yet. Raises
         WrongBytesError."""
         self._weights = engine.weights
+        unpinned = [memory for memory in self._parts.memory if isinstance(memory, Arena) and memory._pinning is None]
+        assert not unpinned, "host memory was not pinned: copies of it hold the mover up"
         with self._on_stream():
             for block in map(engine.pool.get_block, range(1, engine.pool.block_count)):
                 if block.key is not None:

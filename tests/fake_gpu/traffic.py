@@ -415,8 +415,8 @@ class _Run:
             torch.cuda.synchronize()
 
     def _sleep(self, engine: LiveEngine) -> None:
-        """Sleep as vLLM does: without requests, and with a prefix cache that is empty. Meanwhile the
-        memory of the KV cache is not there."""
+        """Sleep as vLLM does: with an empty prefix cache, and without requests but aborted ones.
+        Meanwhile the memory of the KV cache is not there."""
         aborts = self._chance.random() < 0.7
         for request in list(engine.queued) if aborts else ():
             engine.abort(request)  # what it loads is still on its way

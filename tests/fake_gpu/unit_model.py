@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from support.live_model import HASH_TOKENS, HashedRequest, LiveModel
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of
