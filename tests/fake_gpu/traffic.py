@@ -63,6 +63,7 @@ _SLOW_S = 0.004
 _IO_DEADLINE_S, _HANGS_S = 0.2, 0.3
 _LETTERS, _REUSING_TOKENS = "abcdefghijklmnop", 60
 _FORGETFUL = LoadShape(forgets=0.15)
+_EVICTING = LoadShape(forgets=0.0)
 _LONG = LoadShape(forgets=0.15, most_tokens=240, at_once=4)
 _RESETTING = LoadShape(forgets=0.1, resets=0.03)
 
@@ -156,8 +157,8 @@ VARIANTS = {
         _STAGED("staged-beside-memory"),
         _STAGED("staged-triton", triton=True, requests=8, again=2),
         _TIGHT("straight-together", straight=True, apart=False, payload_bytes=1000),
-        _TIGHT("units", unit=2, windowed=True),
-        _TIGHT("units-straight", unit=2, straight=True, apart=False),
+        _TIGHT("units", unit=2, shape=_EVICTING),
+        _TIGHT("units-straight", unit=2, straight=True, apart=False, shape=_EVICTING),
         # Stores of several batches.
         _TIGHT("long", shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
         Variant("long-straight", straight=True, shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
@@ -178,7 +179,7 @@ VARIANTS = {
         _TIGHT("closes-drive-alone", closes=4, values=_NO_MEMORY),
         _STAGED("closes-staged", closes=3, values=_NO_MEMORY, requests=12),
         _TIGHT("halts", closes=4, halts=True, windowed=True),
-        _TIGHT("sleeps", sleeps=0.1, windowed=True),
+        _TIGHT("sleeps", sleeps=0.1, windowed=True, slow_turns=True),
         _TIGHT("sleeps-drive-alone", sleeps=0.1, values=_NO_MEMORY),
         # Failures.
         _TIGHT("hangs", hangs=0.1, values=_HANGING),
@@ -428,7 +429,7 @@ class _Run:
         ranks = self._ranks[-self._model.ranks :]
         for rank in ranks:
             rank.sleep()
-        time.sleep(_ASLEEP_S)
+        time.sleep(self._chance.choice((0, _ASLEEP_S)))
         for rank in ranks:
             rank.wake()
 
