@@ -23,9 +23,9 @@ from support.live_model import LiveModel
 from support.live_rank import LocalRank, WrongBytesError
 
 from kvdisk.assembly import WorkerHalf, assemble_worker
-from kvdisk.blocks import Tier, group_of
+from kvdisk.blocks import GROUP_BYTES, JobId, Tier, group_of
 from kvdisk.config import Config
-from kvdisk.messages import Report
+from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaLanes, Lane
 
@@ -59,6 +59,8 @@ class GpuRank(LocalRank):
         captures: float = 0.0,
     ) -> None:
         self.looked = 0
+        self._slept = set[JobId]()
+        """Jobs that were under way when a sleep began."""
         self._captures, self._chance = captures, random.Random(rank)
         self._late = late
         self._steps: list[tuple[torch.cuda.Event, list[Look]]] = []
@@ -134,6 +136,7 @@ class GpuRank(LocalRank):
     def close(self) -> None:
         with self._on_stream():
             super().close()
+        assert self._parts.mover._ended, "the mover's thread has not come to its end: what it had is never answered"
 
     @property
     def arenas(self) -> Mapping[Tier, Arena]:
@@ -146,15 +149,57 @@ class GpuRank(LocalRank):
         while not self._parts.mover._runner.copying and time.monotonic() < end_s:
             time.sleep(0.0002)
 
+    def halt_and_overwrite(self) -> None:
+        """Do as a worker that is switched off; then let the model write all blocks that no load
+        does."""
+        jobs = [job for job in self._jobs.values() if job.kind is JobKind.LOAD]
+        loaded = {(group_of(move.key), block) for job in jobs for move in job.moves for block in move.gpu_blocks}
+        with self._on_stream():
+            self._parts.mover.halt()
+            for group, layers in enumerate(self._layers):
+                for block in range(layers[0].shape[0]):
+                    if (group, block) not in loaded:
+                        for layer in layers:
+                            layer[block].fill_(0xEE)
+
+    def sleep(self) -> None:
+        """Leave the GPU. Its blocks are lost then, whatever is still at work there."""
+        self._slept.update(self._jobs)
+        with self._on_stream():
+            self._parts.mover.leave_gpu()
+        self._stream.synchronize()
+        self._lose_blocks()
+
+    def wake(self) -> None:
+        """Have the memory back, with nothing in it."""
+        self._lose_blocks()
+        with self._on_stream():
+            self._parts.mover.return_to_gpu()
+
+    def _end(self, job: Job, result: JobResult) -> None:
+        if job.id in self._slept:  # nobody waits for it any more, and what it had brought is lost
+            result = JobResult(
+                1, dict.fromkeys(range(len(job.moves)), Reason.CANCELLED), result.late, result.late_ranks
+            )
+        super()._end(job, result)
+
+    def _lose_blocks(self) -> None:
+        unmaps = torch.cuda.Stream(self._stream.device)
+        with torch.cuda.stream(unmaps):
+            for layer in (layer for layers in self._layers for layer in layers):
+                layer.fill_(0xEE)
+        unmaps.synchronize()
+
     def audit(self, engine: LiveEngine) -> None:
         """Compare all blocks that the GPU has cached, and what has not been compared yet. Raises
         WrongBytesError."""
         self._weights = engine.weights
+        unpinned = [memory for memory in self._parts.memory if isinstance(memory, Arena) and memory._pinning is None]
+        assert not unpinned, "host memory was not pinned: copies of it hold the mover up"
         with self._on_stream():
             for block in map(engine.pool.get_block, range(1, engine.pool.block_count)):
                 if block.key is not None:
-                    (digest,) = self._model.digests_of(block.key)
-                    self._check(group_of(block.key), block.block_id, digest, "has cached")
+                    self._check(group_of(block.key), block.block_id, block.key[:-GROUP_BYTES], "has cached")
             event = torch.cuda.Event()
             event.record()
             steps, self._steps, looks, self._looks = self._steps, [], self._looks, []

@@ -316,6 +316,15 @@ def give_back_at(leg: Leg) -> Plant:
     return instead(Runner, "_send" if leg in {Leg.READ, Leg.WRITE} else "_copy", go_on)
 
 
+def give_back_what_is_late(real: Real, runner: Runner, now_s: float) -> Any:
+    happened = real(runner, now_s)
+    for batch in runner._under_way:
+        if batch.late:
+            runner._batches.give_back(batch)
+            batch.staging = []
+    return happened
+
+
 def close_at_once(planter: Planter) -> None:
     planter.replace(Runner, "await_copies", lambda _real, runner: runner.halt())
 
@@ -382,6 +391,23 @@ def copy_rows_beside(real: Real, lanes: CudaLanes, *args: Any, **kwargs: Any) ->
     others = copy.copy(lanes)
     others._streams = {**lanes._streams, **{pair[0]: lanes._streams[pair[1]] for pair in (STORES, LOADS)}}
     return real(others, *args, **kwargs)
+
+
+def put_all_first(real: Real, *args: Any) -> Iterator[Any]:
+    """Take the start of a slot for the place of each of its blocks."""
+    for _place, slots, blocks in real(*args):
+        yield 0, slots, blocks
+
+
+# -- sleep -----------------------------------------------------------------------------------------
+
+
+def leave_at_once(_real: Real, runner: Runner) -> None:
+    runner._unmapped = True
+
+
+def return_too_soon(runner: Runner) -> None:
+    runner._unmapped = False
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -503,6 +529,9 @@ FAULTS: dict[str, Fault] = {
     "staging is lent again while a scatter reads it": Fault(give_back_at(Leg.SCATTER), ("drive-alone",)),
     "staging is lent again while a gather writes it": Fault(give_back_at(Leg.GATHER), ("drive-alone",)),
     "staging is lent again while a drive writes it": Fault(give_back_at(Leg.WRITE), ("drive-alone",)),
+    "staging is lent again while a drive is late with it": Fault(
+        instead(Runner, "_give_up_late", give_back_what_is_late), ("hangs", "hangs-staged")
+    ),
     "the arena goes before its copies end": Fault(close_at_once, ("closes",)),
     "arenas go before the mover": Fault(instead(WorkerHalf, "close", release_first(on_gpu=False)), ("closes",)),
     "GPU staging goes before the mover": Fault(
@@ -544,6 +573,7 @@ FAULTS: dict[str, Fault] = {
     "copies go one slot beyond a piece": Fault(
         instead(copier_module, "_slot_runs", runs_one_too_far), ("pieces", "pieces-straight")
     ),
+    "all blocks of a slot lie at its start": Fault(instead(LayerBlocks, "places", put_all_first), ("units",)),
     "a straight copy leaves its last row": Fault(
         instead(LayerBlocks, "rectangles", leave_the_last_row), ("straight-together",)
     ),
@@ -555,6 +585,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "memory is pinned for the first GPU": Fault(
         within(arena_module.Arena, "_pin", torch.cuda, "set_device", lambda *_: None), ("second-gpu",)
+    ),
+    # -- sleep, and switched off --
+    "a sleep does not wait for copies": Fault(instead(Runner, "leave_gpu", leave_at_once), ("sleeps",)),
+    "copies begin in a sleep": Fault(changed_after(Runner, "leave_gpu", return_too_soon), ("sleeps-drive-alone",)),
+    "what has not begun before a sleep is stored after it": Fault(
+        within(Mover, "leave_gpu", Runner, "give_up", lambda *_: None), ("sleeps",)
+    ),
+    "nothing is loaded after a sleep": Fault(nothing(Runner, "return_to_gpu"), ("sleeps",)),
+    "the model is not held when kvdisk is switched off": Fault(
+        within(Mover, "halt", CudaCopier, "hold_model", lambda *_: None), ("halts",)
+    ),
+    "stores begin when kvdisk has been switched off": Fault(
+        within(Mover, "halt", Runner, "give_up", lambda *_: None), ("halts",)
     ),
     # -- failures --
     "what has begun when memory ends is not waited for": Fault(

@@ -40,6 +40,7 @@ from support.live_rank import WrongBytesError
 from fake_gpu import control
 from fake_gpu.gpu_rank import GpuRank, slow_record
 from fake_gpu.host_watch import WatchedObjects, host_watched
+from fake_gpu.unit_model import TextRequest, UnitModel
 from kvdisk.config import Config
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.base import Outcome as DeviceOutcome
@@ -47,6 +48,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.worker.copier import CudaLanes
 from kvdisk.worker.cudart import forget_error
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.runner import Runner
 
 HANGS_S = 600
 """What takes so long hangs, on however busy a machine."""
@@ -56,8 +58,12 @@ _OF_THREADS = {"cudaGetDevice", "cudaSetDevice", "cudaGetDeviceCount", "cudaGetL
 """Calls that say what a thread knows: a GPU that is broken lets them go well."""
 _OFTEN = 0.3
 _AT_WORK_S = 0.05
+_ASLEEP_S = 0.005
+_SLOW_S = 0.004
+_IO_DEADLINE_S, _HANGS_S = 0.2, 0.3
 _LETTERS, _REUSING_TOKENS = "abcdefghijklmnop", 60
 _FORGETFUL = LoadShape(forgets=0.15)
+_EVICTING = LoadShape(forgets=0.0)
 _LONG = LoadShape(forgets=0.15, most_tokens=240, at_once=4)
 _RESETTING = LoadShape(forgets=0.1, resets=0.03)
 
@@ -72,7 +78,8 @@ class Variant:
     ``straight``: rows of any size go without scratch. ``staged``: drives and GPU move blocks
     straight, through a device that bounces. ``triton``: it sums payloads there, by its interpreter,
     of which nobody knows what it touches; otherwise torch does, faster. ``slow_copies``: the mover
-    takes copies for unfinished for a while, some longer than others. ``batch_slots``: of the
+    takes copies for unfinished for a while, some longer than others. ``slow_turns``: its thread has
+    to wait for a processor now and then. ``batch_slots``: of the
     largest size in a batch; 0: as many as kvdisk wants. ``piece_bytes``: that are pinned at once;
     0: as many as kvdisk wants. ``remote``: there is a remote store. ``zeroes``: see ``FakeEngine``;
     its races are meant (decision 29), so that bytes alone count.
@@ -80,6 +87,10 @@ class Variant:
     ``fence_s``: how long a step waits for copies to begin; None: as long as kvdisk wants.
     ``captures``: likelihood that the model captures CUDA graphs in a step; it does so at the start,
     too.
+
+    ``unit``: blocks of the GPU that are one of kvdisk's. ``sleeps``: likelihood, per step, that the
+    engine sleeps once it has no request. ``hangs``: likelihood that a batch is late at the drive.
+    ``halts``: engines that are closed in the midst of their work have been switched off before.
 
     ``again``: so many prompts are served once more at the end. ``fails``: calls of the runtime of
     which some fail, with their codes. ``fails_for_good``: such of which none goes well from some
@@ -102,12 +113,17 @@ class Variant:
     staged: bool = False
     triton: bool = False
     slow_copies: bool = False
+    slow_turns: bool = False
     batch_slots: int = 0
     piece_bytes: int = 0
     remote: bool = False
     fence_s: float | None = None
     captures: float = 0.0
     zeroes: bool = False
+    unit: int = 1
+    sleeps: float = 0.0
+    hangs: float = 0.0
+    halts: bool = False
     payload_bytes: int = 3000
     gpu_blocks: int = 40
     drive_blocks: int = 64
@@ -124,6 +140,7 @@ class Variant:
 
 _TIGHT = partial(Variant, small_scratch=True, gpu_blocks=30)
 _STAGED = partial(Variant, staged=True, windowed=True, gpu_blocks=48)
+_HANGING = {"cpu_bytes": 0, "io_deadline_s": _IO_DEADLINE_S}
 _NO_MEMORY = {"cpu_bytes": 0}
 _GPU_STAGING_BYTES = 256 << 10
 _LITTLE_STAGING = {"cpu_bytes": 0, "staging_bytes": 1}
@@ -140,6 +157,8 @@ VARIANTS = {
         _STAGED("staged-beside-memory"),
         _STAGED("staged-triton", triton=True, requests=8, again=2),
         _TIGHT("straight-together", straight=True, apart=False, payload_bytes=1000),
+        _TIGHT("units", unit=2, shape=_EVICTING),
+        _TIGHT("units-straight", unit=2, straight=True, apart=False, shape=_EVICTING),
         # Stores of several batches.
         _TIGHT("long", shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
         Variant("long-straight", straight=True, shape=_LONG, batch_slots=2, gpu_blocks=90, requests=16),
@@ -152,13 +171,19 @@ VARIANTS = {
         _TIGHT("remote", remote=True, windowed=True),
         _TIGHT("zeroes", zeroes=True, windowed=True),
         _TIGHT("on-preemption", values={"store_policy": "on_preemption"}, windowed=True),
-        _TIGHT("hasty", fence_s=0.0),
+        _TIGHT("hasty", fence_s=0.0, slow_turns=True),
+        _TIGHT("slow-turns", slow_turns=True, windowed=True),
         _TIGHT("captures", captures=0.5, piece_bytes=8 << 10, values={"cpu_bytes": 16 << 20}),
         _TIGHT("two-ranks", devices=(0, 0), windowed=True),
         _TIGHT("closes", closes=4, windowed=True),
         _TIGHT("closes-drive-alone", closes=4, values=_NO_MEMORY),
         _STAGED("closes-staged", closes=3, values=_NO_MEMORY, requests=12),
+        _TIGHT("halts", closes=4, halts=True, windowed=True),
+        _TIGHT("sleeps", sleeps=0.1, windowed=True, slow_turns=True),
+        _TIGHT("sleeps-drive-alone", sleeps=0.1, values=_NO_MEMORY),
         # Failures.
+        _TIGHT("hangs", hangs=0.1, values=_HANGING),
+        _STAGED("hangs-staged", hangs=0.1, values=_HANGING),
         _TIGHT("kernels-fail", fails={"kernel": OUT_OF_MEMORY}),
         _STAGED("kernels-fail-staged", fails={"kernel": OUT_OF_MEMORY}, values=_NO_MEMORY),
         _TIGHT("kernels-end", fails_for_good={"kernel": LAUNCH_FAILURE}),
@@ -262,7 +287,8 @@ class _Run:
 
     def __init__(self, seed: int, variant: Variant, directory: str) -> None:
         self._seed, self._variant = seed, variant
-        self._model = LiveModel("model", len(variant.devices), variant.windowed, variant.payload_bytes)
+        kind = LiveModel if variant.unit == 1 else UnitModel
+        self._model = kind("model", len(variant.devices), variant.windowed, variant.payload_bytes, unit=variant.unit)
         values: dict[str, Any] = {"device": "gds", "gpu_staging_bytes": _GPU_STAGING_BYTES} if variant.staged else {}
         values |= {"remote": "s3://bucket/kv", "remote_admission": "all"} if variant.remote else {}
         self._config = self._model.config(
@@ -279,7 +305,7 @@ class _Run:
         control.reseed(self._variant.order or order, self._seed)
         error, wrong_bytes = "", False
         try:
-            with host_watched(), _as_wanted(self._variant):
+            with _hanging(self._variant.hangs, self._chance), host_watched(), _as_wanted(self._variant):
                 self._run()
         except Exception as found:
             error, wrong_bytes = "".join(traceback.format_exception(found)), _is_of_bytes(found)
@@ -325,8 +351,13 @@ class _Run:
             assert not torch._C._cuda_hasPrimaryContext(0), "a rank on another GPU has taken memory of the first"
 
     def _audit(self, engine: LiveEngine) -> None:
-        """Serve prompts once more, and look at all that there is."""
+        """Serve prompts once more, and look at all that there is. No load fails for what has failed
+        before."""
+        failed = engine.manager.stats.counts.get("failed_loads", 0)
         engine.serve(sorted(self._prompts, key=lambda prompt: (len(prompt), prompt))[-self._variant.again :])
+        assert self._variant.hangs or engine.manager.stats.counts.get("failed_loads", 0) == failed, "loads still fail"
+        while self._variant.hangs and _is_late(engine):
+            engine.step()
         audit(engine)
         for rank in self._ranks[-self._model.ranks :]:
             rank.audit(engine)
@@ -355,6 +386,8 @@ class _Run:
             engine.forward()
             for rank in self._ranks[-self._model.ranks :]:
                 rank.await_launch(_AT_WORK_S)
+                if self._variant.halts:
+                    rank.halt_and_overwrite()
 
     def _break(self) -> None:
         """Run an engine until a GPU fails whatever it is asked for, and close it then: nothing may
@@ -382,10 +415,30 @@ class _Run:
             forget_error()
             torch.cuda.synchronize()
 
+    def _sleep(self, engine: LiveEngine) -> None:
+        """Sleep as vLLM does: with an empty prefix cache, and without requests but aborted ones.
+        Meanwhile the memory of the KV cache is not there."""
+        aborts = self._chance.random() < 0.7
+        for request in list(engine.queued) if aborts else ():
+            engine.abort(request)  # what it loads is still on its way
+        while engine.requests and not aborts:
+            engine.step()
+            for request in engine.running:
+                request.finishing = True
+        engine.pool.forget_all()
+        ranks = self._ranks[-self._model.ranks :]
+        for rank in ranks:
+            rank.sleep()
+        time.sleep(self._chance.choice((0, _ASLEEP_S)))
+        for rank in ranks:
+            rank.wake()
+
     @contextmanager
     def _engine(self) -> Iterator[LiveEngine]:
         engine = LiveEngine(self._config, self._model, self._make_rank, self._variant.gpu_blocks)
         engine.zeroes = self._variant.zeroes
+        if self._variant.unit > 1:
+            engine.request_type = TextRequest
         self._engines.append(engine)
         try:
             yield engine
@@ -431,6 +484,8 @@ class _Run:
             for call, code in variant.fails_for_good.items() if steps_to_end == 0 else ():
                 control.fail(call, code, times=1 << 40)
             step(**more)
+            if chance.random() < variant.sleeps:
+                self._sleep(engine)
 
         engine.add = adding  # type: ignore[method-assign]
         load.step = failing_step  # type: ignore[method-assign]
@@ -443,6 +498,44 @@ class _Run:
     def _end_failing(self) -> None:
         for call in (*self._variant.fails, *self._variant.fails_for_good):
             control.fail(call, 0, times=0)
+
+
+@contextmanager
+def _hanging(likelihood: float, chance: random.Random) -> Iterator[None]:
+    """Let some batches end at the drive only when they are late."""
+    poll, held = PosixDevice.poll, dict[int, tuple[float, DeviceOutcome]]()
+
+    def hanging_poll(self: PosixDevice, timeout_s: float = 0.0) -> list[DeviceOutcome]:
+        ended, now_s = list[DeviceOutcome](), time.monotonic()
+        for outcome in poll(self, timeout_s):
+            if chance.random() < likelihood:
+                held[outcome.ticket] = now_s + _HANGS_S, outcome
+            else:
+                ended.append(outcome)
+        over = [ticket for ticket, (end_s, _) in held.items() if end_s <= now_s]
+        return ended + [held.pop(ticket)[1] for ticket in over]
+
+    with patch.object(PosixDevice, "poll", hanging_poll if likelihood else poll):
+        yield
+
+
+def _is_late(engine: LiveEngine) -> bool:
+    """Whether a drive may still touch slots of moves that have failed."""
+    catalog = engine.manager._catalog
+    return any(catalog.pins(row, space.tier) for space in engine.manager._tiers for row in catalog.rows())
+
+
+def _slow_turn(chance: random.Random) -> Callable[..., bool]:
+    """Return a turn of a mover's thread that has to wait for a processor now and then, once it has
+    taken its plans."""
+    turn = Runner.turn
+
+    def slow_turn(self: Runner, *args: Any, **more: Any) -> bool:
+        if chance.random() < _OFTEN:
+            time.sleep(chance.random() * _SLOW_S)
+        return turn(self, *args, **more)
+
+    return slow_turn
 
 
 def _pieces_pinned() -> int:
@@ -487,6 +580,8 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
         patches.append(patch("kvdisk.worker.mover.FENCE_S", variant.fence_s))
     if variant.slow_copies:
         patches.append(patch.object(CudaLanes, "record", slow_record(random.Random(0))))
+    if variant.slow_turns:
+        patches.append(patch.object(Runner, "turn", _slow_turn(random.Random(0))))
     if variant.batch_slots:
         slot_bytes = LiveModel("", 1, variant.windowed, variant.payload_bytes).geometry.slot_sizes[-1]
         patches.append(patch.dict(Mover.__init__.__kwdefaults__, batch_bytes=variant.batch_slots * slot_bytes))

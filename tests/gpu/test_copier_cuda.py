@@ -27,6 +27,7 @@ from place import (
 )
 
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, round_up
+from kvdisk.messages import NO_BLOCK
 from kvdisk.worker import arena as arenas
 from kvdisk.worker import copier as copiers
 from kvdisk.worker.arena import Arena
@@ -115,8 +116,8 @@ def test_as_the_host_copier(layers, arena, scratch_slots, neighbours):
 
 @pytest.mark.usefixtures("straight_bytes")
 def test_copies_in_small_pieces_bring_all(layers, arena, monkeypatch):
-    """As those of large slots are cut."""
-    monkeypatch.setattr(copiers, "COPY_BYTES", 40_000)
+    """As those of large slots are cut, the last piece of some of them smaller."""
+    monkeypatch.setattr(copiers, "COPY_BYTES", 50_000)
     copier, blocks = CudaCopier([LayerBlocks(layers)], make_lanes(), 64 << 20), list(range(20, 40))
     slots, before = list(range(3, 23)), [copied(layer) for layer in layers]
     copier.gather(0, blocks, Slots(arena, 0, slots), after=copier.compute_done()).synchronize()
@@ -128,6 +129,24 @@ def test_copies_in_small_pieces_bring_all(layers, arena, monkeypatch):
     for layer, old in zip(layers, before, strict=True):
         assert torch.equal(layer[blocks].cpu(), old[blocks])
         assert not layer[:20].any() and not layer[40:].any()
+
+
+@pytest.mark.usefixtures("straight_bytes")
+def test_a_scatter_leaves_out_what_is_not_wanted_of_slots_of_two_blocks(layers):
+    """As where the engine has computed the first block of a slot itself."""
+    payload_bytes, count, left_out = 2 * sum(layer.shape[1] for layer in layers), 20, {0, 3, 4, 5, 6, 11, 19}
+    blocks, slots = list(range(10, 10 + count)), list(range(1, 1 + count // 2))
+    copier = CudaCopier([LayerBlocks(layers, 2)], make_lanes(), 64 << 20)
+    before = [copied(layer) for layer in layers]
+    with closing(Arena([HEADER_BYTES + round_up(payload_bytes, ALIGNMENT)], [SLOTS // 2], pin=PIN)) as arena:
+        arena.await_pinned()
+        copier.gather(0, blocks, Slots(arena, 0, slots), after=copier.compute_done()).synchronize()
+        targets = [NO_BLOCK if at in left_out else 50 + at for at in range(count)]
+        copier.scatter(0, Slots(arena, 0, slots), targets, after=copier.compute_done()).synchronize()
+    for layer, old in zip(layers, before, strict=True):
+        for at, block in enumerate(blocks):
+            old[50 + at] = old[50 + at] if at in left_out else old[block]
+        assert torch.equal(layer.cpu(), old)
 
 
 def test_what_is_not_pinned_is_copied_as_well(layers, arena):

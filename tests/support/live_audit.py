@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvdisk.blocks import GROUP_BYTES, Tier, group_of
+from kvdisk.blocks import Tier, group_of
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.header import read_header
 from kvdisk.device.paths import allocated_bytes
@@ -140,7 +140,7 @@ def _audit_slot(path: Path, segment: SegmentRecord, record: BlockRecord, model: 
     named = (namespace, record.key, record.generation, found.payload_bytes, rank, model.geometry.shard_count)
     assert found == named, f"{record} names another block's slot"
     # An epoch is the number of its weights, and that of the files is 0.
-    content = model.content(record.epoch, record.key[:-GROUP_BYTES], group_of(record.key), rank)
+    content = model.content_of(record.epoch, record.key, rank)
     payload = slot[HEADER_BYTES : HEADER_BYTES + found.payload_bytes]
     assert payload == content, f"{record}: the slot of rank {rank} holds wrong bytes"
 

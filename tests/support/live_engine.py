@@ -18,6 +18,7 @@ from kvdisk.config import Config
 from kvdisk.identity import Identity
 from kvdisk.messages import JobKind, Plan
 from support.fake_engine import FakeEngine, Watch
+from support.fake_requests import engine_geometry
 from support.live_model import HashedRequest, LiveModel
 from support.live_rank import LiveRank, LocalRank
 
@@ -60,7 +61,7 @@ class LiveEngine(FakeEngine):
         self.model = model
         self._clock = clock
         self._live_ranks: list[LiveRank] = []
-        super().__init__(model.geometry, block_count, self._live_ranks)
+        super().__init__(engine_geometry(model.geometry), block_count, self._live_ranks)
         self.watch = self.counting = _Counting()
         identity = identity or Identity.certain(model.fingerprint, {"model": model.name})
         self.parts: SchedulerHalf = assemble_scheduler(config, model.geometry, self.pool, identity)
