@@ -281,6 +281,36 @@ def two_in_one_buffer() -> list[list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.usefixtures("straight_bytes")
+@pytest.mark.parametrize("group", [0, 1])
+def test_every_part_of_every_group_waits_for_the_model(group):
+    """Each part of a copy has one slot, and none begins before what the model was given first."""
+    groups = two_in_one_buffer()
+    sizes = [HEADER_BYTES + round_up(sum(layer.shape[1] for layer in layers), ALIGNMENT) for layers in groups]
+    copier = CudaCopier([LayerBlocks(layers) for layers in groups], make_lanes(), 0)
+    layers, some = groups[group], list(range(6))
+    payload = slice(HEADER_BYTES, HEADER_BYTES + sum(layer.shape[1] for layer in layers))
+    with closing(Arena(sizes, [SLOTS] * len(sizes), pin=PIN)) as arena:
+        arena.await_pinned()
+        slots = Slots(arena, group, some)
+        copier.gather(group, some, slots, copier.compute_done()).synchronize()  # what is made at first use is there
+        for number in (0x5A, 0x6B):
+            synchronize()
+            keep_busy()
+            for layer in layers:
+                layer.fill_(number)
+            copier.gather(group, some, slots, copier.compute_done()).synchronize()
+            assert (arena.tensor(group)[some, payload] == number).all()
+        arena.tensor(group).fill_(0x11)
+        keep_busy()
+        for layer in layers:
+            layer.fill_(0xFF)
+        copier.scatter(group, slots, some, copier.compute_done()).synchronize()
+        synchronize()
+        for layer in layers:
+            assert (layer[some] == 0x11).all() and (layer[6:] == 0xFF).all()
+
+
 SIZES = {f"layers of {size}": (lambda size=size: [one_allocation(4, size)]) for size in (1000, 8450, 41984, 656 * 64)}
 
 
