@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from run_week import Week, WeekSettings, run_week
 from week_engine import Engine
-from week_sizes import sizes_of
+from week_sizes import Series, sizes_of
 
 from kvdisk.manager import reuse
+from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.demotions import Demotions
 
 TINY = WeekSettings(1000, block_tokens=2048, nvme_blocks=400, cpu_blocks=80, sample_hours=8, traces=False)
@@ -72,6 +73,13 @@ def test_what_is_in_a_new_structure_of_a_new_class_is_counted() -> None:
     for kind in (Inner, Outer):
         kind.__module__ = "kvdisk.new"
     assert sizes_of(Outer()) == {"new.Outer.parts": 2, "new.Inner._rows": 6, "new.Inner._rows[]": 6}
+
+
+def test_spare_room_of_a_table_may_grow_but_not_the_table() -> None:
+    of_table = {name: Series(f"catalog.Catalog.{name}", 1000, 2000, 2000) for name in ("_vacant", "generations")}
+    assert [name for name, series in of_table.items() if series.has_grown] == ["generations"]
+    catalog = Catalog()
+    assert {f"catalog.Catalog.{name}" for name in of_table} <= sizes_of(catalog).keys()
 
 
 @pytest.mark.torture
