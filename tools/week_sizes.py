@@ -27,8 +27,8 @@ GROWTH = 1.15
 """What the last day's median may be, as a multiple of the most of the second day, and so much more:
 of bytes MEMORY_SLACK, of others COUNT_SLACK."""
 SPARE = frozenset({"catalog.Catalog._vacant"})
-"""Room that a table keeps: it grows as the table gets emptier. The whole table is counted anyway, by
-its columns."""
+"""Room that a table keeps: it grows as the table gets emptier. The whole table is counted anyway,
+by its columns."""
 
 
 def sizes_of(*roots: object) -> dict[str, int]:
