@@ -116,13 +116,13 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return a process's anonymous resident memory; of this one, when freed memory was given
-    back."""
+    """Return a process's anonymous resident memory; of this one, when freed memory was given back;
+    of one that was just killed, 0."""
     if pid == "self":
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0) * 1024
 
 
 def open_files() -> int:

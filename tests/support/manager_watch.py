@@ -675,6 +675,7 @@ class ManagerWatch(Watch):
                 share = self.parts.manager._tiers.first.share
                 if share is not None and self.tenant_of(request.tokens):
                     slots = share.limit(self.sizes.geometry.size_classes[group.group])
+                    slots -= self._pinned_beside(request, tokens)
                 if slots is not None and (len(key) - 2) // group.block_tokens > slots:
                     continue
                 ends = range(group.block_tokens, len(key) - GROUP_BYTES, group.block_tokens)
@@ -683,6 +684,17 @@ class ManagerWatch(Watch):
                     continue
                 stored = (request.id, key) in self._stored | self._not_admitted
                 assert stored, f"{key!r} of {request.id} is never stored"
+
+    def _pinned_beside(self, request: FakeRequest, tokens: int) -> int:
+        """Return how many blocks that hints have pinned, of a request's tenant and not of its
+        prompt, may have its share: they do not leave for others."""
+        tenant, mine, catalog = (
+            self.tenant_of(request.tokens),
+            set(self._held_keys(request, tokens)),
+            self.parts.catalog,
+        )
+        rows = [row for row in catalog.rows() if catalog.keys[row] in self._pinned and catalog.tenants[row] == tenant]
+        return len({catalog.keys[row] for row in rows} - mine)
 
     def check_quiet(self) -> None:
         """Assert what holds when nothing is under way but late moves of settled jobs: invariants 4,
