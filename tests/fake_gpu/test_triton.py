@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
-
-from fake_gpu import control  # noqa: E402
+from fake_gpu import control
 
 pytestmark = pytest.mark.fake_gpu
 GPU = "cuda"

@@ -309,7 +309,7 @@ def test_rows_are_found_by_what_is_mapped_and_not_by_a_number_alone(monkeypatch)
     rows = np.frombuffer(mmap.mmap(mine, 0), np.uint8, offset=4096).reshape(ROWS, ROW_BYTES)
     inode = os.fstat(mine).st_ino
     for name, real in (("stat", os.stat), ("fstat", os.fstat)):
-        monkeypatch.setattr(os, name, lambda of, real=real: _with_inode(real(of), inode))
+        monkeypatch.setattr(os, name, lambda of, real=real, **more: _with_inode(real(of, **more), inode))
     shared = SharedRows.of(rows)
     monkeypatch.undo()
     assert os.path.samestat(os.fstat(shared.fd), os.fstat(mine))
