@@ -23,11 +23,15 @@ def _needs_fake_gpu() -> None:
 
 @pytest.fixture(autouse=True)
 def _leave_the_gpu_in_order(_needs_fake_gpu: None) -> Iterator[None]:
-    """No test leaves the next one an error, work, or an order of its own."""
+    """No test leaves the next one an error, work, an order or a stream of its own."""
     yield
+    import torch
+
     from fake_gpu import control
 
     control.break_down(0)
     control.runtime().cudaDeviceSynchronize()
     control.runtime().cudaGetLastError()
     control.reseed("mixed")
+    torch.cuda.set_device(0)
+    torch.cuda.set_stream(torch.cuda.default_stream())
