@@ -8,16 +8,15 @@ import errno
 import os
 import resource
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support import acting_child
+from support.orphans import await_orphans_end
 from support.refusing import run_refusing
 from support.waits import WAIT_S, lives, stop, until
 
@@ -276,19 +275,4 @@ def test_it_ends_with_its_parent(act, forks):
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    path = os.pathsep.join([str(Path(acting_child.__file__).parents[1]), *filter(None, sys.path)])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
-    assert parent.stdout is not None
-    try:
-        pid = int(parent.stdout.readline())
-        assert parent.wait(WAIT_S) == -signal.SIGKILL
-        until(lambda: not lives(pid), "the end of the orphan")
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.stdout.close()
+    await_orphans_end(script, str(Path(acting_child.__file__).parents[1]))

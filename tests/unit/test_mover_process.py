@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.orphans import await_orphans_end
 from support.small_drive import tmpfs
-from support.waits import WAIT_S, lives, until
+from support.waits import lives, until
 
 from kvdisk.blocks import JobId, Slot, Tier, make_block_key
 from kvdisk.config import Config
@@ -360,19 +360,4 @@ def test_it_ends_with_its_parent(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
-    assert parent.stdout is not None
-    try:
-        pid = int(parent.stdout.readline())
-        assert parent.wait(WAIT_S) == -signal.SIGKILL
-        until(lambda: not lives(pid), "the end of the orphan")
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.stdout.close()
+    await_orphans_end(script, str(Path(__file__).parent))
