@@ -441,6 +441,7 @@ class Config:
                 "lifecycle rule, and leave one of the two away."
             )
         if self.remote is None:
+            # Those that say something only once they are set; the others have a default that does.
             for name in (each.name for each in fields(self) if each.name.startswith("remote_") and not each.default):
                 if getattr(self, name):
                     raise ConfigError(f"{name} needs remote, the store that hosts share, such as 's3://bucket/prefix'.")

@@ -387,8 +387,8 @@ class CudaLanes:
         stream.wait_event(event)
 
     def synchronize(self, lane: Lane) -> None:
-        """Wait until a lane has done all that it was given. Raises RuntimeError where the GPU
-        fails."""
+        """Wait until a lane has done all that it was given. Ask again while a capture of graphs
+        forbids to. Raises RuntimeError where the GPU fails."""
         while True:
             try:
                 self._streams[lane].synchronize()
