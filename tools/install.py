@@ -142,7 +142,9 @@ class Installer:
         """Install PyTorch's CUDA build before the packages of another environment, and build the
         GPU of host memory for it. Raises WheelMissingError where pip finds no such wheel."""
         (packages,) = self.venv.glob("lib/python*/site-packages")
-        (others,) = beside.glob("lib/python*/site-packages")
+        others = next(beside.glob("lib/python*/site-packages"), None)
+        if others is None:
+            raise InstallError(f"{beside} is not there, and has what runs beside PyTorch: run make install-dev first.")
         (packages / "beside.pth").write_text(f"import site; site.addsitedir({str(others)!r})\n")
         for name in ("cuda", "cuda-headers"):
             listed = REQUIREMENTS / f"{name}.txt"

@@ -9,6 +9,7 @@ torch's CUDA build looks for NVIDIA's, and a ``.pth`` file has each process load
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -31,6 +32,7 @@ DRIVER_ANSWERS = {
 NOT_SUPPORTED = 801
 ALSO_ASKED_FOR = {"cudaDeviceReset"}
 """Functions of the runtime that vLLM asks for by name, beside those that torch is linked to."""
+TOOLS = ("g++", "gcc", "nm", "readelf")
 AT_ONCE = 2
 """How many compilers run, beside that of the kernels, which takes longest."""
 NO_EXECUTABLE_STACK = '.section .note.GNU-stack,"",@progbits'
@@ -202,6 +204,8 @@ def have_processes_start_it(packages: Path, kernels: Path) -> None:
 
 def main() -> None:
     """Build into this Python's environment; say what the runtime refuses."""
+    if missing := [name for name in TOOLS if shutil.which(name) is None]:
+        sys.exit(f"it takes {', '.join(missing)}: on Debian and Ubuntu install the package g++")
     packages = Path(sysconfig.get_paths()["purelib"])
     rig = Rig(packages, Path(sys.argv[1]).resolve())
     rig.build()
