@@ -350,7 +350,7 @@ def _keep_salts(store: Store, otherwise: SaltDigests) -> SaltDigests:
     try:
         return SaltDigests(store.keep_salt_key())
     except (DeviceError, StoreLocked) as error:
-        text = "kvdisk does not note on NVMe whose blocks are stored until the next start: %s"
+        text = "kvdisk does not record on NVMe which tenant a block belongs to until the next start: %s"
         logger.warning(text, error)
         return otherwise
 
@@ -370,7 +370,9 @@ def memory_slots_in(size: int, geometry: Geometry, size_key: str = "cpu_bytes") 
     slots = geometry.memory_slots(size)
     if size and not all(slots):
         largest = max(geometry.slot_sizes) * geometry.rank_count
-        raise ConfigError(f"{size_key} {size} holds no block of each kind; one needs up to {largest} bytes.")
+        raise ConfigError(
+            f"{size_key} {size} is too small for a block of each size; the largest takes {largest} bytes."
+        )
     return slots
 
 
@@ -657,5 +659,5 @@ def _pair_with_gpu(
     if demanded:
         disk.close()
         raise ConfigError(f"device 'gds' cannot be used: {why}.")
-    logger.info("kvdisk moves nothing straight between drive and GPU: %s", why)
+    logger.info("kvdisk does not use GPUDirect Storage: %s", why)
     return disk, None

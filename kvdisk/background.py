@@ -77,8 +77,8 @@ class Background:
         except (KvdiskError, OSError) as error:
             if self._warned.get(job) != str(error):
                 self._warned[job] = str(error)
-                logger.warning("kvdisk goes on, and tries again what it does beside the engine's steps: %s", error)
+                logger.warning("kvdisk's background work failed, and is tried again: %s", error)
         except Exception:
-            logger.exception("kvdisk has a bug in what it does in the background; it goes on without that")
+            logger.exception("kvdisk has a bug in its background work, and goes on without it")
             return False
         return True

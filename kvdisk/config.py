@@ -434,11 +434,11 @@ class Config:
         if self.nvme_bytes is not None and not self.store_dirs:
             raise ConfigError("nvme_bytes needs store_dirs, the directory on the drive where blocks shall be kept.")
         if self.nvme_write_bytes_per_day is not None and not self.store_dirs:
-            raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without, nothing is written to a drive.")
+            raise ConfigError("nvme_write_bytes_per_day needs store_dirs: without it nothing is written to a drive.")
         if self.max_age_s is not None and self.remote is not None:
             raise ConfigError(
                 "max_age_s cannot be used with remote, which does not say how old a block is; give the bucket a "
-                "lifecycle rule, and leave one of the two away."
+                "lifecycle rule, and leave out one of the two."
             )
         if self.remote is None:
             # Those that say something only once they are set; the others have a default that does.

@@ -62,7 +62,7 @@ class EngineStore:
             self.index.close()
         except (CorruptRecord, DeviceError) as error:
             committed = False
-            logger.warning("kvdisk could not close its index in order, and the next start will look at it: %s", error)
+            logger.warning("kvdisk could not close its index cleanly; the next start checks it: %s", error)
             if isinstance(error, DeviceError) and error.errno == errno.ETIMEDOUT:
                 # The file system hangs, and writing HOME would hang too. HOME says already that the
                 # end was not clean. Whoever takes the engine store over waits for the end of the
@@ -72,7 +72,7 @@ class EngineStore:
         try:
             self.home.close(clean=committed)
         except DeviceError as error:
-            text = "kvdisk could not close its engine store in order, and the next start will look at it: %s"
+            text = "kvdisk could not close its engine store cleanly; the next start checks it: %s"
             logger.warning(text, error)
 
 
@@ -224,8 +224,8 @@ def _cut_to_room(layout: NvmeLayout, store: Store, home: Home, config: Config, g
     if room_bytes >= home.cap_bytes:
         return layout
     logger.warning(
-        "kvdisk: nvme_bytes is %s GiB, and store_dirs has room for %s GiB: the NVMe tier keeps what there is room "
-        "for, and more when room comes.",
+        "kvdisk: nvme_bytes is %s GiB, but store_dirs has room for %s GiB: the NVMe tier uses that, and more when "
+        "space is freed.",
         short(home.cap_bytes / (1 << 30)),
         short(room_bytes / (1 << 30)),
     )

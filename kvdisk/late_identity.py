@@ -51,15 +51,15 @@ class LateIdentity:
             named = self._identity.wait(0)
         except (KvdiskError, OSError) as error:
             self._is_over = True
-            text = "kvdisk uses memory alone until the next start, as it cannot know the weights: %s"
+            text = "kvdisk serves from memory alone until the next start, as it cannot identify the weights: %s"
             logger.warning(text, error)
             return
         if named is None and not self._is_told:
             self._is_told = True
-            logger.info("kvdisk uses memory alone until it knows the weights, which it reads.")
+            logger.info("kvdisk serves from memory alone while it reads the model's weights to identify them.")
         if named is not None:
             if self._is_of(named):
-                logger.info("kvdisk uses more than memory from now on, %.0f s later.", time.monotonic() - self._began_s)
+                logger.info("kvdisk serves from all its tiers now, %.0f s later.", time.monotonic() - self._began_s)
                 self._mailbox.post(lambda: self._identify(named))
             self._is_over = True
 
@@ -78,8 +78,8 @@ class LateIdentity:
             return True
         home.name(home.fingerprint, {GUESS: ""})
         logger.warning(
-            "kvdisk uses memory alone until the next start: engine store %s, which looked like this model's, is of "
-            "other weights, and is left as it is.",
+            "kvdisk serves from memory alone until the next start: engine store %s, which looked like this model's, "
+            "is of other weights, and is left as it is.",
             home.id,
         )
         return False

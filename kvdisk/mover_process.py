@@ -160,7 +160,7 @@ class MoverProcess:
             try:
                 self._child = ChildProcess(__name__, fds=[shared.fd])
             except OSError as error:
-                raise DeviceError(error.errno or errno.EIO, "the process that moves blocks cannot start") from error
+                raise DeviceError(error.errno or errno.EIO, "the mover process cannot start") from error
             undo.callback(self._end)
             self._child.pipe.post((config, geometry, shared))
             self._await_start()
@@ -253,7 +253,7 @@ class MoverProcess:
             left_s = end_s - time.monotonic()
             if self._ended or left_s <= 0:
                 why = self._how if self._ended else f"it took longer than {START_S:g} s"
-                raise DeviceError(errno.EIO, f"the process that moves blocks cannot start, {why}")
+                raise DeviceError(errno.EIO, f"the mover process cannot start: {why}")
             self._look(left_s)
 
     def _watch(self) -> None:
@@ -266,7 +266,7 @@ class MoverProcess:
             self._unheard_s = 0.0
         self._looked_s = now_s
         if self._unheard_s > self._answer_s and not self._killed and not self._ended:
-            logger.error("kvdisk ends the process that moves blocks: it has not answered for %.0f s.", self._unheard_s)
+            logger.error("kvdisk kills its mover process, which has not answered for %.0f s.", self._unheard_s)
             self._child.kill()
             self._killed = True
         if self._killed and not self._ended and not self._child.may_run:
@@ -279,7 +279,7 @@ class MoverProcess:
         self._ended = True
         self._how = self._child.end(reap_s=REAP_S).how
         if self._started and not self._closing:
-            logger.error("kvdisk's process that moves blocks has ended: %s.", self._how)
+            logger.error("kvdisk's mover process exited: %s.", self._how)
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -337,5 +337,5 @@ def _report(mover: Mover, pipe: ParentPipe, answers: _Answers) -> None:
             if not report.empty:
                 answers.send(report)
     except Exception:
-        logger.exception("kvdisk's process that moves blocks meets an error")
+        logger.exception("an error in kvdisk's mover process")
     os._exit(1)

@@ -53,7 +53,7 @@ class Orders:
             try:
                 request = take_request(self._home.path)
             except CorruptRecord as error:
-                logger.warning("kvdisk leaves a request undone that it cannot read: %s", error)
+                logger.warning("kvdisk ignores a deletion request that it cannot read: %s", error)
                 return
             if request is None:
                 return
@@ -65,16 +65,16 @@ class Orders:
         what = f"kvdisk {'clear' if request.everything else 'prune'} --live"
         late_s = time.time() - request.asked_s
         if request.home_id != self._home.id:
-            why = "it was meant for an engine that had this engine store before"
+            why = "it was for an earlier engine of this engine store"
         elif not -AHEAD_S <= late_s < request.wait_s:
-            why = f"it was meant for {request.wait_s:g} s, and has been there for {late_s:.0f} s by this host's clock"
+            why = f"it was valid for {request.wait_s:g} s, and is {late_s:.0f} s old by this host's clock"
         else:
             answer = self._carry_out(request, time.monotonic() + min(request.wait_s, request.wait_s - late_s))
             done = f"{answer.blocks:,} blocks, {answer.segments:,} segments of {answer.bytes:,} bytes"
             stays = "" if answer.why is None else f"; the rest stays: {answer.why}"
             logger.info("kvdisk deletes what %s asked for: %s%s.", what, done, stays)
             return answer
-        logger.warning("kvdisk leaves a request of %s undone: %s.", what, why)
+        logger.warning("kvdisk ignores a request of %s: %s.", what, why)
         return Answer(request.id, 0, 0, 0, waits=False, why=why)
 
     def _carry_out(self, request: Request, deadline: float) -> Answer:
@@ -83,7 +83,7 @@ class Orders:
             gone = self._do(task, deadline)
             if gone is None:
                 hangs = time.monotonic() < deadline
-                why = f"the engine took no step for {STEP_WAIT_S:.0f} s" if hangs else "its time was over"
+                why = f"the engine took no step for {STEP_WAIT_S:.0f} s" if hangs else "it has expired"
                 return Answer(request.id, blocks, segments, segment_bytes, waits=True, why=why)
             blocks += gone[0]
             segments += gone[1] > 0

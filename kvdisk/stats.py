@@ -72,7 +72,7 @@ class Miss(StrEnum):
     WRITING = "writing", "still being written"
     SHORT = "short", "too short to load"
     LOAD_FAILED = "load_failed", "load failed"
-    EXCLUDED = "excluded", "in a tier that it may not load from"
+    EXCLUDED = "excluded", "in a tier that its kv_load_tiers excludes"
 
     def __new__(cls, label: str, words: str) -> Miss:
         """Return a member made of its two values."""
@@ -116,7 +116,7 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "misses",
             _C,
-            "requests that were given less than all their whole blocks, by what became of the first that was missing",
+            "requests that hit fewer than all of their whole blocks, by what became of the first missing block",
             "reason",
             tuple(Miss),
         ),
@@ -128,7 +128,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric("short_hits", _C, "lookups whose hit was too short to be worth a load"),
         Metric("lookup_waits", _C, "lookups answered 'not yet' because a block was on its way"),
-        Metric("wait_timeouts", _C, "waits for a block on its way that ran out"),
+        Metric("wait_timeouts", _C, "waits for a block on its way that timed out"),
         Metric("wait_seconds", _H, "seconds that a request waited for blocks on their way", buckets=_WAIT_S),
         # Blocks that moved.
         Metric("stored_blocks", _C, "blocks copied from the GPU to the CPU tier (or through staging to NVMe)"),
@@ -195,10 +195,10 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric("io_errors", _C, "transfers that the device failed", "op", ("read", "write")),
         Metric("deadline_misses", _C, "moves given up at their deadline"),
-        Metric("late_moves", _C, "moves given up at their deadline that the drive had begun and not ended"),
+        Metric("late_moves", _C, "moves given up at their deadline while the drive was still working on them"),
         Metric("write_pauses", _C, "times that writes to a drive stopped for a while after a failure"),
         Metric("segment_failures", _C, "segments that could not be made, for want of room or another failure"),
-        Metric("moved_segments", _C, "segments given up for blocks of another size that were short of room"),
+        Metric("moved_segments", _C, "segments given up to make room for blocks of another size"),
         Metric("drive_quarantines", _C, "times that a drive was left alone because it failed to read or to answer"),
         Metric("foreign_questions", _C, "requests for which other engines' stores were asked"),
         Metric("remote_questions", _C, "requests for which the remote store was asked"),
@@ -209,7 +209,7 @@ METRICS: Mapping[str, Metric] = {
             "blocks of another engine's store that were evicted, or their file dropped, before they were read",
         ),
         Metric(
-            "switched_off", _C, "times that kvdisk went off after an error of its own, until the engine starts again"
+            "switched_off", _C, "times that kvdisk switched itself off after an error, until the engine starts again"
         ),
         # Present values.
         Metric("used_bytes", _G, "bytes of a tier's slots that hold blocks, on all ranks", "tier", TIERS),

@@ -410,7 +410,7 @@ class BlockStore(BlockStoreFace):
             raise
         finally:
             if self._is_off and not was_off:
-                logger.error("kvdisk's store is off until it is opened anew: what moves its blocks is gone.")
+                logger.error("kvdisk's store is off until it is opened again: its mover process exited.")
         return report
 
     def _void(self, jobs: Iterable[_Job], *, also_under_way: bool) -> None:

@@ -144,7 +144,7 @@ class Telemetry:
     def note_reset(self, epoch: int, what: str) -> None:
         """Note, and log, that nothing is served any more that was stored before. ``what``: why."""
         self._reset = {"epoch": epoch, "reset_s": round(time.time(), 3)}
-        logger.info("kvdisk was reset, and serves nothing any more that was stored before: %s.", what)
+        logger.info("kvdisk was reset, and no longer serves what was stored before: %s.", what)
 
     # -- another thread ------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Upkeep:
         if place is Place.THERE:
             said += self._mend()
             if self._takes_more and not self._watch.index_is_there():
-                said.append("its index is gone, so it takes no more blocks until the next start, which makes it anew")
+                said.append("its index is gone, so it takes no more blocks until the next start, which rebuilds it")
                 self._takes_more = False
         elif self._takes_more:
             how = "was moved away" if place is Place.MOVED else "is gone"
@@ -52,7 +52,7 @@ class Upkeep:
             what = "a file of 1 segment is" if len(fresh) == 1 else f"files of {len(fresh)} segments are"
             said.append(f"{what} gone: what was in there is computed again")
         if said:
-            text = "kvdisk: others changed engine store %s while it is in use: %s."
+            text = "kvdisk: something else changed engine store %s while it was in use: %s."
             logger.warning(text, self._home.id, "; ".join(said))
         if lost or not self._takes_more:  # once more does no harm
             self._mailbox.post(partial(self._give_up, lost, self._takes_more))
@@ -61,7 +61,7 @@ class Upkeep:
 
     def _mend(self) -> list[str]:
         names = self._store.mend(self._home)
-        return [f"{', '.join(names)} had gone, and was made anew"] if names else []
+        return [f"{', '.join(names)} was gone, and was made again"] if names else []
 
     def _give_up(self, lost: frozenset[int], takes_more: bool) -> None:
         """Act on what was found. The scheduler's thread calls this."""

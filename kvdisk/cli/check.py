@@ -337,9 +337,9 @@ def _look_at(path: Path, config: Config, geometry: Geometry | None, answer: Answ
     found.direct, found.device = bench.direct, bench.device
     found.read_bytes_per_s, found.write_bytes_per_s = bench.read, bench.write
     if not bench.direct:
-        problems.append(f"{path} takes no O_DIRECT: blocks go through the kernel's cache, and take memory there")
+        problems.append(f"{path} does not support O_DIRECT: blocks go through the page cache, and take memory there")
     if bench.device == "posix-threads":
-        problems.append(f"threads would move blocks of {path}, not the kernel's queue, and slower: {bench.why}")
+        problems.append(f"threads would move blocks of {path}, more slowly than the kernel's queue: {bench.why}")
     return found
 
 

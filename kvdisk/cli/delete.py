@@ -90,9 +90,9 @@ _POLL_S = 0.05
 _ANSWER_S = 5.0
 """How long an engine whose time is over has to answer: it begins nothing more by then."""
 OnlyStopped = Annotated[
-    bool, typer.Option("--stopped", help="Leave engine stores that an engine owns alone, instead of refusing.")
+    bool, typer.Option("--stopped", help="Skip the engine stores of running engines, instead of refusing.")
 ]
-Live = Annotated[bool, typer.Option("--live", help="Have engines that run delete their part, instead of refusing.")]
+Live = Annotated[bool, typer.Option("--live", help="Ask running engines to delete their part, instead of refusing.")]
 Wait = Annotated[
     float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Of --live: how long to wait for each engine.")
 ]
@@ -144,9 +144,11 @@ def prune(
     [cyan]3[/cyan]  nothing was deleted, or one engine store less, because an engine owns it
     """
     if to is None and older_than is None and namespace is None and salt is None:
-        raise refusal("say what to delete: --to, --older-than, --namespace or --salt; kvdisk clear deletes everything.")
+        raise refusal(
+            "give what to delete: --to, --older-than, --namespace or --salt; kvdisk clear deletes everything."
+        )
     if salt is not None and to is not None:
-        raise refusal("--salt deletes blocks, and --to whole segments: say one of the two.")
+        raise refusal("--salt deletes blocks, and --to whole segments: give one of the two.")
     if salt is not None and live:
         raise refusal("--salt needs stopped engines: one that runs has the tenant's blocks in its memory, too.")
     wait_s = wait if live else None
@@ -214,7 +216,7 @@ def _delete(
     """Plan, show, ask, delete and report. Ends the command with its exit code. ``wait_s``: None
     where running engines are not asked."""
     if stopped and wait_s is not None:
-        raise refusal("--stopped leaves running engines alone, and --live asks them: say one of the two.")
+        raise refusal("--stopped skips running engines, and --live asks them: give one of the two.")
     now_s = int(time.time())
     with opening(directories) as named:
         store = Store.open(named, create=False)
@@ -236,14 +238,14 @@ def _delete(
     if plan.in_use and not stopped:
         others = "" if len(plan.in_use) == 1 else " and others"
         owned = f"{_owned(plan)} ({plan.in_use[0][:ID_LETTERS]}{others}) that would have to change"
-        way_out = "stop them, or say --stopped to delete only the engine stores of stopped engines"
+        way_out = "stop them, or give --stopped to delete only the engine stores of stopped engines"
         raise refusal(f"{owned}; {way_out}.", Exit.IN_USE)
     before, after = _held([home.summary for home in homes]), None
     must_ask = bool(plan.engine_stores) and not (yes or dry_run)
     if not as_json or must_ask:
         _show_plan(store.path, before, plan, report_console(stderr=as_json), now_s)
     if must_ask and not can_ask():
-        raise refusal("nothing was deleted, since there is no terminal to ask on; say --yes to delete without asking.")
+        raise refusal("nothing was deleted, since there is no terminal to ask on; give --yes to delete without asking.")
     if must_ask and not ask(f"Delete {size(plan.goes['bytes'])} from {printable(named[0])}?"):
         raise refusal("nothing was deleted.")
     if not dry_run:
@@ -638,7 +640,7 @@ def _ask_for(
     nobody has interrupted the command. Raises OSError, KvdiskError."""
     try:
         if not _post(store, home_path, request, deadline_s):
-            why = f"the request of another command was before it for {wait_s:g} s"
+            why = f"another command's request was waiting for {wait_s:g} s"
             return _Unanswered("withdrawn", why), True
         return _answer_in_time(home_path, request, deadline_s, wait_s), True
     except KeyboardInterrupt:
@@ -647,7 +649,7 @@ def _ask_for(
             why = "the command was interrupted, and its engine has begun: it goes on until it is done, for"
             return _Unanswered("failed", f"{why} {left_s:.0f} s at most"), False
         answer = _own_answer(home_path, request)
-        undone = _Unanswered("withdrawn", "the command was interrupted; it is not done later either")
+        undone = _Unanswered("withdrawn", "the command was interrupted; it will not be done later either")
         return undone if answer is None else answer, False
 
 
@@ -655,14 +657,14 @@ def _answer_in_time(home_path: Path, request: Request, deadline_s: float, wait_s
     if (answer := _await_answer(home_path, request, deadline_s)) is not None:
         return answer
     if withdraw(home_path, request.id):
-        why = f"its engine did not answer in {wait_s:g} s: it hangs, or is of an older kvdisk"
-        return _Unanswered("withdrawn", f"{why}; it is not done later either")
+        why = f"its engine did not answer in {wait_s:g} s: it hangs, or runs an older kvdisk"
+        return _Unanswered("withdrawn", f"{why}; it will not be done later either")
     if (answer := _await_answer(home_path, request, deadline_s + _ANSWER_S)) is not None:
         return answer
     if is_taken(home_path, request.id):
-        why = "its engine has begun, and does not answer: it begins nothing more, and a part may be deleted"
+        why = "its engine has begun, and does not answer: it begins nothing more, and may have deleted a part"
     else:
-        why = "its engine left it undone: it is of another version of kvdisk"
+        why = "its engine ignored it: it runs another version of kvdisk"
     return _Unanswered("failed", why)
 
 
@@ -688,7 +690,7 @@ def _delete_of_home(
             with held_home(store, plan.id) as held:
                 cut_home(held, keys, plan.segments, erased)
     except StoreLocked:
-        return "in use", "an engine owns it by now"
+        return "in use", "an engine owns it now"
     except KvdiskError as error:
         if isinstance(error, DeviceError) and error.errno == errno.ENOENT:
             return "gone", "an engine has taken it over, or it was deleted, meanwhile"
@@ -764,7 +766,7 @@ def _show_result(
             if home.live and home.result == "deleted":
                 waits = f"; {home.why}" if home.why else ""
                 said = f"{plural(home.blocks or 0, 'block')} and {size(home.bytes)}"
-                console.print(Text(f"The engine of {engine_store(home.id)} let go of {said}{waits}."), soft_wrap=True)
+                console.print(Text(f"The engine of {engine_store(home.id)} deleted {said}{waits}."), soft_wrap=True)
         print_list("Left alone", others, console, None, "")
     if plan.short_bytes:
         short = f"{size(plan.short_bytes)} more than asked for stay"

@@ -253,7 +253,7 @@ def _verdict(survey: Survey) -> Text:
         return Text("damaged: run kvdisk repair", "bold red")
     only_unnamed = all(NOT_NAMED in problem for problem in survey.problems)
     return Text(
-        "seen in part: name all directories of the store" if only_unnamed else "damaged: see the problems", "bold red"
+        "incomplete: name all directories of the store" if only_unnamed else "damaged: see the problems", "bold red"
     )
 
 

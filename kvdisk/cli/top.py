@@ -264,7 +264,7 @@ def _watch(reader: TopReader, frame: Frame, console: Console, interval_s: float)
             try:
                 frame, note = reader.read(), ""
             except KvdiskError as error:
-                note = f"The store cannot be read, this is how it was {time.time() - frame.time_s:.0f} s ago: {error}"
+                note = f"The store cannot be read, shown as of {time.time() - frame.time_s:.0f} s ago: {error}"
 
 
 @contextmanager

@@ -444,7 +444,7 @@ def why_distrusted(home: ReadHome, record: HomeRecord, boot_id: str) -> str | No
         return None  # taken over or deleted meanwhile
     except OSError as error:
         return f"its index cannot be read ({error.strerror})"
-    return "its index is not what its last owner committed: the next engine, or kvdisk repair, makes it anew"
+    return "its index is not what its last owner committed: the next engine, or kvdisk repair, rebuilds it"
 
 
 # -- slots -------------------------------------------------------------------------------------

@@ -442,7 +442,7 @@ def _why_it_ends(asked: _Searched, tokens: Sequence[int]) -> str:
     if len(tokens) <= step:
         return f"the prompt is too short: a hit is of whole blocks of {step} tokens, and its last token is computed"
     if hit >= (len(tokens) - 1) // step * step:
-        return "nothing is missing: what is not a whole block, and the last token, is always computed"
+        return "nothing is missing: the last token, and what does not fill a block, are always computed"
     size, keys = asked.main.block_tokens, asked.keys[asked.main.group]
     here = [asked.has(key) for key in keys]
     position = next((at for at in range(hit // size, len(keys)) if not here[at]), len(keys))
@@ -472,8 +472,8 @@ def _what_follows(asked: _Searched, position: int, where: str) -> str:
     if not count:
         return f"nothing behind it is stored: {where} were never seen, refused, evicted, or are not yet written"
     if not position:
-        return f"{plural(count, 'stored prompt')} begin otherwise: this one differs from each within {where}"
-    return f"{plural(count, 'stored prompt')} go on otherwise from here: this one differs from each within {where}"
+        return f"{plural(count, 'stored prompt')} begin differently: this one differs from each within {where}"
+    return f"{plural(count, 'stored prompt')} continue differently from here: this one differs from each within {where}"
 
 
 # -- for people --------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
         if was_set:
             return False
         raise ConfigError(
-            "kvdisk cannot reach the connector around it: set kv_load_failure_policy to recompute there and for kvdisk."
+            "kvdisk cannot change the settings of the MultiConnector around it: set kv_load_failure_policy to "
+            "recompute there and for kvdisk."
         )
     outer.kv_transfer_config.kv_load_failure_policy = "recompute"
     return not was_set

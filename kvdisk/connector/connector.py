@@ -303,7 +303,7 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, KVDiskWorkerMetadata) else None
         if report is not None and report.off:
-            logger.error("kvdisk is off until the engine starts again: a worker met an error, and has said which.")
+            logger.error("kvdisk is off until the engine starts again: a worker failed, see its log.")
             raise ToldOff
         self._scheduler.settle(report, connector_output.invalid_block_ids)
 

@@ -310,7 +310,7 @@ def _cpu_flags() -> list[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError as error:
         raise ConfigError(
-            f"kvdisk cannot tell what this processor can do, which KV depends on: /proc/cpuinfo: {error.strerror}."
+            f"kvdisk cannot read the processor's features, on which KV depends: /proc/cpuinfo: {error.strerror}."
         ) from error
     for line in lines:
         if line.startswith(("flags", "Features")):

@@ -136,7 +136,7 @@ class Looks:
         if not same:
             return Look(now_s, None, f"{folder} has changed since this engine began, until the next start", True)
         if before and moved:
-            logger.info("kvdisk: the change times of %s have moved, and it is as it was.", printable(folder))
+            logger.info("kvdisk: the change times of %s are new, and its bytes are the same.", printable(folder))
         if read or not before:
             self._known[path] = (read, now)
         return Look(now_s, read or content)
@@ -237,14 +237,19 @@ class Adapters:
         to be served, and the log says why."""
         adapter = request.lora_request
         if self._path_of[adapter.lora_int_id] is None:
-            cause, why = "number", f"its number, {adapter.lora_int_id}, stood for two paths, until the next start"
+            cause, why = (
+                "number",
+                f"its number, {adapter.lora_int_id}, has stood for two paths; this lasts until the next start",
+            )
         elif look is None:
             cause, why = "silence", "its files did not answer in time"
         elif look.content is None:
             cause, why = "adapter", look.problem
         else:
             return look.content
-        self._log.warn(cause, f"requests with the adapter {adapter.lora_name} are left alone: {why}")
+        self._log.warn(
+            cause, f"kvdisk neither loads nor stores for requests with the adapter {adapter.lora_name}: {why}"
+        )
         return None
 
     def ended(self, request_id: str, now: float) -> None:

@@ -206,7 +206,7 @@ class SchedulerOff:
         try:
             return KVDiskStats.of(self._parts.telemetry.take_rest())
         except Exception:
-            logger.exception("kvdisk, which is off, cannot report its metrics")
+            logger.exception("kvdisk is off, and cannot report its metrics")
             return None
 
     def counters(self) -> dict[str, int]:
@@ -285,7 +285,7 @@ class WorkerOff:
         try:
             self._parts.mover.poll()
         except Exception:
-            logger.exception("kvdisk, which is off, meets another error")
+            logger.exception("another error in kvdisk, which is off already")
         return self._parts.mover.out
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -142,7 +142,9 @@ class SchedulerSide:
                 self._assemble(self._find_identity(stages))
             elif geometry != self._geometry:
                 ours, theirs = ([group.payload_bytes for group in each.groups] for each in (self._geometry, geometry))
-                raise ConfigError(f"kvdisk has blocks of {ours} bytes, by KV-cache group, and a worker of {theirs}.")
+                raise ConfigError(
+                    f"kvdisk expects blocks of {ours} bytes, by KV-cache group, and a worker has {theirs}."
+                )
         assert self._manager  # or it says what is missing
 
     def _find_identity(self, stages: Sequence[list[KVCacheGroupSpec]] = ()) -> Identity | None:
@@ -316,7 +318,7 @@ class SchedulerSide:
             self._parts.manager.reset(epoch)
             self._parts.telemetry.note_reset(epoch, dropped)
             return True
-        logger.info("kvdisk keeps what it has at a reset: on_reset is %r.", self._config.on_reset)
+        logger.info("kvdisk goes on serving what was stored before this reset: on_reset is %r.", self._config.on_reset)
         if sleeps(self._vllm_config):
             self._manager.lose_gpu()
         return True

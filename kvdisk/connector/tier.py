@@ -199,7 +199,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         except DeviceError as error:
             if not goes_on_without_nvme(error, has_memory=True):
                 raise
-            logger.warning("kvdisk is off until the next start: vLLM goes on with memory alone: %s", error)
+            logger.warning("kvdisk is off until the next start, and vLLM goes on with its memory alone: %s", error)
             self._rest()
             return None
 
@@ -455,7 +455,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
                 request.is_scheduled = True
                 self._let_go(request, list(request.held))
         if self._mover is not None and self._mover.has_ended:
-            logger.error("kvdisk is off until the engine starts again, which goes on with memory alone.")
+            logger.error("kvdisk is off until the engine starts again, and vLLM goes on with its memory alone.")
             raise ToldOff
         left = MOST_TOLD
         while self._ended_requests and (left == MOST_TOLD or len(self._ended_requests[0][1]) <= left):
@@ -487,7 +487,9 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if is_epoch:
             self.store.forget(1 + secrets.randbits(62))
         else:
-            logger.info("kvdisk keeps what it has at a reset: on_reset is %r.", self._config.on_reset)
+            logger.info(
+                "kvdisk goes on serving what was stored before this reset: on_reset is %r.", self._config.on_reset
+            )
 
     # -- events and metrics --------------------------------------------------------------------
 
@@ -569,7 +571,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             if store is not None:
                 store.close()
         except Exception:
-            logger.exception("kvdisk could not close its store in order, and the next start will look at it.")
+            logger.exception("kvdisk could not close its store cleanly; the next start checks it.")
         finally:
             if self._mover is not None:
                 self._mover.kill()

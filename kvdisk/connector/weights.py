@@ -106,7 +106,7 @@ def known_digest(
         if key:
             stack.enter_context(_alone(place))
             if (remembered := _recall(place, key)) is not None:
-                logger.info("kvdisk knows the weights: they have not changed since it read them.")
+                logger.info("kvdisk has identified the weights: they have not changed since it last read them.")
                 return remembered
         digest = content_digest(files, read)
         taken_s = time.monotonic() - began_s
@@ -116,7 +116,7 @@ def known_digest(
             _remember(place, key, digest)
     if taken_s >= worth_s:
         size = sum(each.size for each in found)
-        logger.info("kvdisk knows the weights: it read %.1f GB in %.1f s.", size / 1e9, taken_s)
+        logger.info("kvdisk has identified the weights: it read %.1f GB in %.1f s.", size / 1e9, taken_s)
     return digest
 
 
@@ -146,7 +146,7 @@ def content_digest(files: Sequence[Path], read: Read = os.preadv, clock: Callabl
         if not said and clock() - began_s >= _SAID_AFTER_S:
             said = True
             done_bytes = len(reading.hashes) * _PIECE_BYTES
-            text = "kvdisk reads the weights, to know them again: %.1f of %.1f GB so far."
+            text = "kvdisk reads the weights to identify them: %.1f of %.1f GB so far."
             logger.info(text, done_bytes / 1e9, sum(sizes) / 1e9)
     digest = hashlib.sha256(json.dumps([[file.name for file in files], sizes, _PIECE_BYTES]).encode())
     digest.update(b"".join(reading.result()))

@@ -106,7 +106,7 @@ def _check_can_be_made(path: Path) -> None:
 
 def _check_not_readonly(path: Path) -> None:
     if os.statvfs(path).f_flag & os.ST_RDONLY:
-        raise ConfigError(f"store_dirs: {path} is on a file system that is mounted to be read only")
+        raise ConfigError(f"store_dirs: {path} is on a file system that is mounted read-only")
 
 
 def check_directories(directories: Directories) -> None:

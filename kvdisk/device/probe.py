@@ -57,7 +57,7 @@ class ProbeReport(NamedTuple):
     @property
     def line(self) -> str:
         """Which device serves the drive, and why, in one line."""
-        how = {True: "with O_DIRECT", False: "through the kernel's cache, without O_DIRECT", None: "not tried"}
+        how = {True: "with O_DIRECT", False: "through the page cache, without O_DIRECT", None: "not tried"}
         return f"kvdisk reads and writes {self.directory} with the device {self.name} ({how[self.direct]}): {self.why}"
 
 

@@ -634,7 +634,7 @@ class Store:
             if error.errno in OF_PROCESS:
                 raise
             # It may have an owner: nobody takes or deletes it. Nor is it in anybody's way.
-            self._log.warn("look", f"engine store {home_id} cannot be looked at now, and is left alone: {error}")
+            self._log.warn("look", f"engine store {home_id} cannot be read now, and is skipped: {error}")
             return Holding(home_id, None, -1, True, 0, 0, HomeLock(-1, -1))
 
     def _take_stock(self, home_id: str, stack: ExitStack) -> Holding:
@@ -682,7 +682,7 @@ class Store:
         return (not lock.is_held and not record.guest) or self.is_of_another_machine(record)
 
     def _tell_of_damage(self, error: CorruptRecord) -> None:
-        self._log.warn("HOME", f"{error}; HOME.tmp says what it said before, and is used")
+        self._log.warn("HOME", f"{error}; its previous version, HOME.tmp, is used")
 
     def is_of_another_machine(self, record: HomeRecord) -> bool:
         """Whether a home was used in another boot, after this machine had begun its own."""
@@ -714,7 +714,7 @@ class Store:
         """Delete an unowned home. What cannot be deleted still counts, and is not taken over."""
         stock.homes.remove(home)
         if not self.delete_home(home.id, home.record):
-            self._log.warn("delete", f"engine store {home.id} has to go for others, and cannot be deleted")
+            self._log.warn("delete", f"engine store {home.id} should be deleted to make room, and cannot be")
             stock.homes.append(home._replace(record=None, last_use_s=-1))
 
     def _remove_loose(self, stock: Stock) -> None:

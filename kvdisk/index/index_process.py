@@ -74,12 +74,12 @@ class IndexProcess:
                 yield part
         except TimeoutError as error:
             self.stop()
-            raise ChildEnded(f"the process that reads it did not answer within {timeout_s:g} s", late=True) from error
+            raise ChildEnded(f"the index process did not answer within {timeout_s:g} s", late=True) from error
         except (OSError, EOFError) as error:
             raise self._ended() from error
         except Exception as error:  # another version was installed meanwhile
             self.stop()
-            raise ChildEnded("the process that reads it gave no sound answer") from error
+            raise ChildEnded("the index process gave a wrong answer") from error
         finally:
             if more:
                 self.stop()
@@ -103,19 +103,19 @@ class IndexProcess:
         assert child is not None
         ended = child.end()
         if ended.code is None:
-            return ChildEnded("the process that reads it cannot be ended")
+            return ChildEnded("the index process cannot be killed")
         if -ended.code in _DAMAGED:
-            return ChildEnded(f"the file is damaged, reading it ended in {ended.how}", damaged=True)
-        return ChildEnded(f"the process that reads it failed, {ended.how}")
+            return ChildEnded(f"the file is damaged: reading it ended in {ended.how}", damaged=True)
+        return ChildEnded(f"the index process failed: {ended.how}")
 
     def _start(self) -> ChildProcess:
         try:
             self._child = child = ChildProcess(self._main)
         except OSError as error:
-            raise CannotStart(error.errno or errno.EIO, "the process that reads indexes cannot start") from error
+            raise CannotStart(error.errno or errno.EIO, "the index process cannot start") from error
         try:
             child.pipe.receive(START_S)
         except (TimeoutError, OSError, EOFError) as error:
             how = self._ended()
-            raise CannotStart(errno.EIO, f"the process that reads indexes cannot start, {how}") from error
+            raise CannotStart(errno.EIO, f"the index process cannot start: {how}") from error
         return child

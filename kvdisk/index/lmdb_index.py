@@ -171,7 +171,7 @@ class TablesProcess:
                 raise CorruptRecord("the file is not what was committed last")
         except KvdiskError as error:
             raise self._given_up(error) from error
-        logger.warning("kvdisk: index %s: %s; another process goes on with it.", self._path, ended)
+        logger.warning("kvdisk: index %s: %s; a new process takes over.", self._path, ended)
 
     def _given_up(self, why: KvdiskError) -> IndexGone:
         """Note that the index is gone, and return the error to raise."""

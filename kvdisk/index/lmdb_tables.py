@@ -144,7 +144,7 @@ class LmdbTables:
                         txn.put(operation.key, operation.value, db=database)
                 record_count = sum(txn.stat(database)["entries"] for database in self._databases.values())
                 if any(operation.droppable for operation in operations) and not self._has_room(txn):
-                    raise lmdb.MapFullError("map full, but for what is kept for deletions")
+                    raise lmdb.MapFullError("the map is full, except for its reserve for deletions")
         except lmdb.Error as error:
             if not isinstance(self._last_error, lmdb.PanicError):
                 self._last_error = error
@@ -271,7 +271,7 @@ def _open_own_directory(path: Path) -> int:
     if status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o002:
         return fd
     os.close(fd)
-    raise PermissionError(errno.EACCES, f"others than user {os.geteuid()} can have written it")
+    raise PermissionError(errno.EACCES, f"another user than {os.geteuid()} could have written it")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class NeighbourReader(ReaderThread[_Question, Answer]):
         try:
             homes = self._find_homes()
         except (KvdiskError, OSError) as error:
-            self._log.warn("look", f"other engine stores cannot be looked for, and are not read meanwhile: {error}")
+            self._log.warn("look", f"other engine stores cannot be listed, and are not read meanwhile: {error}")
             homes = {}
         self._left_alone = {home_id: until_s for home_id, until_s in self._left_alone.items() if until_s > now}
         self._homes = {home_id: path for home_id, path in homes.items() if home_id not in self._left_alone}

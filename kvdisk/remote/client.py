@@ -188,9 +188,7 @@ class BucketObjects:
             answered = 2 * sum(result in ANSWERS for result in ended.results) >= len(ended.results)
             if ended.said is not None and self._health(op).end(ended.ticket, answered=answered):
                 said = ended.said or f"no answer in {self._deadline_s:g} s"
-                self._log.warn(
-                    op.value, f"{self._bucket.name} is left alone for a while, as a {op.value} failed: {said}"
-                )
+                self._log.warn(op.value, f"{self._bucket.name} is not used for a while, as a {op.value} failed: {said}")
             outcomes.append(ObjectsOutcome(ended.ticket, ended.results))
         return outcomes
 
@@ -199,7 +197,7 @@ class BucketObjects:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_TIMEOUT_S)
-            assert self._loop.is_closed(), "the client of the remote store held its thread up"
+            assert self._loop.is_closed(), "the client of the remote store blocked its thread"
             self._under_way.clear()
 
     def _health(self, op: ObjectOp) -> Health:

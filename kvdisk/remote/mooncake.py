@@ -49,7 +49,7 @@ _START_S = 60.0
 _CLOSE_S = 2.0
 _MEANINGS = {
     -200: "no room is left",
-    mooncake_process.MISSING: "it left while it was written",
+    mooncake_process.MISSING: "it was evicted while it was written",
     -800: "a node does not answer",
     -900: "the master does not answer",
 }

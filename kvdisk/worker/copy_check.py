@@ -55,10 +55,10 @@ def _check(copier: HostCopier, staging: Arena, size_classes: Sequence[int]) -> N
                     continue
                 if not way.is_straight:
                     raise ConfigError(
-                        "copies between the model's KV blocks and host memory bring other bytes on this machine "
+                        "copies between the model's KV blocks and host memory bring wrong bytes on this machine "
                         f"(KV-cache group {group}): kvdisk cannot be used."
                     )
-                logger.warning("CUDA copies other rows of blocks than it should: from now on all are gathered.")
+                logger.warning("CUDA copied wrong rows of blocks: from now on all are gathered.")
                 copier.go_straight_no_more()
 
 

@@ -148,7 +148,7 @@ def choose_direct(
     return DirectChoice(None, found.line)
 
 
-_NOTHING = "kvdisk moves nothing straight between drive and GPU"
+_NOTHING = "kvdisk does not use GPUDirect Storage"
 
 
 @dataclass(slots=True)

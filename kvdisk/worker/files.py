@@ -206,9 +206,7 @@ class HomeFiles:
             try:
                 store.tend(home)
             except KvdiskError as error:  # it is tried again
-                self._log.warn(
-                    "tend", f"a rank cannot look after its part of the engine store on this machine: {error}"
-                )
+                self._log.warn("tend", f"a rank cannot maintain its part of the engine store on this machine: {error}")
         for segment in sorted(self._mine):
             fd = self._open[segment].fd
             status = os.fstat(fd)

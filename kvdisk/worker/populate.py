@@ -65,7 +65,7 @@ class Populating:
                 if self._closing.is_set():
                     return
                 if self._free_bytes() < LEFT_FREE_BYTES + piece.nbytes:
-                    logger.info("kvdisk takes the rest of its memory as it is used: little is free now.")
+                    logger.info("kvdisk allocates the rest of its memory as it is used: little is free now.")
                     return
                 if not _populate(piece.ctypes.data, piece.nbytes):
                     return

@@ -353,7 +353,7 @@ class Runner:
         left = [batch.work.deadline_s for batch in self.queued] + [work.deadline_s for work in self._waiting]
         self._soonest_s = min(left, default=math.inf)
         if failed:
-            self._log.warn("deadline", "the drive or the copies cannot keep up: moves were given up unstarted")
+            self._log.warn("deadline", "the drive or the copies cannot keep up: moves were dropped before they started")
         return failed
 
     def _stuck(self) -> set[tuple[int, bool]]:
@@ -374,7 +374,7 @@ class Runner:
         ]
         for batch in overdue:
             late = dict.fromkeys(batch.positions, Reason.DEADLINE)
-            self._log.warn("late", f"a drive has not moved {len(late)} blocks in {self._io_deadline_s:g} s")
+            self._log.warn("late", f"a drive has not finished {len(late)} blocks in {self._io_deadline_s:g} s")
             self._stats.add("late_moves", len(late))
             batch.late = True
             self._fail(batch.work, late)
@@ -561,13 +561,13 @@ class Runner:
             if broken and self._direct.note_failed_read():
                 self._log.warn(
                     "direct reads",
-                    "reads straight to the GPU keep failing: all blocks go through host memory until the next start",
+                    "reads with GPUDirect Storage keep failing: all blocks go through host memory until the next start",
                 )
             self._load_by_host(batch, broken)
             return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}
         if broken:
             self._direct.store_by_host()
-            self._log.warn("direct", "a write straight from the GPU failed: from now on all go through host memory")
+            self._log.warn("direct", "a write with GPUDirect Storage failed: from now on all go through host memory")
         return failed
 
     def _load_by_host(self, batch: Batch, positions: Sequence[int]) -> None:

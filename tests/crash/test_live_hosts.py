@@ -305,7 +305,7 @@ def test_upkeep_takes_what_is_elsewhere_for_no_loss_and_sees_what_is_one_here(ho
     engine.serve(PROMPTS)
     upkeep.look()
     upkeep.look()
-    assert "others changed" not in caplog.text
+    assert "something else changed" not in caplog.text
     next(hosts.one.glob("homes/*/segments/0/rank1.kv")).unlink()
     upkeep.look()
     assert "a file of 1 segment is gone" in caplog.text

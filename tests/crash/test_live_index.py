@@ -32,7 +32,7 @@ from kvdisk.messages import JobKind
 MODEL = LiveModel(windowed=True)
 STEPS = 150
 GONE = "takes no new blocks on NVMe until the next start"
-ANOTHER = "another process goes on with it"
+ANOTHER = "a new process takes over"
 LATE = "a commit has not ended"
 REBUILT = "kvdisk rebuilt the index"
 

@@ -168,7 +168,7 @@ def test_an_engine_that_does_not_answer_is_left_as_it_is(quick_path):
     found = command("clear", store.path, "--wait", "0.1", code=1)
     (one,) = found["engine_stores"]
     assert one["result"] == "withdrawn" and "did not answer in 0.1 s" in one["why"]
-    assert not (home.path / "REQUEST").exists(), "it is not done later either"
+    assert not (home.path / "REQUEST").exists(), "it will not be done later either"
     home.close(clean=True)
     assert command("clear", store.path)["engine_stores"][0]["whole"], "one that has stopped needs nobody"
 
@@ -237,7 +237,7 @@ def test_a_request_that_nobody_takes_is_withdrawn_by_who_is_interrupted(quick_pa
     until((home.path / "REQUEST").exists)
     asked.send_signal(signal.SIGINT)
     one = result_of(asked)
-    assert (one["result"], one["why"]) == ("withdrawn", "the command was interrupted; it is not done later either")
+    assert (one["result"], one["why"]) == ("withdrawn", "the command was interrupted; it will not be done later either")
     assert not list(home.path.glob("REQUEST*"))
     home.close(clean=True)
 
@@ -259,7 +259,7 @@ def test_no_later_owner_obeys_what_a_killed_command_has_left(quick_path, start, 
     until((engine.parts.home.path / "ANSWER").exists)
     engine.serve(PROMPTS)
     assert hits(engine) == 20 * len(PROMPTS)
-    assert "undone: it was meant for an engine that had this engine store before" in caplog.text
+    assert "--live: it was for an earlier engine of this engine store" in caplog.text
 
 
 def test_a_store_whose_process_makes_no_call_answers(quick_path):

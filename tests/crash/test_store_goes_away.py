@@ -57,7 +57,7 @@ def warnings(caplog: pytest.LogCaptureFixture, engine: LiveEngine) -> list[str]:
     """Warnings of this engine's upkeep: one that another test left open may look, too."""
     said = [record.getMessage() for record in caplog.records]
     caplog.clear()
-    return [text for text in said if f"others changed engine store {engine.parts.home.id} " in text]
+    return [text for text in said if f"something else changed engine store {engine.parts.home.id} " in text]
 
 
 def hits(engine: LiveEngine) -> int:
@@ -164,7 +164,7 @@ def test_removed_lock_files_are_made_anew_before_another_engine_looks_or_after(s
         if before:
             upkeep.look()
             (said,) = warnings(caplog, engine)
-            assert all(path.name in said for path in gone) and "made anew" in said
+            assert all(path.name in said for path in gone) and "made again" in said
             assert all(path.exists() for path in gone)
         other = start(LiveModel(f"other {before}"))
         other.serve(["z" * 24])

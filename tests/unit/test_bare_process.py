@@ -61,7 +61,7 @@ def test_starts_whose_index_process_cannot_start_leave_no_engine_store(
                 assert half.engine_store is None, "memory serves alone"
                 half.close()
             else:
-                with pytest.raises(DeviceError, match="the process that reads indexes cannot start"):
+                with pytest.raises(DeviceError, match="the index process cannot start"):
                     start(path, 0)
             assert len(home_ids(path)) == before
     half = start(path)

@@ -102,7 +102,7 @@ def test_the_default_output_fits_a_terminal_and_says_what_loads_bring(tmp_path, 
     ("change", "said"),
     [
         ({"nvme_bytes": "900Ti"}, "its part of nvme_bytes is 900.0 TiB"),
-        ("direct", "takes no O_DIRECT"),
+        ("direct", "does not support O_DIRECT"),
         ("threads", "threads would move blocks"),
         ("unmeasured", "was not measured: no permission"),
     ],

@@ -166,7 +166,7 @@ def test_drives(path: Path, tmp_path: Path) -> None:
     has(json_of("inspect", path, further)["drives"], [first, second])
     has(inspect_json(path, code=1)["drives"], [{"path": str(path), "segments": 1}, {"path": None, "segments": 2}])
     assert "not named (" in run_here("inspect", path, "--stores").stdout
-    assert "Verdict        seen in part: name all directories of the store" in run_here("inspect", path).stdout
+    assert "Verdict        incomplete: name all directories of the store" in run_here("inspect", path).stdout
 
 
 # -- in use, and copied ------------------------------------------------------------------------

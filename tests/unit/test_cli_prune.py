@@ -88,7 +88,7 @@ def test_a_namespace_goes_and_what_is_cleared(path):
     assert (found["asked"]["namespace"], [home["id"] for home in found["engine_stores"]]) == (MINE.hex(), [mine])
     for arguments, words in (
         (["--namespace", "m"], "no namespace of this store"),
-        ([], "say what to delete"),
+        ([], "give what to delete"),
         (["--to", "much"], "--to must be a size"),
         (["--older-than", "7"], "--older-than is a time such as"),
     ):

@@ -236,7 +236,7 @@ def test_conditions_hold_together(path):
     found = pruned(path, "--salt", ACME)
     assert found["goes"]["engine_stores"] == 1, "nothing else is in it"
     assert len(list_homes(path)) == 1
-    assert "say one of the two" in refused("prune", path, "--salt", ACME, "--to", "1GiB", "--yes")
+    assert "give one of the two" in refused("prune", path, "--salt", ACME, "--to", "1GiB", "--yes")
     assert "needs stopped engines" in refused("prune", path, "--salt", ACME, "--live", "--yes")
     assert "an empty salt" in refused("prune", path, "--salt", "", "--yes")
     assert "takes neither a KEY" in refused("inspect", path, "--salts", "0123456789")

@@ -67,9 +67,13 @@ def test_where_a_hit_ends_and_why(path: Path) -> None:
     for tokens, hit, words in (
         (PROMPT, 96, "nothing is missing"),
         (PROMPT[:96], 80, "nothing is missing"),  # the last token is computed, and so its block
-        (PROMPT[:32] + [2] * 64, 32, "2 stored prompts go on otherwise from here: this one differs from each within "),
+        (
+            PROMPT[:32] + [2] * 64,
+            32,
+            "2 stored prompts continue differently from here: this one differs from each within ",
+        ),
         (PROMPT[:96] + [2] * 64, 96, "nothing behind it is stored: tokens 96 to 112 were never seen"),
-        ([3] * 64, 0, "2 stored prompts begin otherwise: this one differs from each within tokens 0 to 16"),
+        ([3] * 64, 0, "2 stored prompts begin differently: this one differs from each within tokens 0 to 16"),
         ([7] * 64, 0, "tokens 0 to 16 are missing, and 2 blocks behind them are here"),
         ([8] * 40, 0, "private to that engine"),
         (PROMPT[:16], 0, "too short"),

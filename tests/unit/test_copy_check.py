@@ -77,7 +77,7 @@ def test_copies_that_bring_other_bytes_end_the_start(monkeypatch, staging_of, on
     copier = CudaCopier(groups, CpuLanes(), 0) if on_gpu else HostCopier(groups)
     name = f"_{name}" if on_gpu else name
     monkeypatch.setattr(type(copier), name, wrong(getattr(type(copier), name)))
-    with pytest.raises(ConfigError, match=r"other bytes on this machine \(KV-cache group 0\)"):
+    with pytest.raises(ConfigError, match=r"wrong bytes on this machine \(KV-cache group 0\)"):
         check_copies(copier, *staging_of(groups))
     assert all(torch.equal(layer, old) for layer, old in zip(layers, before, strict=True))
 
@@ -119,6 +119,6 @@ def test_a_worker_does_not_start_with_such_copies_and_starts_with_others(monkeyp
     monkeypatch.setattr(
         "kvdisk.worker.arena.Arena", lambda *args, **fields: made.append(Arena(*args, **fields)) or made[-1]
     )
-    with pytest.raises(ConfigError, match="other bytes"):
+    with pytest.raises(ConfigError, match="wrong bytes"):
         assemble_worker(config, GEOMETRY, 0, layers)
     assert len(made) == 1 and made[0]._memory is None, "before the CPU tier is taken"

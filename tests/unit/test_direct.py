@@ -91,7 +91,7 @@ def test_a_way_whose_reads_keep_failing_is_not_gone_any_more(rank, caplog):
     rank.direct.note_changed(0)
     ways = [(LOAD_STAGED, 0), (STORE_STAGED, 0), (STORE_STAGED, 1)]
     assert [rank.direct.route(way, rank.classes[group], moves[0]) for way, group in ways] == [way for way, _ in ways]
-    assert sum("reads straight to the GPU keep failing" in message for message in caplog.messages) == 1
+    assert sum("reads with GPUDirect Storage keep failing" in message for message in caplog.messages) == 1
     rank.device.plan.fail = {}
     rank.erase()
     assert rank.do(JobKind.LOAD, moves) == {}

@@ -142,7 +142,7 @@ def test_a_file_system_that_cannot_be_written_is_refused(volume, monkeypatch, na
     if is_store:
         Store.open(volume)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-    with pytest.raises(ConfigError, match=f"{volume} is on a file system that is mounted to be read only"):
+    with pytest.raises(ConfigError, match=f"{volume} is on a file system that is mounted read-only"):
         check_directories(volume.parent / name)
 
 

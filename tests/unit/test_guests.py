@@ -490,7 +490,7 @@ def test_a_rank_says_that_it_cannot_look_after_its_guest(hosts, caplog):
     record = path.read_bytes()
     path.unlink()
     assert not files.give_back()
-    assert "a rank cannot look after its part of the engine store" in caplog.text
+    assert "a rank cannot maintain its part of the engine store" in caplog.text
     path.write_bytes(record)
     files.close()
     home.close(clean=True)

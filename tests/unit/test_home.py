@@ -288,7 +288,7 @@ def test_what_home_said_before_is_used_where_one_bit_of_it_is_wrong(store, bit, 
     assert alive(store) == {left: False}
     home = acquire(store)
     assert not home.fresh and (home.segments_path / "0").exists() and ids(store) == {home.id}
-    assert "HOME.tmp says what it said before" in caplog.text
+    assert "its previous version, HOME.tmp, is used" in caplog.text
     home.close(clean=True)
 
 
@@ -336,7 +336,7 @@ def test_an_unowned_home_that_cannot_be_read_now_stops_nobody_and_stays(store, m
         beside = acquire(store)
         assert beside.fresh, "nobody knows what it is"
         beside.close(clean=True)
-    assert f"engine store {left} cannot be looked at now" in caplog.text
+    assert f"engine store {left} cannot be read now" in caplog.text
     after = acquire(store)
     assert not after.fresh and (after.segments_path / "0").exists() and left not in ids(store)
     for held in (joined, mine, after):
@@ -440,7 +440,7 @@ def test_a_deletion_that_breaks_off_leaves_no_home_to_take_over(store, monkeypat
         assert not store.remove_home(left)
         home = acquire(store)
         assert home.fresh, "took over what could not be deleted"
-        assert f"engine store {left} has to go for others, and cannot be deleted" in caplog.text
+        assert f"engine store {left} should be deleted to make room, and cannot be" in caplog.text
         home.close(clean=True)
     home = acquire(store, OTHER)
     assert home.fresh and left not in ids(store)

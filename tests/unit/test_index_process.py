@@ -66,7 +66,7 @@ def test_another_process_goes_on_where_one_ended(index, path, caplog, number):
     assert index.flush(WAIT_S)
     assert index.poll().state is IndexState.WRITABLE and index.poll().dropped_puts == 0
     (said,) = caplog.messages
-    assert number.name in said and "another process goes on with it" in said
+    assert number.name in said and "a new process takes over" in said
     assert sorted(found_blocks(index)) == sorted((0, key_of(at)) for at in range(1, COUNT + 1))
     index.close()
     assert not (path / "damaged").exists()
@@ -130,7 +130,7 @@ def test_a_lock_file_that_is_cut_short_costs_the_process_and_nothing_else(index,
     index.delete([(0, key_of(0))])
     assert index.flush(WAIT_S)
     assert len(found_blocks(index)) == COUNT - 1
-    assert "SIGBUS" in caplog.text and "another process goes on with it" in caplog.text
+    assert "SIGBUS" in caplog.text and "a new process takes over" in caplog.text
     index.close()
 
 

@@ -80,10 +80,10 @@ def test_a_request_is_done_once(home):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"home_id": OTHER}, "it was meant for an engine that had this engine store before"),
-        ({"ago_s": 601.0}, "it was meant for 600 s, and has been there for 601 s by this host's clock"),
-        ({"ago_s": -DAY_S}, "it was meant for 600 s, and has been there for -86400 s by this host's clock"),
-        ({"wait_s": 0.0}, "it was meant for 0 s, and has been there for 0 s by this host's clock"),
+        ({"home_id": OTHER}, "it was for an earlier engine of this engine store"),
+        ({"ago_s": 601.0}, "it was valid for 600 s, and is 601 s old by this host's clock"),
+        ({"ago_s": -DAY_S}, "it was valid for 600 s, and is -86400 s old by this host's clock"),
+        ({"wait_s": 0.0}, "it was valid for 0 s, and is 0 s old by this host's clock"),
     ],
 )
 def test_what_was_meant_for_another_owner_or_time_is_left_undone(home, changes, why, caplog):
@@ -97,7 +97,7 @@ def test_what_a_step_comes_to_after_its_time_is_not_done(home, monkeypatch):
     engine = Engine(home)
     engine.mailbox.wake()
     answer = engine.answer_to(request_of(home, wait_s=0.05))
-    assert (answer.blocks, answer.why) == (0, "its time was over")
+    assert (answer.blocks, answer.why) == (0, "it has expired")
     while engine.mailbox.work():
         pass
     assert engine.asked == 0
@@ -123,7 +123,7 @@ def test_what_cannot_be_read_is_no_request(home, caplog):
     for text in ("{", '{"json_version": 1}', '{"json_version": 2, "id": 5}'):
         (home.path / "REQUEST").write_text(text)
         engine.orders.look()
-    assert engine.asked == 0 and caplog.text.count("leaves a request undone that it cannot read") == 3
+    assert engine.asked == 0 and caplog.text.count("ignores a deletion request that it cannot read") == 3
     assert engine.answer_to(request_of(home)).blocks == 3
 
 

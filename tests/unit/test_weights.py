@@ -119,7 +119,7 @@ def test_a_long_read_is_no_silence(files, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "kvdisk.connector"):
         content_digest(files, slowly, clock)
     (said,) = caplog.messages
-    assert said.startswith("kvdisk reads the weights, to know them again: ") and said.endswith(" GB so far.")
+    assert said.startswith("kvdisk reads the weights to identify them: ") and said.endswith(" GB so far.")
 
 
 def test_a_sample_tells_other_weights_and_damage(files):
