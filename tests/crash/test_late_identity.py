@@ -179,7 +179,7 @@ def test_what_cannot_be_found_is_said_and_memory_serves(start, quick_path, caplo
     late = Late()
     engine = start(late)
     late.found.set_exception(OSError(errno.EIO, "the drive of the weights fails"))
-    until(lambda: "cannot know the weights: [Errno 5] the drive of the weights fails" in caplog.text)
+    until(lambda: "cannot identify the weights: [Errno 5] the drive of the weights fails" in caplog.text)
     engine.serve(PROMPTS[:2])
     engine.serve(PROMPTS[:2])
     assert engine.manager.stats["hit_tokens.cpu"] > 0 == hits(engine)

@@ -22,7 +22,7 @@ GEOMETRY = Geometry((GroupGeometry(0, 16, 8192),), 2, 16)
 
 
 def test_memory_for_no_block_is_refused():
-    with pytest.raises(ConfigError, match="cpu_bytes 16383 holds no block of each kind"):
+    with pytest.raises(ConfigError, match="cpu_bytes 16383 is too small for a block of each size"):
         assemble_scheduler(Config(cpu_bytes=16383), GEOMETRY, FakePool(4, print), None)
 
 

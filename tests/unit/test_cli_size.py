@@ -75,7 +75,7 @@ def test_what_a_configuration_says(changes, options, element_bytes, groups, assu
         ({}, ["--pp", "17,16"], "--pp 17,16 must list every layer once: the model has 32."),
         ({}, ["--pp", "33,-1"], "--pp 33,-1 must list"),
         ({}, ["--nvme", "1MiB"], "--nvme leaves "),
-        ({}, ["--cpu", "1MiB"], "--cpu 1048576 holds no block of each kind"),
+        ({}, ["--cpu", "1MiB"], "--cpu 1048576 is too small for a block of each size"),
         ({}, ["--kv-dtype", "int3"], "--kv-dtype is one of"),
         ({}, ["--write-rate", "/nowhere"], "/nowhere does not exist."),
         (None, [], "cannot be read: No such file or directory"),

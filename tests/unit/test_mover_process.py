@@ -255,7 +255,7 @@ def test_what_it_cannot_start_for_is_raised(tmp_path, rank):
 
 def test_one_that_dies_at_its_start_says_why(tmp_path, rank, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DeviceError, match="cannot start, status 1"):
+    with pytest.raises(DeviceError, match="cannot start: status 1"):
         MoverProcess(config_of(tmp_path), GEOMETRY, rank.rows)
 
 
