@@ -112,7 +112,7 @@ def test_every_alert_asks_for_series_that_exist_and_is_well_formed():
 def test_there_is_an_alert_for_all_that_is_to_be_watched_and_for_nothing_harmless():
     alarmed = {NAMES[name].name for rule in RULES for name in _named(rule["expr"])}
     page = (ROOT / "docs/OPERATING.md").read_text()
-    table = page[page.index("| watch | because |") :].partition("\n\n")[0]
+    table = page[page.index("| alert on | a rise means |") :].partition("\n\n")[0]
     watched = set(re.findall(r"`(\w+)`", table))
     assert len(watched) >= 8 and watched <= alarmed
     assert {series.partition(".")[0] for series in FAILURES} <= alarmed
