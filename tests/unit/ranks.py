@@ -196,7 +196,7 @@ class Rank:
         self.let_go()
         if not self.mover._ended:
             self.run()
-            assert staging_is_free(self.mover._runner._batches), "staging is lost"
+            assert staging_is_free(self.mover._runner), "staging is lost"
         self.mover.close()
 
     def cpu(self, group: int, index: int) -> Slot:

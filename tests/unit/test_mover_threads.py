@@ -74,8 +74,8 @@ def test_a_copy_of_memory_that_is_not_pinned_waits_for_the_model_without_a_lock(
 
     class After:
         def synchronize(self):
-            runner = rank.mover._runner
-            free.append(not runner._gathering.locked() and not runner._touching.locked())
+            copies = rank.mover._runner.copies
+            free.append(not copies._gathering.locked() and not copies._touching.locked())
 
         def query(self):
             return True
