@@ -106,9 +106,9 @@ class MooncakeBucket:
         """See ``Bucket.exists``."""
         return bool(await self._ask(ObjectOp.EXISTS, name, 0, bool))
 
-    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
+    async def get(self, name: str, most_bytes: int, take: Callable[[Any], Result]) -> Result | None:
         """See ``Bucket.get``."""
-        found: Result | None = await self._ask(ObjectOp.GET, name, byte_count, take)
+        found: Result | None = await self._ask(ObjectOp.GET, name, most_bytes, take)
         return found
 
     async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:

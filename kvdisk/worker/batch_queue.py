@@ -10,11 +10,11 @@ while one is verified and scattered, the next one's read is in flight.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 
 from kvdisk.blocks import JobId
-from kvdisk.worker.arena import SlotMemory
+from kvdisk.worker.resources import Resources
 from kvdisk.worker.routes import Batch, Leg, Memory, Route, Staging, Work
 
 MOST_READS = 4
@@ -32,19 +32,18 @@ MOST_SCATTERS = 4
 class BatchQueue:
     """Keeps batches until they may begin, and lends them staging. Stores leave half of it to loads.
 
-    ``memories``: all slots, by where they are. ``checksum_threads``: see ``Resources``.
     ``under_way``: the batches that have begun and not ended, late ones too. The mover's thread
     calls everything.
     """
 
-    def __init__(self, memories: Mapping[Memory, SlotMemory], checksum_threads: int) -> None:
+    def __init__(self, resources: Resources) -> None:
         self.under_way: list[Batch] = []
         self._queues: dict[tuple[Route, bool], list[Batch]] = {}
         """Batches that have not begun, by route and whether they are urgent; in order in each."""
-        self._summing = checksum_threads
+        self._summing = resources.checksum_threads
         self._free: dict[Memory, list[list[int]]] = {
             memory: [list(range(count)) for count in slots.slot_counts]
-            for memory, slots in memories.items()
+            for memory, slots in resources.memories.items()
             if isinstance(memory, Staging)
         }
 

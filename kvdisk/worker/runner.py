@@ -76,7 +76,7 @@ class Runner:
         """In the order in which they are asked."""
         self._files = FileJobs(resources.files, self._device_io, self._log, threaded=threaded)
         self._cutter = BatchCutter(resources, batch_bytes)
-        self._batches = BatchQueue(resources.memories, resources.checksum_threads)
+        self._batches = BatchQueue(resources)
         self._works: dict[JobId, Work] = {}
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
