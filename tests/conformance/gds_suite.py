@@ -18,12 +18,12 @@ import pytest
 import torch
 from gpu_measures import drive_route
 from support.addressed_device import CpuLanes, range_of
+from support.device_conformance import FilesConformance
 
 from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.device.gds import GdsDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import FilesConformance
 
 
 class ByAddress:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from ranks import GPU_BLOCKS, Rank, move
+from support.faulty_device import FaultyDevice
 from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Reason
-from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.copier import CudaCopier, Passed
 from kvdisk.worker.slot_headers import SlotHeaders
 
