@@ -118,7 +118,6 @@ class ObstoreBucket:
             raise ConfigError(f"remote {url!r} cannot be used: {named}{wrong}.")
 
     async def exists(self, name: str) -> bool:
-        """See ``Bucket.exists``."""
         return await self._size(name) is not None
 
     async def get(self, name: str, most_bytes: int, take: Callable[[Any], Result]) -> Result | None:
@@ -134,7 +133,6 @@ class ObstoreBucket:
         return take(await anext(aiter(pieces), b""))
 
     async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
-        """See ``Bucket.put``."""
         if not over and await self._size(name) == byte_count:
             return
         body = np.empty(byte_count, np.uint8)

@@ -70,7 +70,6 @@ class BlockCopies:
 
     @property
     def busy(self) -> bool:
-        """See ``Backend``."""
         return bool(self._under_way)
 
     @property
@@ -102,7 +101,6 @@ class BlockCopies:
         return Progress(batch, ended=self._has_ended(batch, copy))
 
     def poll(self, wait_s: float = 0.0) -> list[Progress]:  # noqa: ARG002 - no event wakes this thread
-        """See ``Backend``."""
         return [Progress(batch) for batch, copy in list(self._under_way) if self._has_ended(batch, copy)]
 
     def settle(self) -> None:

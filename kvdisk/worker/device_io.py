@@ -77,7 +77,6 @@ class DeviceIo:
 
     @property
     def busy(self) -> bool:
-        """See ``Backend``."""
         return bool(self._under_way)
 
     @property
@@ -91,7 +90,6 @@ class DeviceIo:
         return found
 
     def start(self, batch: Batch) -> Progress:
-        """See ``Backend``."""
         if (batch.drive, batch.leg is Leg.WRITE) in self.stuck:
             return fail_all(batch, Reason.DEADLINE)
         unopened = self._submit(batch, batch.positions, longest=len(batch.positions))

@@ -104,7 +104,6 @@ class HomeFiles:
         self._log = QuietLog(time.monotonic, logger)
 
     def open_home(self, spec: HomeSpec) -> None:
-        """See ``SegmentFiles``."""
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
         if self._joined is None:
             self._join(spec)
@@ -142,7 +141,6 @@ class HomeFiles:
             self._joined = store, home
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
-        """See ``SegmentFiles``."""
         writes = self._writes(spec)
         if (self._sharers > 1 and spec.create and not writes) or (not spec.create and spec.segment in self._open):
             return None
@@ -188,7 +186,6 @@ class HomeFiles:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def drop_segment(self, spec: SegmentSpec) -> None:
-        """See ``SegmentFiles``."""
         _, home = self._in_home()
         file = self._open.pop(spec.segment, None)
         self._mine.discard(spec.segment)
@@ -219,7 +216,6 @@ class HomeFiles:
         return removed
 
     def close(self) -> None:
-        """See ``SegmentFiles``."""
         self._mine.clear()
         for file in self._open.values():
             file.close()

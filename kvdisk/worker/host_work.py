@@ -36,11 +36,9 @@ class HostWork:
 
     @property
     def busy(self) -> bool:
-        """See ``Backend``."""
         return bool(self._under_way)
 
     def start(self, batch: Batch) -> Progress:
-        """See ``Backend``."""
         if self._threads is None or batch.route.direct:
             return self._end(batch, self._run(batch))
         batch.pending = True
@@ -48,7 +46,6 @@ class HostWork:
         return Progress(batch, ended=False)
 
     def poll(self, wait_s: float = 0.0) -> list[Progress]:  # noqa: ARG002 - it takes no longer than a moment
-        """See ``Backend``."""
         ended = [each for each in self._under_way if each[1].done()]
         self._under_way = [each for each in self._under_way if each not in ended]
         return [self._end(batch, future.result()) for batch, future in ended]

@@ -40,11 +40,9 @@ class RemoteIo:
 
     @property
     def busy(self) -> bool:
-        """See ``Backend``."""
         return bool(self._under_way)
 
     def start(self, batch: Batch) -> Progress:
-        """See ``Backend``."""
         objects = [
             RemoteObject(self._headers.object_name(batch, position), batch.memory.view(batch.size_class, slot))
             for position, slot in zip(batch.positions, batch.slots, strict=True)
@@ -60,7 +58,6 @@ class RemoteIo:
         return Progress(batch, ended=False)
 
     def poll(self, wait_s: float) -> list[Progress]:
-        """See ``Backend``."""
         outcomes = self._objects.poll(wait_s) if self._under_way else ()
         return [self._end(self._under_way.pop(ticket), results) for ticket, results in outcomes]
 
