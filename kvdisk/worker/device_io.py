@@ -82,9 +82,11 @@ class DeviceIo:
     @property
     def stuck(self) -> set[tuple[int, bool]]:
         """The drives that are given no more reads (False) or writes (True)."""
-        late = Counter((batch.drive, batch.leg is Leg.WRITE) for batch in self._under_way.values() if batch.late)
         found: set[tuple[int, bool]] = set()
-        for (drive, writes), count in late.items():
+        late = [batch for batch in self._under_way.values() if batch.late]
+        if not late:
+            return found  # the usual case
+        for (drive, writes), count in Counter((batch.drive, batch.leg is Leg.WRITE) for batch in late).items():
             if count >= (MOST_LATE_WRITES if writes else MOST_LATE):
                 found |= {(drive, writes), (drive, True)}
         return found
