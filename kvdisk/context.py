@@ -97,13 +97,10 @@ class NoPool:
         """See ``SchedulerContext``."""
 
     def take_reused(self) -> Sequence[int]:
-        """See ``SchedulerContext``."""
         return ()
 
     def is_cached(self, key: BlockKey) -> bool:  # noqa: ARG002
-        """See ``SchedulerContext``."""
         return False
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
-        """See ``SchedulerContext``."""
         return iter(())

@@ -93,7 +93,6 @@ class ThreadMover:
         self._parts = assemble_row_worker(config, geometry, memory)
 
     def submit(self, plan: Plan) -> None:
-        """See ``RowMover``."""
         self._parts.mover.submit(plan)
 
     def poll(self, wait_s: float = 0.0) -> Report:
@@ -105,7 +104,6 @@ class ThreadMover:
         return report
 
     def close(self) -> None:
-        """See ``RowMover``."""
         self._parts.close()
 
 
@@ -245,7 +243,6 @@ class BlockStore(BlockStoreFace):
     # -- questions -----------------------------------------------------------------------------
 
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
-        """See ``BlockStoreFace``."""
         if self._is_off:
             return bytes(len(keys))
         with self._turn:  # what ``_in_turn`` does, in less time
@@ -260,7 +257,6 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def ask(self, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStoreFace``."""
         if self._is_off:
             return
         prompt, number = self._blocks.ask(keys), next(self._numbers)
@@ -283,7 +279,6 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStoreFace``."""
         if not self._is_off:
             self._manager.note_time(int(time.time()))
             self._blocks.reached(request, keys)
@@ -291,7 +286,6 @@ class BlockStore(BlockStoreFace):
     # -- jobs ------------------------------------------------------------------------------------
 
     def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        """See ``BlockStoreFace``."""
         keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
         assert not any(map(operator.eq, keys, parents)), "no block follows itself"
@@ -304,7 +298,6 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
-        """See ``BlockStoreFace``."""
         keys = [get.key for get in blocks]
         self._check(keys, [get.row for get in blocks])
         job = self._new_job(tag, keys)
@@ -330,7 +323,6 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def step(self, now: float) -> bool:
-        """See ``BlockStoreFace``."""
         assert not self._is_closed, "the store is closed"
         if self._is_off:
             return bool(self._jobs)
@@ -370,7 +362,6 @@ class BlockStore(BlockStoreFace):
         self._blocks.await_room(waiting)
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:
-        """See ``BlockStoreFace``."""
         if not self._is_closed:
             self._settle(0.0)
             if not self._ended and wait_s > 0:
@@ -441,7 +432,6 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def forget(self, epoch: int) -> None:
-        """See ``BlockStoreFace``."""
         assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
         if self._is_off:
             return
@@ -453,14 +443,12 @@ class BlockStore(BlockStoreFace):
         self._asked.clear()
 
     def drain(self) -> None:
-        """See ``BlockStoreFace``."""
         end_s = time.monotonic() + self._config.io_deadline_s
         while self._jobs and not (self._is_off and time.monotonic() >= end_s):
             self.step(time.monotonic())
             self._settle(_DRAIN_WAIT_S)
 
     def close(self) -> None:
-        """See ``BlockStoreFace``."""
         if self._is_closed:
             return
         with ExitStack() as end:  # the last first, whatever one of them raises
@@ -484,13 +472,11 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def changes(self) -> Taken:
-        """See ``BlockStoreFace``."""
         if self._journal is None:
             self._journal = self._manager.publish()
         return self._journal.take()
 
     @_in_turn
     def stats(self) -> Stats:
-        """See ``BlockStoreFace``."""
         self._stats.merge(self._parts.telemetry.take_all())
         return self._stats.take()

@@ -14,7 +14,7 @@ from support.planted import BUGS, NAME
 from support.planting import Planter
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = sorted((ROOT / "kvdisk/testing").glob("*_conformance.py"))
+SUITES = [*(ROOT / "kvdisk/testing").glob("*_conformance.py"), *(ROOT / "tests/support").glob("*_conformance.py")]
 TESTS = sorted({bug.test for bug in BUGS.values()})
 
 

@@ -98,6 +98,37 @@ def crowded_constructors(text: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {count} parameters"
 
 
+def classes_of(text: str) -> Iterator[ast.ClassDef]:
+    yield from (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+
+
+def methods_of(found: ast.ClassDef) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    return {each.name: each for each in found.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@cache
+def known_classes() -> dict[str, ast.ClassDef]:
+    return {found.name: found for path in modules() for found in classes_of(path.read_text())}
+
+
+def is_explained(found: ast.ClassDef, method: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether a method has a docstring here, or in a class that this one's bases or docstring
+    name."""
+    if method in methods_of(found) and ast.get_docstring(methods_of(found)[method]):
+        return True
+    bases = [node.id for base in found.bases for node in ast.walk(base) if isinstance(node, ast.Name)]
+    told = re.findall(r"``(?:\w+\.)*([A-Z]\w*)``", ast.get_docstring(found) or "")
+    others = [known_classes()[name] for name in {*bases, *told} - seen - {found.name} if name in known_classes()]
+    return any(is_explained(other, method, seen | {found.name}) for other in others)
+
+
+def unexplained(text: str) -> Iterator[str]:
+    for found in classes_of(text):
+        names = [name for name in methods_of(found) if not name.startswith("_")]
+        if not found.name.startswith("_"):
+            yield from (f"{found.name}.{name}" for name in names if not is_explained(found, name))
+
+
 class _Imports(ast.NodeVisitor):
     """Collects what a module imports when it runs, so not what only its annotations need."""
 
@@ -156,6 +187,10 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
     [
         (oversized, "def long():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
         (crowded_constructors, "def __init__(self, a, b, c, d, e, f, *, g, h): pass\n"),
+        (
+            unexplained,
+            'class Own:\n    """See ``Device``."""\n    def poll(self): ...\n    def told_nowhere(self): ...\n',
+        ),
         (lambda text: foreign_imports("kvdisk/worker/mover.py", text), "def f():\n    from torch import empty\n"),
         (lambda text: foreign_imports("kvdisk/manager/pool.py", text), "import time\n"),
         (lambda text: foreign_imports("kvdisk/cli/main.py", text), "import requests\n"),
@@ -179,6 +214,10 @@ def test_functions_are_small():
 
 def test_constructors_take_few_parameters():
     assert not [f"{named(path)}: {what}" for path in modules() for what in crowded_constructors(path.read_text())]
+
+
+def test_public_methods_are_explained_where_they_are_or_in_the_protocol_that_their_class_names():
+    assert not [f"{named(path)}: {what}" for path in modules() for what in unexplained(path.read_text())]
 
 
 def test_names_say_what_a_thing_is():

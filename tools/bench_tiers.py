@@ -50,7 +50,8 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import nameless_file
 from kvdisk.errors import ConfigError
 from kvdisk.worker.arena import Arena
-from kvdisk.worker.runner import BATCH_BYTES, MOST_READS
+from kvdisk.worker.batch_queue import MOST_READS
+from kvdisk.worker.runner import BATCH_BYTES
 
 THREADS = (1, 4, 8, 16)
 """Counts that vLLM's files are measured with. Its default is 16 for each direction."""

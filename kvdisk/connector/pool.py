@@ -30,7 +30,6 @@ class PooledBlock(NamedTuple):
 
     @property
     def block_id(self) -> int:
-        """See ``KVCacheBlockView``."""
         return self.block.block_id  # type: ignore[no-any-return]
 
     @property
@@ -104,11 +103,9 @@ class BlockPoolContext:
         self._pool._reuse_watchers.add(block_ids, self._note)
 
     def unwatch(self, block_ids: Sequence[int]) -> None:
-        """See ``SchedulerContext``."""
         self._pool._reuse_watchers.remove(block_ids, self._note)
 
     def take_reused(self) -> Sequence[int]:
-        """See ``SchedulerContext``."""
         reused, self._reused = self._reused, []
         return reused
 
@@ -120,7 +117,6 @@ class BlockPoolContext:
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [self._groups.ids[group_of(key)]]) is not None
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
-        """See ``SchedulerContext``."""
         for block in self._pool.free_block_queue.iter_blocks_after(None):
             yield PooledBlock(block, self._geometry, self._groups, self._void)
 

@@ -145,7 +145,6 @@ class KernelQueue:
             raise
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
-        """See ``DriveQueue``."""
         share_bytes = round_up(-(-batch_bytes // _LEAST_CALLS), ALIGNMENT)
         call_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
         heads, vectors, count = bytearray(), bytearray(), 0
@@ -164,7 +163,6 @@ class KernelQueue:
         return 1
 
     def close(self) -> None:
-        """See ``DriveQueue``."""
         queue, self._queue = self._queue, None
         if queue is not None:
             self._waiting.queue_close(queue)

@@ -145,7 +145,6 @@ class GdsDevice(PosixDevice):
 
     @property
     def name(self) -> str:
-        """See ``Device``."""
         return f"{super().name}+gds"
 
     def attach_memory(self, memory: Buffer) -> None:
@@ -175,7 +174,6 @@ class GdsDevice(PosixDevice):
         self._gpu_files[fd] = self._gpu_queues[drive], file
 
     def detach_file(self, fd: int) -> None:
-        """See ``Device``."""
         super().detach_file(fd)
         _, file = self._gpu_files.pop(fd, (None, None))
         if file is not None:

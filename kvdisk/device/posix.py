@@ -57,7 +57,6 @@ class _ThreadQueue:
             start_thread(thread)
 
     def put(self, ticket: int, op: Op, known: Sequence[tuple[int, Transfer]], batch_bytes: int) -> int:
-        """See ``DriveQueue``."""
         share_bytes = round_up(-(-batch_bytes // len(self._threads)), ALIGNMENT)
         task_bytes = min(max(share_bytes, SHORTEST_BYTES), self._longest_bytes)
         tasks = [(ticket, op, calls) for calls in cut(known, task_bytes)]
@@ -66,7 +65,6 @@ class _ThreadQueue:
         return len(tasks)
 
     def close(self) -> None:
-        """See ``DriveQueue``."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -128,7 +126,6 @@ class PosixDevice:
         """See ``Device``. Does nothing: system calls need no registration."""
 
     def attach_file(self, fd: int) -> None:
-        """See ``Device``."""
         place = os.fstat(fd).st_dev, self.kernel_queue and aio.serves(fd)
         if self.kernel_queue and not place[1]:
             self.without_queue = aio.NOT_ASYNCHRONOUS
@@ -137,11 +134,9 @@ class PosixDevice:
         self._files[fd] = self._queues[place]
 
     def detach_file(self, fd: int) -> None:
-        """See ``Device``."""
         self._files.pop(fd, None)
 
     def submit(self, op: Op, batch: Sequence[Transfer]) -> int:
-        """See ``Device``."""
         assert not self._closed, "the device is closed"
         assert batch
         self._last_ticket += 1
@@ -162,7 +157,6 @@ class PosixDevice:
         return self._last_ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """See ``Device``."""
         ended: list[Outcome] = []
         deadline_s = time.monotonic() + timeout_s
         while self._in_flight:
@@ -175,14 +169,12 @@ class PosixDevice:
         return ended
 
     def drain(self) -> list[Outcome]:
-        """See ``Device``."""
         ended: list[Outcome] = []
         while self._in_flight:
             self._count_report(self._done.get(), ended)
         return ended
 
     def close(self) -> None:
-        """See ``Device``."""
         self.drain()
         self._closed = True
         for places in self._queues.values():

@@ -101,16 +101,13 @@ class TablesProcess:
                 raise self._given_up(error) from error
 
     def commit(self, operations: Sequence[Operation]) -> None:
-        """See ``Tables.commit``."""
         plain = [(int(table), key, value) for table, key, value in operations]
         self._transaction = self._ask(math.inf, "commit", plain)
 
     def recover(self) -> None:
-        """See ``Tables.recover``."""
         self._ask(math.inf, "recover")
 
     def append(self, table: Table, items: Iterable[tuple[bytes, bytes]]) -> None:
-        """See ``LmdbTables.append``."""
         left = iter(items)
         while part := list(islice(left, _PART_RECORDS)):
             self._ask(math.inf, "append", table, part, again=False)
@@ -216,7 +213,6 @@ class LmdbIndex(Index):
         return self._tables.pid
 
     def poll(self) -> Progress:
-        """See ``Index.poll``."""
         return self._writer.look()
 
     def flush(self, timeout_s: float) -> bool:

@@ -38,7 +38,6 @@ class MemoryIndex(Index):
         return len(self._calls)
 
     def poll(self) -> Progress:
-        """See ``Index.poll``."""
         state = IndexState.REFUSING if self.refuse_puts else IndexState.WRITABLE
         if self.is_gone:
             state = IndexState.GONE
@@ -51,7 +50,6 @@ class MemoryIndex(Index):
         return not self._calls
 
     def close(self) -> None:
-        """See ``Index.close``."""
         self.commit()
         self._closed = True
 

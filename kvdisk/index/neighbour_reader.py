@@ -52,11 +52,9 @@ class NeighbourReader(ReaderThread[_Question, Answer]):
 
     @property
     def any(self) -> bool:
-        """See ``Neighbours.any``."""
         return bool(self._homes)
 
     def ask(self, ticket: int, epoch: int, keys: Sequence[BlockKey]) -> bool:
-        """See ``Neighbours.ask``."""
         return self._queue((ticket, epoch, tuple(keys)))
 
     # -- the reader's thread -------------------------------------------------------------------

@@ -124,11 +124,11 @@ class Bucket(Protocol):
     async def exists(self, name: str) -> bool:
         """Return whether an object is there."""
 
-    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
+    async def get(self, name: str, most_bytes: int, take: Callable[[Any], Result]) -> Result | None:
         """Call ``take`` with the object's bytes, which are valid during that call only, and return
-        what it returned; None where there is no such object. For an object that is not
-        ``byte_count`` long, ``take`` is given any bytes of another length. Others may still change
-        the bytes meanwhile."""
+        what it returned; None where there is no such object. An object that is longer than
+        ``most_bytes`` is not fetched: ``take`` is given none of its bytes. Others may still change
+        the bytes meanwhile, and its length."""
 
     async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
         """Have an object of that length there. Where there is none, or with ``over`` in any case,

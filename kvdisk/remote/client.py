@@ -145,26 +145,21 @@ class BucketObjects:
 
     @property
     def answers(self) -> bool:
-        """See ``Objects.answers``."""
         return self._reads.answers
 
     @property
     def is_sound(self) -> bool:
-        """See ``Objects.is_sound``."""
         return self._reads.is_sound
 
     @property
     def pause_s(self) -> float:
-        """See ``Objects.pause_s``."""
         return self._reads.pause_s
 
     @property
     def hint_life_s(self) -> float:
-        """See ``Objects.hint_life_s``."""
         return self._bucket.hint_life_s
 
     def submit(self, op: ObjectOp, batch: Sequence[RemoteObject]) -> int:
-        """See ``Objects.submit``."""
         assert batch, "an empty batch"
         assert not self._loop.is_closed(), "the store is closed"
         self._last_ticket = ticket = self._last_ticket + 1
@@ -177,7 +172,6 @@ class BucketObjects:
         return ticket
 
     def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
-        """See ``Objects.poll``."""
         outcomes: list[ObjectsOutcome] = []
         while self._under_way:
             try:
@@ -193,7 +187,6 @@ class BucketObjects:
         return outcomes
 
     def close(self) -> None:
-        """See ``Objects.close``."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_TIMEOUT_S)

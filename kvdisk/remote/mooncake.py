@@ -103,20 +103,16 @@ class MooncakeBucket:
             raise ConfigError(f"remote {url!r} {problem}.")
 
     async def exists(self, name: str) -> bool:
-        """See ``Bucket.exists``."""
         return bool(await self._ask(ObjectOp.EXISTS, name, 0, bool))
 
-    async def get(self, name: str, byte_count: int, take: Callable[[Any], Result]) -> Result | None:
-        """See ``Bucket.get``."""
-        found: Result | None = await self._ask(ObjectOp.GET, name, byte_count, take)
+    async def get(self, name: str, most_bytes: int, take: Callable[[Any], Result]) -> Result | None:
+        found: Result | None = await self._ask(ObjectOp.GET, name, most_bytes, take)
         return found
 
     async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
-        """See ``Bucket.put``."""
         await self._ask(ObjectOp.REPLACE if over else ObjectOp.PUT, name, byte_count, fill)
 
     def close(self) -> None:
-        """See ``Bucket.close``."""
         if self._child is not None:
             self._child.stop()
             self._child = None

@@ -115,16 +115,13 @@ class RemoteReader(ReaderThread[_Question, RemoteAnswer]):
 
     @property
     def any(self) -> bool:
-        """See ``RemoteIndex.any``."""
         return self._any
 
     @property
     def is_sound(self) -> bool:
-        """See ``RemoteIndex.is_sound``."""
         return self._is_sound
 
     def ask(self, ticket: int, chains: Sequence[Sequence[BlockKey]], alone: Sequence[BlockKey]) -> bool:
-        """See ``RemoteIndex.ask``."""
         return self._queue(_Question(ticket, chains, alone), len(self._asked))
 
     # -- the reader's thread -------------------------------------------------------------------

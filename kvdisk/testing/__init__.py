@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites and stand-ins for tests, our own and those of other implementations; nothing else in
+"""For tests of what uses the library, or is a store of its own (docs/LIBRARY.md); nothing else in
 kvdisk imports them."""

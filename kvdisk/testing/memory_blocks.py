@@ -36,7 +36,6 @@ class MemoryBlocks(BlockStoreFace):
         self._is_closed = False
 
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
-        """See ``BlockStoreFace``."""
         ready, coming, absent = Presence.READY, Presence.COMING, Presence.ABSENT
         return bytes(ready if key in self._blocks else coming if key in self._coming else absent for key in keys)
 
@@ -44,18 +43,15 @@ class MemoryBlocks(BlockStoreFace):
         """See ``BlockStoreFace``: there are no others."""
 
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
-        """See ``BlockStoreFace``."""
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
     def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        """See ``BlockStoreFace``."""
         assert all(put.key != put.parent for put in blocks), "no block follows itself"
         self._ask_for(tag, blocks)
 
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:  # noqa: ARG002
-        """See ``BlockStoreFace``."""
         self._ask_for(tag, blocks)
 
     def _ask_for(self, tag: int, blocks: _Blocks) -> None:
@@ -69,7 +65,6 @@ class MemoryBlocks(BlockStoreFace):
         self._asked.append((tag, blocks, time.monotonic()))
 
     def step(self, now: float) -> bool:  # noqa: ARG002
-        """See ``BlockStoreFace``."""
         for job in self._asked:
             self._begun.append((job, list(self._begin(job[1]))))
         self._asked.clear()
@@ -88,7 +83,6 @@ class MemoryBlocks(BlockStoreFace):
                 yield Result.DONE
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:  # noqa: ARG002
-        """See ``BlockStoreFace``."""
         for job, results in self._begun:
             blocks: list[Put | Get] = [*job[1]]
             for at, block in enumerate(blocks):
@@ -130,7 +124,6 @@ class MemoryBlocks(BlockStoreFace):
             self._journal.note(Tier.NVME, stored, keys)
 
     def forget(self, epoch: int) -> None:
-        """See ``BlockStoreFace``."""
         assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
         self._cancel()
         self._note(False, list(self._blocks))
@@ -144,24 +137,20 @@ class MemoryBlocks(BlockStoreFace):
         self._coming.clear()
 
     def drain(self) -> None:
-        """See ``BlockStoreFace``."""
         self.step(time.monotonic())
         ended = self.poll()
         self._tags.update(each.tag for each in ended)
         self._ended = ended
 
     def changes(self) -> Taken:
-        """See ``BlockStoreFace``."""
         if self._journal is None:
             self._journal = Journal(self._stats)
             self._note(True, list(self._blocks))
         return self._journal.take()
 
     def stats(self) -> Stats:
-        """See ``BlockStoreFace``."""
         return self._stats.take()
 
     def close(self) -> None:
-        """See ``BlockStoreFace``."""
         self._is_closed = True
         self._cancel()

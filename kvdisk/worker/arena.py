@@ -148,12 +148,10 @@ class Arena(SlotMemory):
 
     @property
     def memory(self) -> memoryview:
-        """See ``SlotMemory``."""
         assert self._memory is not None, "the arena is closed"
         return self._memory
 
     def tensor(self, size_class: int) -> torch.Tensor:
-        """See ``SlotMemory``."""
         found = self._tensors.get(size_class)
         if found is None:
             import torch

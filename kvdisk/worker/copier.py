@@ -514,7 +514,6 @@ class CudaCopier(HostCopier):
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """See ``HostCopier``."""
         device = self._lanes.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
             if device.type == "cuda":
@@ -522,11 +521,9 @@ class CudaCopier(HostCopier):
             yield
 
     def compute_done(self) -> Event | None:
-        """See ``HostCopier``."""
         return self._lanes.record(None)
 
     def hold_model(self) -> None:
-        """See ``HostCopier``."""
         for lane in _BOTH[Lane.STORE]:
             self._lanes.wait(None, self._lanes.record(lane))
 
@@ -537,8 +534,6 @@ class CudaCopier(HostCopier):
                 self._lanes.synchronize(lane)
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event | None:
-        """See ``HostCopier``."""
-
         def start() -> Event:
             straight = self._copy_straight(Lane.STORE, group, blocks, slots, after)
             return straight or self._gather(group, blocks, slots, after)
@@ -589,7 +584,6 @@ class CudaCopier(HostCopier):
         return self._end_of(used)
 
     def ways(self, group: int) -> list[Way]:
-        """See ``HostCopier``."""
         through_scratch = Way(self._gather, self._scatter)
         if self.groups[group].row_bytes < STRAIGHT_ROW_BYTES:
             return [through_scratch]
@@ -603,7 +597,6 @@ class CudaCopier(HostCopier):
         return [through_scratch, Way(gather, scatter, is_straight=True)]
 
     def go_straight_no_more(self) -> None:
-        """See ``HostCopier``."""
         self._lanes.copies_rows = False
 
     def _straight(self, group: int, blocks: Sequence[int], slots: Slots, least_bytes: int) -> list[_Rectangle]:

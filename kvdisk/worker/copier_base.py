@@ -31,7 +31,6 @@ class Passed:
     """An ``Event`` that has passed already."""
 
     def query(self) -> bool:
-        """See ``Event``."""
         return True
 
     def synchronize(self) -> None:
@@ -94,7 +93,6 @@ class RowCopier:
         self._payload_bytes = tuple(payload_bytes)
 
     def thread(self) -> AbstractContextManager[Any]:
-        """See ``Copier``."""
         return nullcontext()
 
     def compute_done(self) -> Event | None:
@@ -108,13 +106,11 @@ class RowCopier:
         """See ``Copier``: nothing is ever under way."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
-        """See ``Copier``."""
         for row, index in zip(blocks, slots.indices, strict=True):
             self._payload(slots, index, group)[:] = self._rows[row, : self._payload_bytes[group]]
         return Passed()
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
-        """See ``Copier``."""
         for row, index in zip(blocks, slots.indices, strict=True):
             self._rows[row, : self._payload_bytes[group]] = self._payload(slots, index, group)
         return Passed()

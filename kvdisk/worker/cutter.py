@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job is cut into batches, and what staging each borrows."""
+"""How a job is cut into batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 
 from kvdisk.blocks import group_of
 from kvdisk.messages import JobKind, Reason
 from kvdisk.worker.resources import Resources
-from kvdisk.worker.routes import NO_DRIVE, Batch, Memory, OpenFile, Route, Staging, Work, route_between, route_of
+from kvdisk.worker.routes import NO_DRIVE, Batch, OpenFile, Route, Staging, Work, route_between, route_of
 
 
 class BatchCutter:
-    """Cuts jobs into batches of about ``batch_bytes``, and lends them staging.
+    """Cuts jobs into batches of about ``batch_bytes``.
 
     A batch through staging takes at most a quarter of it for a load from a drive, and an eighth for
-    anything else. Stores leave half to loads. The mover's thread calls everything.
+    anything else. The mover's thread calls everything.
     """
 
     def __init__(self, resources: Resources, batch_bytes: int) -> None:
@@ -24,11 +24,6 @@ class BatchCutter:
         # To the nearest, since the header makes slots a little longer than a power of two.
         self._slots = [max(1, round(batch_bytes / size)) for size in resources.geometry.slot_sizes]
         self._memories = resources.memories
-        self._free: dict[Memory, list[list[int]]] = {
-            memory: [list(range(count)) for count in slots.slot_counts]
-            for memory, slots in self._memories.items()
-            if isinstance(memory, Staging)
-        }
 
     def cut(self, work: Work, files: Mapping[int, OpenFile]) -> list[Batch]:
         """Cut a job into batches, and set ``work.left``; moves without a source fail with ABSENT.
@@ -86,29 +81,3 @@ class BatchCutter:
                 batch.slots = [moves[position].slots[of_tier].index for position in batch.positions]
             batches.append(batch)
         return batches
-
-    def lend(self, batch: Batch, under_way: Iterable[Batch]) -> bool:
-        """Lend a batch its staging, where it needs any; return False where it has to wait. What is
-        late of ``under_way`` holds no other store up."""
-        if batch.route.staged:
-            memory, size_class, count = batch.route.memory, batch.size_class, len(batch.positions)
-            free = self._free[memory][size_class]
-            of_stores = sum(
-                len(other.staging)
-                for other in under_way
-                if other.route.writes and other.route.memory is memory and other.size_class == size_class
-                if not other.late
-            )
-            half = batch.memory.slot_counts[size_class] // 2  # the first store goes, however little there is
-            if count > len(free) or (batch.route.writes and of_stores and of_stores + count > half):
-                return False
-            batch.staging, batch.slots = free[:count], free[:count]
-            del free[:count]
-        return True
-
-    def give_back(self, batch: Batch) -> None:
-        """Take a batch's staging back, if it has any: nothing touches it any more."""
-        if batch.staging:
-            free = self._free[batch.route.memory][batch.size_class]
-            free.extend(batch.staging)
-            free.sort()  # so that batches find neighbours

@@ -2,14 +2,16 @@
 """Batches at the device. Neighbouring slots travel as one transfer; what could not be read together
 is read again alone.
 
-A batch that hangs is given up, and stays known until the device has ended it: until then it may
-touch memory and drive.
+A batch that hangs is given up as *late*, and stays known until the device has ended it: until then
+it may touch memory and drive.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvdisk.device.base import Device, Op, Outcome, Transfer
 from kvdisk.device.paths import NO_ROOM
@@ -17,23 +19,51 @@ from kvdisk.errors import QuietLog
 from kvdisk.geometry import contiguous_runs, slot_offset
 from kvdisk.messages import Reason
 from kvdisk.stats import Stats
+from kvdisk.worker.backend import Progress, fail_all
 from kvdisk.worker.routes import Batch, Leg, OpenFile
+
+if TYPE_CHECKING:
+    from kvdisk.worker.direct import Direct
+
+MOST_LATE, MOST_LATE_WRITES = 16, 4
+"""So many late reads of a drive stop every batch there: it does not answer; so many late writes
+stop its writes only. Late batches count nowhere else."""
 
 
 class DeviceIo:
-    """Moves batches between memory and segment files. ``stats``: where failures are counted.
+    """``Backend`` of READ and WRITE to and from segment files.
 
-    The mover's thread calls everything.
+    ``direct``: the direct way to the GPU, where there is one. ``io_deadline_s``: how long a batch
+    may be at the device. ``stats``: where failures are counted. ``open``: the segment files that
+    can be used, by segment. The mover's thread calls everything.
     """
 
-    def __init__(self, device: Device, stats: Stats, log: QuietLog) -> None:
+    def __init__(
+        self, device: Device, direct: Direct | None, *, io_deadline_s: float, stats: Stats, log: QuietLog
+    ) -> None:
+        self.open: dict[int, OpenFile] = {}
         self._device = device
+        self._direct = direct
+        self._io_deadline_s = io_deadline_s
         self._stats = stats
         self._log = log
         self._under_way: dict[int, Batch] = {}
         """Under way, late or not, by ticket."""
         self._read_again: set[Batch] = set()
         """Those of them whose slots are read a second time, each alone."""
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def attach(self, segment: int, file: OpenFile) -> None:
+        """Use a segment's file from now on."""
+        self._device.attach_file(file.fd)
+        self.open[segment] = file
+
+    def detach(self, segment: int) -> None:
+        """Use a segment's file no more, where it is open."""
+        opened = self.open.pop(segment, None)
+        if opened is not None:
+            self._device.detach_file(opened.fd)
 
     def uses(self, segment: int) -> bool:
         """Whether a batch under way, late or not, names the segment."""
@@ -43,23 +73,56 @@ class DeviceIo:
             for position in batch.positions
         )
 
+    # -- batches -------------------------------------------------------------------------------
+
     @property
     def busy(self) -> bool:
-        """Whether a batch is under way."""
         return bool(self._under_way)
 
-    def send(self, batch: Batch, files: Mapping[int, OpenFile]) -> dict[int, Reason]:
-        """Start a batch at the device. Returns the moves that fail at once, for the caller to drop.
+    @property
+    def stuck(self) -> set[tuple[int, bool]]:
+        """The drives that are given no more reads (False) or writes (True)."""
+        found: set[tuple[int, bool]] = set()
+        late = [batch for batch in self._under_way.values() if batch.late]
+        if not late:
+            return found  # the usual case
+        for (drive, writes), count in Counter((batch.drive, batch.leg is Leg.WRITE) for batch in late).items():
+            if count >= (MOST_LATE_WRITES if writes else MOST_LATE):
+                found |= {(drive, writes), (drive, True)}
+        return found
 
-        ``files``: the open ones, by segment. With at least one move left, ``reap`` will yield the
-        batch; until then the device owns its slots.
-        """
-        unopened = self._submit(batch, batch.positions, files, longest=len(batch.positions))
+    def start(self, batch: Batch) -> Progress:
+        if (batch.drive, batch.leg is Leg.WRITE) in self.stuck:
+            return fail_all(batch, Reason.DEADLINE)
+        unopened = self._submit(batch, batch.positions, longest=len(batch.positions))
         if unopened:
             self._log.warn("segment", f"{len(unopened)} blocks are in a segment that is not open")
-        return dict.fromkeys(unopened, Reason.IO_ERROR)
+        return Progress(batch, dict.fromkeys(unopened, Reason.IO_ERROR), ended=len(unopened) == len(batch.positions))
 
-    def _submit(self, batch: Batch, positions: list[int], files: Mapping[int, OpenFile], longest: int) -> list[int]:
+    def poll(self, wait_s: float) -> Iterator[Progress]:
+        """See ``Backend``.
+
+        What could not be read is read again before it fails, each slot alone: one bad place on a
+        drive costs one block.
+        """
+        for outcome in self._device.poll(wait_s) if self._under_way else ():
+            yield self._end(outcome)
+
+    def give_up_late(self, now_s: float) -> list[Progress]:
+        """Fail the moves of batches that are too long at the device. Their memory stays taken."""
+        overdue = [
+            batch
+            for batch in self._under_way.values()
+            if not batch.late and batch.began_s < now_s - self._io_deadline_s
+        ]
+        for batch in overdue:
+            count = len(batch.positions)
+            self._log.warn("late", f"a drive has not finished {count} blocks in {self._io_deadline_s:g} s")
+            self._stats.add("late_moves", count)
+            batch.late = True
+        return [fail_all(batch, Reason.DEADLINE)._replace(ended=False) for batch in overdue]
+
+    def _submit(self, batch: Batch, positions: list[int], longest: int) -> list[int]:
         """Submit moves of a batch: a run of up to ``longest`` neighbouring slots of a segment is
         one transfer. Return the positions of moves whose segment is not open."""
         moves, slot_of = batch.work.job.moves, dict(zip(batch.positions, batch.slots, strict=True))
@@ -74,7 +137,7 @@ class DeviceIo:
             end = start + 1
             while end < min(total, start + longest) and places[end] == (segment, first + end - start):
                 end += 1
-            file = files.get(segment)
+            file = self.open.get(segment)
             if file is None:
                 unopened += positions[start:end]
             else:
@@ -92,31 +155,22 @@ class DeviceIo:
             self._under_way[self._device.submit(op, transfers)] = batch
         return unopened
 
-    def poll(self, wait_s: float) -> list[Outcome]:
-        """Return the batches that have ended; wait up to ``wait_s`` for the first."""
-        return self._device.poll(wait_s) if self._under_way else []
-
-    def reap(
-        self, outcomes: Sequence[Outcome], files: Mapping[int, OpenFile]
-    ) -> Iterator[tuple[Batch, dict[int, Reason]]]:
-        """Yield the batches that have ended, with moves that failed just now.
-
-        What could not be read is read again before, each slot alone: one bad place on a drive costs
-        one block.
-        """
-        for outcome in outcomes:
-            batch = self._under_way.pop(outcome.ticket)
-            failed: dict[int, Reason] = {}
-            for at, number in {} if batch.late else outcome.errors.items():
-                failed |= dict.fromkeys(batch.transfers[at], self._reason_of(batch, at, number))
-            if failed and batch.leg is Leg.READ and batch not in self._read_again:
-                self._read_again.add(batch)
-                unopened = self._submit(batch, list(failed), files, longest=1)
-                assert not unopened, "a segment was closed while a batch named it"
-                continue
-            self._read_again.discard(batch)
-            batch.transfers = []
-            yield batch, failed
+    def _end(self, outcome: Outcome) -> Progress:
+        batch = self._under_way.pop(outcome.ticket)
+        failed: dict[int, Reason] = {}
+        for at, number in {} if batch.late else outcome.errors.items():
+            failed |= dict.fromkeys(batch.transfers[at], self._reason_of(batch, at, number))
+        if failed and batch.leg is Leg.READ and batch not in self._read_again:
+            self._read_again.add(batch)
+            unopened = self._submit(batch, list(failed), longest=1)
+            assert not unopened, "a segment was closed while a batch named it"
+            return Progress(batch, ended=False)
+        self._read_again.discard(batch)
+        batch.transfers = []
+        if failed and batch.route.direct:
+            assert self._direct is not None
+            return Progress(batch, *self._direct.note_failed(batch.route, failed, self._log))
+        return Progress(batch, failed)
 
     def _reason_of(self, batch: Batch, at: int, number: int) -> Reason:
         """Count and log a failed transfer."""

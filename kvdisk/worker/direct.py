@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -18,8 +18,9 @@ from kvdisk.device.base import Buffer, Device, Op, Transfer
 from kvdisk.device.checksum import multilinear_digest
 from kvdisk.device.header import MULTILINEAR, XXH3_128
 from kvdisk.device.probe import FILE_BYTES, GIVE_UP_S, DeviceTimeout, await_batches, nameless_file, on_trial
+from kvdisk.errors import QuietLog
 from kvdisk.geometry import HEADER_BYTES
-from kvdisk.messages import Move
+from kvdisk.messages import Move, Reason
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.routes import Route, Staging
 
@@ -81,15 +82,24 @@ class Direct:
         """
         self._by_host.update(move.slots[Tier.NVME].segment for move in moves)
 
-    def note_failed_read(self) -> bool:
-        """Note that the drive has failed moves of a batch that was read this way. Return True when
-        MOST_FAILED_READS is reached by this."""
-        self._failed_reads += 1
-        return self._failed_reads == MOST_FAILED_READS
-
-    def store_by_host(self) -> None:
-        """Write everything through host memory from now on: a direct write has failed."""
-        self.stores = frozenset()
+    def note_failed(
+        self, route: Route, failed: Mapping[int, Reason], quiet: QuietLog
+    ) -> tuple[Mapping[int, Reason], list[int]]:
+        """The drive has failed moves of a batch that went this way: use the way less. Return the
+        failures that stay, and the moves that are to be loaded through host memory instead."""
+        broken = [position for position, reason in failed.items() if reason is Reason.IO_ERROR]
+        if route.reads:
+            self._failed_reads += bool(broken)
+            if broken and self._failed_reads == MOST_FAILED_READS:
+                quiet.warn(
+                    "direct reads",
+                    "reads with GPUDirect Storage keep failing: all blocks go through host memory until the next start",
+                )
+            return {position: reason for position, reason in failed.items() if reason is not Reason.IO_ERROR}, broken
+        if broken:
+            self.stores = frozenset()
+            quiet.warn("direct", "a write with GPUDirect Storage failed: from now on all go through host memory")
+        return failed, []
 
     def note_changed(self, segment: int) -> None:
         """Note that a segment was opened or dropped: what was known of its number does not hold for

@@ -14,7 +14,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -23,7 +23,6 @@ from typing import Protocol
 
 from kvdisk.blocks import Tier
 from kvdisk.device import segment as segments
-from kvdisk.device.base import Device
 from kvdisk.device.control import PLATFORM
 from kvdisk.device.drives import Directories, check_first_is_mounted
 from kvdisk.device.home import JoinedHome
@@ -32,6 +31,7 @@ from kvdisk.device.segment import DriveFolder
 from kvdisk.device.store import Store
 from kvdisk.errors import CorruptRecord, DeviceError, GeometryMismatch, KvdiskError, QuietLog, start_thread
 from kvdisk.messages import HomeSpec, Job, JobKind, Reason, SegmentSpec
+from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.routes import OpenFile
 
 logger = logging.getLogger("kvdisk.worker")
@@ -104,7 +104,6 @@ class HomeFiles:
         self._log = QuietLog(time.monotonic, logger)
 
     def open_home(self, spec: HomeSpec) -> None:
-        """See ``SegmentFiles``."""
         assert self._directories is not None, "a home was named, and there is no NVMe tier"
         if self._joined is None:
             self._join(spec)
@@ -142,7 +141,6 @@ class HomeFiles:
             self._joined = store, home
 
     def open_segment(self, spec: SegmentSpec) -> OpenFile | None:
-        """See ``SegmentFiles``."""
         writes = self._writes(spec)
         if (self._sharers > 1 and spec.create and not writes) or (not spec.create and spec.segment in self._open):
             return None
@@ -188,7 +186,6 @@ class HomeFiles:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def drop_segment(self, spec: SegmentSpec) -> None:
-        """See ``SegmentFiles``."""
         _, home = self._in_home()
         file = self._open.pop(spec.segment, None)
         self._mine.discard(spec.segment)
@@ -217,7 +214,6 @@ class HomeFiles:
         return removed
 
     def close(self) -> None:
-        """See ``SegmentFiles``."""
         self._mine.clear()
         for file in self._open.values():
             file.close()
@@ -254,18 +250,14 @@ FILE_KINDS = frozenset({JobKind.OPEN_HOME, JobKind.OPEN_SEGMENT, JobKind.DROP_SE
 class FileJobs:
     """Runs the jobs in order; the mover's thread calls everything.
 
-    ``open``: the segment files that can be used, by segment. ``uses(segment)``: whether a batch at
-    the device names it: its drop waits for that. ``threaded``: False: they run within ``turn``.
+    ``device_io``: hears of the files that can be used. Before one is dropped no batch there names
+    it any more. ``threaded``: False: they run within ``turn``.
     """
 
-    def __init__(
-        self, files: SegmentFiles, device: Device, log: QuietLog, *, uses: Callable[[int], bool], threaded: bool
-    ) -> None:
+    def __init__(self, files: SegmentFiles, device_io: DeviceIo, log: QuietLog, *, threaded: bool) -> None:
         self._files = files
-        self._device = device
+        self._device_io = device_io
         self._log = log
-        self._uses = uses
-        self.open: dict[int, OpenFile] = {}
         self._removed: SimpleQueue[Collection[int]] = SimpleQueue()
         """Segments whose files others have removed."""
         self._waiting: deque[Job] = deque()
@@ -317,8 +309,8 @@ class FileJobs:
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
-        for segment in list(self.open):
-            self._detach(segment)
+        for segment in list(self._device_io.open):
+            self._device_io.detach(segment)
         self._files.close()
 
     def _hand_over(self) -> bool:
@@ -329,9 +321,9 @@ class FileJobs:
         if job.kind is JobKind.DROP_SEGMENT:
             assert job.segment is not None
             # It waits for batches of its segment, and for its opening.
-            if self._handed or self._uses(job.segment.segment):
+            if self._handed or self._device_io.uses(job.segment.segment):
                 return False
-            self._detach(job.segment.segment)
+            self._device_io.detach(job.segment.segment)
         task: Future[OpenFile | None] = Future()
         self._handed.append((self._waiting.popleft(), task))
         if self._thread is not None:
@@ -360,11 +352,6 @@ class FileJobs:
             except BaseException as error:  # it is raised where the result is asked for
                 task.set_exception(error)
 
-    def _detach(self, segment: int) -> None:
-        opened = self.open.pop(segment, None)
-        if opened is not None:
-            self._device.detach_file(opened.fd)
-
     def _end(self, job: Job, task: Future[OpenFile | None]) -> tuple[Job, Reason | None]:
         try:
             file = task.result()
@@ -373,8 +360,7 @@ class FileJobs:
             return job, _reason_of(error)
         if file is not None:
             assert job.segment is not None
-            self._device.attach_file(file.fd)
-            self.open[job.segment.segment] = file
+            self._device_io.attach(job.segment.segment, file)
         return job, None
 
     def _run(self, job: Job) -> OpenFile | None:

@@ -161,12 +161,10 @@ class GpuStaging(SlotMemory):
 
     @property
     def memory(self) -> Buffer:
-        """See ``SlotMemory``."""
         assert self._owner is not None, "the staging is closed"
         return cast(Buffer, GpuRange(self._address, self.total_bytes, self._owner))
 
     def tensor(self, size_class: int) -> torch.Tensor:
-        """See ``SlotMemory``."""
         return self._tensors[size_class]
 
     def header(self, size_class: int, index: int) -> memoryview:

@@ -129,7 +129,7 @@ class Mover:
                 self._changed.wait_for(lambda: not self._fenced, 0.0 if self._hangs else FENCE_S)
                 self._hangs = bool(self._fenced)
                 unbegun, self._fenced = self._fenced, set()
-            self._runner.give_up(unbegun)
+            self._runner.copies.give_up(unbegun)
         self._copier.hold_model()
         with self._changed:
             self._report.stats.observe("fence_seconds", max(0.0, self._clock() - started_s))
@@ -148,7 +148,7 @@ class Mover:
         with self._changed:
             self._runner.halt()
             self._changed.notify_all()
-        self._runner.give_up(self.out)
+        self._runner.copies.give_up(self.out)
         self._copier.hold_model()
 
     def leave_gpu(self) -> None:
@@ -157,12 +157,12 @@ class Mover:
         What else needs it fails meanwhile, as CANCELLED, and so do stores that were submitted
         before and have not begun, whenever they would. Memory and drives go on.
         """
-        self._runner.give_up(self.out)
-        self._runner.leave_gpu()
+        self._runner.copies.give_up(self.out)
+        self._runner.copies.leave_gpu()
 
     def return_to_gpu(self) -> None:
         """The GPU's memory is where it was. Idempotent."""
-        self._runner.return_to_gpu()
+        self._runner.copies.return_to_gpu()
 
     def poll(self) -> Report:
         """Return what was finished since the last call. Raises, once, what ended the mover."""
@@ -176,7 +176,7 @@ class Mover:
                     report.results[job_id] = self._cancelled(job_id, result)
                 del self._out[job_id]
             self._void.difference_update(report.results)
-            self._runner.given_up.difference_update(report.results)
+            self._runner.copies.given_up.difference_update(report.results)
             return report
 
     def wait_any(self, timeout_s: float) -> bool:

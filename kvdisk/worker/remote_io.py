@@ -4,12 +4,13 @@ store's own deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from kvdisk.blocks import BY_KEY_OVER, Tier
-from kvdisk.geometry import Geometry, Namespace
+from kvdisk.errors import QuietLog
 from kvdisk.messages import Reason
-from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result, object_name
+from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
+from kvdisk.worker.backend import Progress
 from kvdisk.worker.routes import Batch, Leg
 from kvdisk.worker.slot_headers import SlotHeaders
 
@@ -21,29 +22,29 @@ _REASONS = {
     Result.FAILED: Reason.REMOTE_ERROR,
 }
 _REASONS_OF_WRITES = _REASONS | dict.fromkeys((Result.ABSENT, Result.BAD), Reason.REMOTE_ERROR)
+_UNANSWERED = frozenset({Reason.DEADLINE, Reason.CANCELLED, Reason.REMOTE_ERROR})
+"""Reasons with which the remote store has said nothing about an object."""
 
 
 class RemoteIo:
-    """Moves batches between memory and the remote store. ``headers``: has the fingerprint. The
-    mover's thread makes all calls."""
+    """``Backend`` of READ and WRITE to and from the remote store. ``headers``: names the
+    objects."""
 
-    def __init__(self, objects: Objects, geometry: Geometry, rank: int, headers: SlotHeaders) -> None:
+    def __init__(self, objects: Objects, headers: SlotHeaders, log: QuietLog) -> None:
         self._objects = objects
-        self._part, self._part_count = geometry.shard_of(rank), geometry.shard_count
         self._headers = headers
-        self._batches: dict[int, Batch] = {}
+        self._log = log
+        self._under_way: dict[int, Batch] = {}
         self._has_told = False
         """Whether the pause that is under way was reported."""
 
     @property
     def busy(self) -> bool:
-        """Whether a batch is under way."""
-        return bool(self._batches)
+        return bool(self._under_way)
 
-    def send(self, batch: Batch) -> None:
-        """Start a batch. The store owns its slots until ``reap`` yields it."""
+    def start(self, batch: Batch) -> Progress:
         objects = [
-            RemoteObject(self.name_of(batch, position), batch.memory.view(batch.size_class, slot))
+            RemoteObject(self._headers.object_name(batch, position), batch.memory.view(batch.size_class, slot))
             for position, slot in zip(batch.positions, batch.slots, strict=True)
         ]
         op = ObjectOp.GET
@@ -53,13 +54,20 @@ class RemoteIo:
             assert len(over) == 1, "a job that writes some objects over, and others not"
             op = ObjectOp.REPLACE if over.pop() else ObjectOp.PUT
         self._has_told &= op is not ObjectOp.GET  # if that begins a pause, it is another one
-        self._batches[self._objects.submit(op, objects)] = batch
+        self._under_way[self._objects.submit(op, objects)] = batch
+        return Progress(batch, ended=False)
 
-    def name_of(self, batch: Batch, position: int) -> str:
-        """Return the name of the object that a move reads or writes."""
-        job = batch.work.job
-        namespace = Namespace(self._headers.fingerprint, job.epoch)
-        return object_name(namespace, job.moves[position].key, self._part, self._part_count)
+    def poll(self, wait_s: float) -> list[Progress]:
+        outcomes = self._objects.poll(wait_s) if self._under_way else ()
+        return [self._end(self._under_way.pop(ticket), results) for ticket, results in outcomes]
+
+    def _end(self, batch: Batch, results: Sequence[Result]) -> Progress:
+        reasons = _REASONS_OF_WRITES if batch.leg is Leg.WRITE else _REASONS
+        results_of = zip(batch.positions, results, strict=True)
+        failed = {position: reasons[result] for position, result in results_of if result is not Result.OK}
+        for position in [at for at, reason in failed.items() if reason is Reason.HEADER]:
+            self._headers.warn_of_object(self._log, batch, position, "length or seal")
+        return Progress(batch, failed, unanswered=not _UNANSWERED.isdisjoint(failed.values()))
 
     def take_pause_s(self) -> float:
         """Return the seconds for which reads are left alone, once for each such pause; 0 where
@@ -68,16 +76,7 @@ class RemoteIo:
         told, self._has_told = self._has_told, pause_s > 0
         return 0.0 if told else pause_s
 
-    def reap(self, wait_s: float) -> Iterator[tuple[Batch, dict[int, Reason]]]:
-        """Yield the batches that have ended, with the reason for each move that failed, by its
-        position; wait up to ``wait_s`` for the first."""
-        for outcome in self._objects.poll(wait_s) if self._batches else ():
-            batch = self._batches.pop(outcome.ticket)
-            results = zip(batch.positions, outcome.results, strict=True)
-            reasons = _REASONS_OF_WRITES if batch.leg is Leg.WRITE else _REASONS
-            yield batch, {position: reasons[result] for position, result in results if result is not Result.OK}
-
     def close(self) -> None:
         """Give up what is under way, and close the store."""
-        self._batches.clear()
+        self._under_way.clear()
         self._objects.close()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cache, cached_property
@@ -227,10 +227,10 @@ class Batch:
     ``drive``: see ``OpenFile``; NO_DRIVE where the route has none, or the segments are not open. On
     a direct route ``memory`` is GPU staging.
 
-    ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``pending``: its
-    end, where it is a copy, or on another thread; ``transfers``: the positions of the moves in each
-    transfer, where it is at the device. ``late``: its moves have failed, and the device still owns
-    its slots.
+    ``begun``: number of legs begun. Of the one under way, ``began_s``: since when; ``pending``:
+    whether it is a copy, or on another thread, and goes on; ``transfers``: the positions of the
+    moves in each transfer, where it is at the device. ``late``: its moves have failed, and the
+    device still owns its slots.
     """
 
     work: Work
@@ -244,7 +244,7 @@ class Batch:
     staging: list[int] = field(default_factory=list)
     begun: int = 0
     began_s: float = 0.0
-    pending: Event | None = None
+    pending: bool = False
     transfers: list[list[int]] = field(default_factory=list)
     late: bool = False
 
@@ -277,8 +277,13 @@ class Batch:
         rank = 0 if work.urgent else 1 if route.scatters else 2 if route.gathers else 4 if route.writes else 3
         return rank, work.job.arrival
 
-    def drop(self, gone: Mapping[int, Reason]) -> None:
-        """Take out moves that failed."""
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether the leg under way is one on headers and checksums that a processor runs."""
+        return self.leg is Leg.CHECK or (self.leg is Leg.SEAL and not self.route.direct)
+
+    def drop(self, gone: Container[int]) -> None:
+        """Take out moves, at these positions."""
         kept = [
             (position, slot) for position, slot in zip(self.positions, self.slots, strict=True) if position not in gone
         ]

@@ -19,8 +19,10 @@ from kvdisk.device.header import (
     named_checksum,
     seal_slot,
 )
+from kvdisk.errors import QuietLog
 from kvdisk.geometry import Geometry, Namespace
 from kvdisk.messages import Move, Reason
+from kvdisk.remote.base import object_name
 from kvdisk.worker.routes import Batch
 
 if TYPE_CHECKING:
@@ -77,6 +79,17 @@ class SlotHeaders:
                 if reason is not None:
                     bad[position] = reason
         return bad, unknown
+
+    def object_name(self, batch: Batch, position: int) -> str:
+        """Return the name of the remote store's object that a move reads or writes."""
+        job = batch.work.job
+        namespace = Namespace(self.fingerprint, job.epoch)
+        return object_name(namespace, job.moves[position].key, self._part, self._geometry.shard_count)
+
+    def warn_of_object(self, log: QuietLog, batch: Batch, position: int, what: str) -> None:
+        """Log that an object is not used, as something of it is wrong."""
+        name = self.object_name(batch, position)
+        log.warn(f"object's {what}", f"wrong {what}: object {name} of the remote store is not used")
 
     def _each(self, batch: Batch) -> Iterator[tuple[int, int, Move, SlotIdentity]]:
         """Yield each position of a batch with its slot, its move, and the identity that its header

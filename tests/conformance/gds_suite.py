@@ -18,12 +18,12 @@ import pytest
 import torch
 from gpu_measures import drive_route
 from support.addressed_device import CpuLanes, range_of
+from support.device_conformance import FilesConformance
 
 from kvdisk.device import gds
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
 from kvdisk.device.gds import GdsDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import FilesConformance
 
 
 class ByAddress:
@@ -151,7 +151,7 @@ def test_the_whole_way_of_a_mover(tmp_path, stored_straight, loaded_straight) ->
     """Blocks of CPU tensors, by kvikio's hands and the host's, each reading what the other
     wrote."""
     route = drive_route(CpuLanes(), tmp_path, partial(GdsDevice, compat=True), 1 << 16, 48, direct=True)
-    direct = route._mover._runner._direct
+    direct = route._mover._runner._resources.direct
     before = [layer.clone() for layer in route.layers]
     for straight, act in ((stored_straight, route.store), (loaded_straight, route.load)):
         every = frozenset({0}) if straight else frozenset()

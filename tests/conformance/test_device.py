@@ -7,14 +7,14 @@ import errno
 import os
 
 import pytest
+from support.device_conformance import WAIT_S, DeviceConformance, FilesConformance, fill, make_memory
+from support.faulty_device import FaultPlan, FaultyDevice
 from support.memory_device import MemoryDevice
 
 from kvdisk.device import aio
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import WAIT_S, DeviceConformance, FilesConformance, fill, make_memory
-from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
 class TestThreads(FilesConformance):

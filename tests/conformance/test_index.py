@@ -3,10 +3,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.index_conformance import IndexConformance
+
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.index.record_index import Index
-from kvdisk.testing.index_conformance import IndexConformance
 
 MAP_BYTES = 32 << 20
 ONLY_WHEN_TOLD_S = 3600.0

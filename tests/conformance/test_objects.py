@@ -18,7 +18,9 @@ import obstore
 import psutil
 import pytest
 from obstore.store import from_url
+from support.memory_objects import MemoryObjects
 from support.mooncake_store import MooncakeStore
+from support.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
 from support.s3_server import S3Server
 from support.waits import WAIT_S, until
 
@@ -36,8 +38,6 @@ from kvdisk.remote.base import (
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
 from kvdisk.remote.mooncake import PACKAGE, ROOM_BYTES, ROOMS, MooncakeBucket
 from kvdisk.remote.obstore_bucket import ObstoreBucket
-from kvdisk.testing.memory_objects import MemoryObjects
-from kvdisk.testing.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
 
 URL = "s3://kvdisk-tests/some/prefix"
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from support.memory_objects import MemoryObjects
 
 from fake_gpu import control
 from kvdisk.device.base import Buffer, GpuRange, Op, Outcome, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.remote.base import ObjectOp, RemoteObject, Result
-from kvdisk.testing.memory_objects import MemoryObjects
 from kvdisk.worker.copier import _Numbers
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.routes import Batch

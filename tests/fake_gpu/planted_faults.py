@@ -35,12 +35,13 @@ from kvdisk.worker import arena as arena_module
 from kvdisk.worker import copier as copier_module
 from kvdisk.worker import copy_check
 from kvdisk.worker import gpu_staging as gpu_staging_module
+from kvdisk.worker.block_copies import BlockCopies
 from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks, _Numbers
 from kvdisk.worker.copier_base import Event, Passed
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.routes import Batch, Leg
-from kvdisk.worker.runner import Runner, ThreadDone
+from kvdisk.worker.runner import Runner
 
 Real = Callable[..., Any]
 STORES, LOADS = (Lane.STORE, Lane.STORE_BESIDE), (Lane.LOAD, Lane.LOAD_BESIDE)
@@ -248,11 +249,10 @@ def end_before_the_kernels(planter: Planter) -> None:
 
 
 def over_when_begun(*legs: Leg) -> Plant:
-    def reap(real: Real, runner: Runner, batch: Batch, copied: Event) -> Any:
-        begun = batch.leg in legs and not isinstance(copied, ThreadDone)
-        return real(runner, batch, Passed() if begun else copied)
+    def has_ended(real: Real, copies: BlockCopies, batch: Batch, copied: Event) -> Any:
+        return real(copies, batch, Passed() if batch.leg in legs else copied)
 
-    return instead(Runner, "_reap_copy", reap)
+    return instead(BlockCopies, "_has_ended", has_ended)
 
 
 def copied_too_soon(planter: Planter) -> None:
@@ -306,19 +306,19 @@ def share_sums(staging: GpuStaging, *_: Any) -> None:
 def give_back_at(leg: Leg) -> Plant:
     """Lend a batch's staging again as soon as one of its legs has begun."""
 
-    def go_on(real: Real, runner: Runner, batch: Batch) -> Any:
+    def start_leg(real: Real, runner: Runner, batch: Batch) -> Any:
         going = real(runner, batch)
         if going and batch.leg is leg:
             runner._batches.give_back(batch)
             batch.staging = []
         return going
 
-    return instead(Runner, "_send" if leg in {Leg.READ, Leg.WRITE} else "_copy", go_on)
+    return instead(Runner, "_start_leg", start_leg)
 
 
 def give_back_what_is_late(real: Real, runner: Runner, now_s: float) -> Any:
     happened = real(runner, now_s)
-    for batch in runner._under_way:
+    for batch in runner._batches.under_way:
         if batch.late:
             runner._batches.give_back(batch)
             batch.staging = []
@@ -402,12 +402,12 @@ def put_all_first(real: Real, *args: Any) -> Iterator[Any]:
 # -- sleep -----------------------------------------------------------------------------------------
 
 
-def leave_at_once(_real: Real, runner: Runner) -> None:
-    runner._unmapped = True
+def leave_at_once(_real: Real, copies: BlockCopies) -> None:
+    copies._unmapped = True
 
 
-def return_too_soon(runner: Runner) -> None:
-    runner._unmapped = False
+def return_too_soon(copies: BlockCopies) -> None:
+    copies._unmapped = False
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -421,8 +421,8 @@ def unless_full_with(change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def go_on_while_one_begins(_real: Real, runner: Runner, job_ids: Any) -> None:
-    runner.given_up.update(job_ids)
+def go_on_while_one_begins(_real: Real, copies: BlockCopies, job_ids: Any) -> None:
+    copies.given_up.update(job_ids)
 
 
 def take_refused_rows(real: Real, *args: Any, **kwargs: Any) -> bool:
@@ -484,9 +484,9 @@ FAULTS: dict[str, Fault] = {
     "blocks that a window leaves are not fenced": Fault(
         changed_after(StoreSources, "add", forget_windows), ("windows",)
     ),
-    "stores that were given up begin all the same": Fault(nothing(Runner, "give_up"), ("hasty",)),
+    "stores that were given up begin all the same": Fault(nothing(BlockCopies, "give_up"), ("hasty",)),
     "a step goes on while a copy that was given up begins": Fault(
-        instead(Runner, "give_up", go_on_while_one_begins), ("hasty",)
+        instead(BlockCopies, "give_up", go_on_while_one_begins), ("hasty",)
     ),
     "what is zeroed before kvdisk hears of it is stored": Fault(
         instead(StoreSources, "take_fence", lambda real, sources, _blocks: real(sources, ())), ("zeroes",)
@@ -587,17 +587,17 @@ FAULTS: dict[str, Fault] = {
         within(arena_module.Arena, "_pin", torch.cuda, "set_device", lambda *_: None), ("second-gpu",)
     ),
     # -- sleep, and switched off --
-    "a sleep does not wait for copies": Fault(instead(Runner, "leave_gpu", leave_at_once), ("sleeps",)),
-    "copies begin in a sleep": Fault(changed_after(Runner, "leave_gpu", return_too_soon), ("sleeps-drive-alone",)),
+    "a sleep does not wait for copies": Fault(instead(BlockCopies, "leave_gpu", leave_at_once), ("sleeps",)),
+    "copies begin in a sleep": Fault(changed_after(BlockCopies, "leave_gpu", return_too_soon), ("sleeps-drive-alone",)),
     "what has not begun before a sleep is stored after it": Fault(
-        within(Mover, "leave_gpu", Runner, "give_up", lambda *_: None), ("sleeps",)
+        within(Mover, "leave_gpu", BlockCopies, "give_up", lambda *_: None), ("sleeps",)
     ),
-    "nothing is loaded after a sleep": Fault(nothing(Runner, "return_to_gpu"), ("sleeps",)),
+    "nothing is loaded after a sleep": Fault(nothing(BlockCopies, "return_to_gpu"), ("sleeps",)),
     "the model is not held when kvdisk is switched off": Fault(
         within(Mover, "halt", CudaCopier, "hold_model", lambda *_: None), ("halts",)
     ),
     "stores begin when kvdisk has been switched off": Fault(
-        within(Mover, "halt", Runner, "give_up", lambda *_: None), ("halts",)
+        within(Mover, "halt", BlockCopies, "give_up", lambda *_: None), ("halts",)
     ),
     # -- failures --
     "what has begun when memory ends is not waited for": Fault(

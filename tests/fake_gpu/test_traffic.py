@@ -11,7 +11,9 @@ import pytest
 
 from fake_gpu import control
 from fake_gpu.traffic import VARIANTS, run_apart, run_seed
+from kvdisk.worker.block_copies import BlockCopies
 from kvdisk.worker.copier import CudaCopier
+from kvdisk.worker.copier_base import Passed
 from kvdisk.worker.runner import Runner
 from kvdisk.worker.slot_headers import SlotHeaders
 
@@ -119,11 +121,9 @@ def test_memory_that_goes_before_its_copies_have_ended_is_a_violation(tmp_path):
 
 
 def test_a_slot_that_is_sealed_under_its_copy_is_a_violation(tmp_path):
-    def reap_at_once(self, batch, copy):
-        batch.pending = None
-        return True
+    has_ended = BlockCopies._has_ended
 
-    with patch.object(Runner, "_reap_copy", reap_at_once):
+    with patch.object(BlockCopies, "_has_ended", lambda self, batch, _: has_ended(self, batch, Passed())):
         found = outcomes("drive-alone", tmp_path)
     assert any(each.violations for each in found)
 

@@ -14,12 +14,12 @@ import torch
 from place import GPU, REHEARSED
 from support.addressed_device import view_of
 from support.bounce_device import BounceDevice
+from support.device_conformance import FilesConformance
 from through_gpu import ThroughGpu
 
 from kvdisk.device.base import Device
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.posix import PosixDevice
-from kvdisk.testing.device_conformance import FilesConformance
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,6 @@ from support.low_bounds import lower_bounds
 from support.simulator import PICKS, REMOTE_PICKS, UNIT_PICKS, Simulation, run_seeds
 
 from kvdisk.worker.direct import Direct
-from kvdisk.worker.runner import Runner
 from kvdisk.worker.slot_headers import SlotHeaders
 
 SEEDS = 100
@@ -127,7 +126,7 @@ def test_a_seed_is_a_run() -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What became of moves that might go straight."""
     counts: Counter[str] = Counter()
-    route, failed, check = Direct.route, Runner._leave_direct, SlotHeaders.check
+    route, failed, check = Direct.route, Direct.note_failed, SlotHeaders.check
 
     def routed(self: Direct, wanted: Any, *rest: Any) -> Any:
         found = route(self, wanted, *rest)
@@ -145,7 +144,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return bad, unknown
 
     monkeypatch.setattr(Direct, "route", routed)
-    monkeypatch.setattr(Runner, "_leave_direct", left)
+    monkeypatch.setattr(Direct, "note_failed", left)
     monkeypatch.setattr(SlotHeaders, "check", checked)
     return counts
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 
 from kvdisk.device.base import Buffer, Device, GpuRange, Op, Transfer
-from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.copier import CudaLanes, Lane, Rows
 from kvdisk.worker.copier_base import Event, Passed
+from support.faulty_device import FaultyDevice
 
 
 def range_of(buffer: Buffer) -> GpuRange:

@@ -19,7 +19,7 @@ from kvdisk.device.posix import PosixDevice
 from kvdisk.engine_store import nvme_layout_in
 from kvdisk.errors import ConfigError
 from kvdisk.store import BlockKind, BlockStore, Rows, StartMover, geometry_of
-from kvdisk.testing.faulty_device import FaultyDevice
+from support.faulty_device import FaultyDevice
 
 NAMESPACE = bytes(range(32))
 FACTS = {"model": "a test's"}

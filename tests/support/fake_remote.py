@@ -12,8 +12,8 @@ from itertools import takewhile
 from kvdisk.blocks import BlockKey
 from kvdisk.geometry import FILE_EPOCH, Namespace
 from kvdisk.remote.base import ObjectsOutcome, RemoteAnswer, Result, object_name
-from kvdisk.testing.memory_objects import MemoryObjects
 from support.fake_slots import TORN, Content
+from support.memory_objects import MemoryObjects
 from support.sim_drive import Weather
 
 

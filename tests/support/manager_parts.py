@@ -27,10 +27,10 @@ from kvdisk.manager.store_policy import make_store_policy
 from kvdisk.manager.tiers import MemorySpace, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import FOREIGN_SEGMENTS, SegmentSpec
-from kvdisk.testing.watched_policy import WatchedPolicy
 from support.fake_engine import FakeEngine
 from support.fake_neighbours import FakeNeighbours
 from support.fake_remote import FakeRemote
+from support.watched_policy import WatchedPolicy
 
 FINGERPRINT = b"f" * 32
 HOME_ID = "0" * 32

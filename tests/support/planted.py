@@ -128,7 +128,7 @@ BUGS: dict[str, Bug] = {
     ),
     "objects of other weights have the same name": Bug(
         "a reset serves nothing from before",
-        instead("kvdisk.worker.remote_io", "object_name", forget_the_epoch),
+        instead("kvdisk.worker.slot_headers", "object_name", forget_the_epoch),
         "tests/unit/test_mover_remote.py::test_of_another_epoch_nothing_is_found",
     ),
     "a remote store that fails is asked on": Bug(

@@ -20,8 +20,8 @@ from kvdisk.device.header import read_header
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import ALIGNMENT, HEADER_BYTES, segment_file_bytes, slot_offset
 from kvdisk.messages import HomeSpec, SegmentSpec
-from kvdisk.testing.faulty_device import FaultyDevice, HeldBatch
 from kvdisk.worker.routes import OpenFile
+from support.faulty_device import FaultyDevice, HeldBatch
 from support.memory_device import MemoryDevice
 
 _FIRST_FD = 3

@@ -21,11 +21,11 @@ from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Report
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import HostCopier, Lane, LayerBlocks
 from kvdisk.worker.copier_base import Event, Passed, Slots
-from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.direct import Direct
 from kvdisk.worker.gpu_staging import GpuStaging
 from kvdisk.worker.mover import Mover
 from kvdisk.worker.resources import Resources
+from kvdisk.worker.runner import Runner
 from support.addressed_device import AddressedDevice, CpuLanes
 from support.fake_engine import StepWork
 from support.fake_remote import SimObjects, SimRemote
@@ -39,9 +39,10 @@ PART_SLOTS = 2
 TURNS_OF_WORK = 10_000
 
 
-def staging_is_free(cutter: BatchCutter) -> bool:
+def staging_is_free(runner: Runner) -> bool:
     """Whether no part has staging."""
-    return all(tuple(map(len, free)) == cutter._memories[memory].slot_counts for memory, free in cutter._free.items())
+    memories = runner._resources.memories
+    return all(tuple(map(len, free)) == memories[at].slot_counts for at, free in runner._batches._free.items())
 
 
 class World(NamedTuple):
@@ -268,7 +269,9 @@ class SimRank(LocalRank):
 
     def reads(self, block_id: int) -> bool:
         runner = self.mover._runner
-        moves = [part.work.job.moves[at] for part in runner.queued if part.route.gathers for at in part.positions]
+        moves = [
+            part.work.job.moves[at] for part in runner._batches.queued if part.route.gathers for at in part.positions
+        ]
         moves += [move for work in runner._waiting if work.job.kind is JobKind.STORE for move in work.job.moves]
         inbox = [job for plan, _, _ in self.mover._inbox for job in plan.jobs if job.kind is JobKind.STORE]
         moves += [move for job in inbox for move in job.moves]
@@ -360,5 +363,5 @@ class SimRank(LocalRank):
         runner = self.mover._runner
         assert not self._jobs, f"rank {self.rank} has not reported {sorted(self._jobs)}"
         assert runner.idle and not runner.at_device and not runner.copying
-        assert not runner._under_way
-        assert staging_is_free(runner._batches), f"staging of rank {self.rank} is not given back"
+        assert not runner._batches.under_way
+        assert staging_is_free(runner), f"staging of rank {self.rank} is not given back"

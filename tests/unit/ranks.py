@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 import torch
 from support.addressed_device import AddressedDevice, CpuLanes
+from support.faulty_device import FaultyDevice
 from support.memory_device import MemoryDevice
 from support.sim_rank import staging_is_free
 from support.waits import WAIT_S
@@ -17,7 +18,6 @@ from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.messages import HomeSpec, Job, JobKind, JobResult, Move, Plan, SegmentSpec
 from kvdisk.remote.base import Objects
 from kvdisk.stats import Stats
-from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.copier import CudaCopier, HostCopier, LayerBlocks
 from kvdisk.worker.direct import Direct
@@ -196,7 +196,7 @@ class Rank:
         self.let_go()
         if not self.mover._ended:
             self.run()
-            assert staging_is_free(self.mover._runner._batches), "staging is lost"
+            assert staging_is_free(self.mover._runner), "staging is lost"
         self.mover.close()
 
     def cpu(self, group: int, index: int) -> Slot:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cli_stores import HYBRID, HYBRID_GEOMETRY, leave_home, refused
 from support.fake_pool import FakePool
+from support.index_conformance import put_all, record_of
 from support.small_drive import run_in_mounts_of_its_own
 
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
@@ -29,7 +30,6 @@ from kvdisk.identity import Identity
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.messages import SegmentSpec
 from kvdisk.mover_process import MoverProcess
-from kvdisk.testing.index_conformance import put_all, record_of
 from kvdisk.worker.arena import Arena
 from kvdisk.worker.host_memory import free_memory_bytes, host_memory
 from kvdisk.worker.populate import Populating

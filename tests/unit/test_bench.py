@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 from cli_stores import LLAMA, LLAMA_TOKEN_BYTES, refused, run_here, run_json
+from support.faulty_device import FaultPlan, FaultyDevice
 from support.memory_device import MemoryDevice
 
 from kvdisk.cli import bench
 from kvdisk.device import probe
 from kvdisk.device.probe import FILE_BYTES
-from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
 def test_a_run_has_everything_needs_no_torch_and_leaves_nothing(needs_queue, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from cli_stores import PLAIN, json_of, refused, run, run_here
 from mass_stores import Layer
 from obstore.store import from_url
+from support.memory_objects import MemoryObjects
 from support.s3_proxy import MOST_BYTES, S3Proxy
 from support.s3_server import RIGHTS
 from test_cli_why import PROMPT, answered, described, keys_of, put
@@ -30,7 +31,6 @@ from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result, object_name
 from kvdisk.remote.client import open_remote
 from kvdisk.remote.obstore_bucket import Listed, why_failed
-from kvdisk.testing.memory_objects import MemoryObjects
 
 PAYLOAD_BYTES = 5000
 SLOT_BYTES = HEADER_BYTES + 8192

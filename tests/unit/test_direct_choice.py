@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import CpuLanes
 from support.addressed_device import AddressedDevice
+from support.faulty_device import FaultPlan, FaultyDevice
 from support.memory_device import MemoryDevice
 from support.open_files import open_below
 
@@ -22,7 +23,6 @@ from kvdisk.device.base import GpuRange, Op
 from kvdisk.device.posix import PosixDevice
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 from kvdisk.worker import direct as directs
 from kvdisk.worker.direct import choose_direct
 from kvdisk.worker.gpu_staging import PayloadSums

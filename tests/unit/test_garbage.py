@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_pool import FakePool
+from support.index_conformance import key_of
 
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.config import EVICTIONS, Config
@@ -20,7 +21,6 @@ from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout
-from kvdisk.testing.index_conformance import key_of
 
 GEOMETRY = Geometry((GroupGeometry(0, 16, 4096),), 1, 16)
 SLOTS, CHAIN = 1024, 16

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
+from support.index_conformance import record_of
 from support.waits import WAIT_S
 
 from kvdisk.blocks import Slot, make_block_key
@@ -18,7 +19,6 @@ from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.map_size import planned_bytes
 from kvdisk.index.records import Operation, Table, encode_block
-from kvdisk.testing.index_conformance import record_of
 
 
 class Churned:

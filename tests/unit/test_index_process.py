@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import dying_index
+from support.index_conformance import found_blocks, key_of, put_all, record_of
 from support.waits import WAIT_S, lives, until
 
 from kvdisk.errors import CorruptRecord, DeviceError
@@ -22,7 +23,6 @@ from kvdisk.index import lmdb_index
 from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.index_process import IndexProcess
 from kvdisk.index.lmdb_index import LmdbIndex, TablesProcess
-from kvdisk.testing.index_conformance import found_blocks, key_of, put_all, record_of
 
 MAP_BYTES = 8 << 20
 ONLY_WHEN_TOLD_S = 3600.0

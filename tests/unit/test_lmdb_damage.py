@@ -15,11 +15,11 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from support.index_conformance import found_blocks, put_all, record_of
 
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.lmdb_index import LmdbIndex
-from kvdisk.testing.index_conformance import found_blocks, put_all, record_of
 
 UNIT_BYTES = 4096
 OWNER = """

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import lmdb
 import pytest
+from support.index_conformance import found_blocks, put_all, record_of
 from support.waits import WAIT_S, until
 
 from kvdisk.errors import CorruptRecord, DeviceError, StoreLocked
@@ -20,7 +21,6 @@ from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.records import Operation, Table, encode_block
-from kvdisk.testing.index_conformance import found_blocks, put_all, record_of
 
 ONLY_WHEN_TOLD_S = 3600.0
 

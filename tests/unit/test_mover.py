@@ -7,10 +7,10 @@ from ranks import GPU_BLOCKS, GROUPS, Rank, move, segment_of
 
 from kvdisk.blocks import JobId, Slot
 from kvdisk.messages import Job, JobKind, Plan
-from kvdisk.worker import runner
+from kvdisk.worker import batch_queue
+from kvdisk.worker.batch_queue import BatchQueue
 from kvdisk.worker.cutter import BatchCutter
 from kvdisk.worker.routes import NO_DRIVE, OpenFile, Work
-from kvdisk.worker.runner import Runner
 
 BLOCKS = [5, 1, 2, 3, 40, 17, 16, 47]
 """Neighbours and strangers, in no order."""
@@ -52,12 +52,13 @@ def test_a_turn_looks_at_the_heads_of_the_queues(rank, monkeypatch):
     for _ in range(12):
         rank.submit(JobKind.LOAD, [move(b, 0, b, nvme=b) for b in range(GPU_BLOCKS)])
     rank.run()
-    queued, looked = rank.mover._runner.queued, []
+    batches, looked = rank.mover._runner._batches, []
+    queued = batches.queued
     assert len(queued) > 20
-    monkeypatch.setattr(runner, "_urgency", lambda part: looked.append(part) or part.urgency)
-    monkeypatch.setattr(Runner, "_take_queued", lambda *_: looked.extend(queued) or [])
+    monkeypatch.setattr(batch_queue, "_urgency", lambda part: looked.append(part) or part.urgency)
+    monkeypatch.setattr(BatchQueue, "remove", lambda *_: looked.extend(queued) or [])
     assert not rank.mover.turn()
-    assert 0 < len(looked) <= 2 * len(rank.mover._runner._queues), "however many wait"
+    assert 0 < len(looked) <= 2 * len(batches._queues), "however many wait"
     monkeypatch.undo()
     rank.let_go()
     assert all(not result.failed for result in rank.run().values())

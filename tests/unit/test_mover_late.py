@@ -8,7 +8,8 @@ import pytest
 from ranks import GPU_BLOCKS, Rank, keeping, move, segment_of
 
 from kvdisk.messages import JobKind, Reason
-from kvdisk.worker.runner import MOST_LATE, MOST_LATE_WRITES, MOST_WRITES
+from kvdisk.worker.batch_queue import MOST_WRITES
+from kvdisk.worker.device_io import MOST_LATE, MOST_LATE_WRITES
 
 DEADLINE_S = 10.0
 """Of ``Rank``."""

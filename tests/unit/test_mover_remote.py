@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from ranks import FINGERPRINT, GROUPS, Rank, keeping, move
+from support.memory_objects import MemoryObjects
 
 from kvdisk.blocks import BY_KEY_OVER, Tier
 from kvdisk.device.header import read_header
 from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
 from kvdisk.messages import JobKind, Move, Plan, Reason
 from kvdisk.remote.base import ObjectsOutcome, Result, object_name
-from kvdisk.testing.memory_objects import MemoryObjects
 
 BLOCKS = [5, 1, 2, 40, 17]
 GROUP_OF = [0, 1, 0, 0, 1]

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from ranks import GPU_BLOCKS, Rank, move
+from support.faulty_device import FaultyDevice
 from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Reason
-from kvdisk.testing.faulty_device import FaultyDevice
 from kvdisk.worker.copier import CudaCopier, Passed
 from kvdisk.worker.slot_headers import SlotHeaders
 
@@ -74,8 +74,8 @@ def test_a_copy_of_memory_that_is_not_pinned_waits_for_the_model_without_a_lock(
 
     class After:
         def synchronize(self):
-            runner = rank.mover._runner
-            free.append(not runner._gathering.locked() and not runner._touching.locked())
+            copies = rank.mover._runner.copies
+            free.append(not copies._gathering.locked() and not copies._touching.locked())
 
         def query(self):
             return True

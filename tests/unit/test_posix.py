@@ -15,12 +15,12 @@ from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
+from support.device_conformance import WAIT_S, fill, make_memory
 
 from kvdisk.device import aio, posix
 from kvdisk.device.base import GpuRange, Op, Outcome, Transfer
 from kvdisk.device.posix import PosixDevice
 from kvdisk.geometry import ALIGNMENT
-from kvdisk.testing.device_conformance import WAIT_S, fill, make_memory
 
 
 @pytest.fixture

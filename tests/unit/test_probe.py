@@ -11,12 +11,12 @@ import tempfile
 from unittest.mock import Mock
 
 import pytest
+from support.faulty_device import FaultPlan, FaultyDevice
 from support.open_files import open_below
 
 from kvdisk.device import aio, posix, probe
 from kvdisk.device.posix import PosixDevice
 from kvdisk.device.probe import choose_device
-from kvdisk.testing.faulty_device import FaultPlan, FaultyDevice
 
 
 class SilentDevice(PosixDevice):

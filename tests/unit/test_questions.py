@@ -12,6 +12,7 @@ import pytest
 from support.fake_neighbours import FakeHome, FakeNeighbours
 from support.fake_pool import FakePool
 from support.fake_remote import FakeRemote
+from support.memory_objects import MemoryObjects
 from support.waits import until
 
 from kvdisk.blocks import BlockKey, Tier, group_of
@@ -26,7 +27,6 @@ from kvdisk.manager.prefix_match import Lookups, reachable
 from kvdisk.manager.remote import ASK_AGAIN_S, RemoteCopies
 from kvdisk.manager.requests import RequestState
 from kvdisk.remote.reader import MOST_ALONE, RemoteReader
-from kvdisk.testing.memory_objects import MemoryObjects
 
 TOKENS = 16
 FULL = GroupGeometry(0, TOKENS, 4096)

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from support.memory_objects import MemoryObjects
 from support.waits import WAIT_S
 
 from kvdisk.blocks import BlockKey
 from kvdisk.reader_thread import MOST_QUESTIONS
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result
 from kvdisk.remote.reader import MOST_ALONE, ChainSearch, RemoteReader
-from kvdisk.testing.memory_objects import MemoryObjects
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 100, 1000])

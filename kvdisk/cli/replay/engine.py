@@ -176,23 +176,18 @@ class GpuPool:
 
     @property
     def free_count(self) -> int:
-        """See ``SchedulerContext``."""
         return len(self._free)
 
     def get_block(self, block_id: int) -> GpuBlock:
-        """See ``SchedulerContext``."""
         return self._blocks[block_id]
 
     def watch(self, block_ids: Sequence[int]) -> None:
-        """See ``SchedulerContext``."""
         self._watched.update(block_ids)
 
     def unwatch(self, block_ids: Iterable[int]) -> None:
-        """See ``SchedulerContext``."""
         self._watched.difference_update(block_ids)
 
     def take_reused(self) -> Sequence[int]:
-        """See ``SchedulerContext``."""
         reused, self._reused = self._reused, []
         return reused
 
@@ -207,11 +202,9 @@ class GpuPool:
                 free[block_id] = None
 
     def is_cached(self, key: BlockKey) -> bool:
-        """See ``SchedulerContext``."""
         return key in self._cached
 
     def iter_free_blocks(self) -> Iterator[GpuBlock]:
-        """See ``SchedulerContext``."""
         return map(self._blocks.__getitem__, self._free)
 
     # -- the engine's side ---------------------------------------------------------------------

@@ -166,7 +166,6 @@ class InstantIndex(MemoryIndex):
     """An ``Index`` that has committed everything when it is asked."""
 
     def poll(self) -> Progress:
-        """See ``Index.poll``."""
         self.commit()
         return super().poll()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: D102 - a test says in its name what it shows
+
 """What every ``Objects`` does, as one suite of tests. Needs no pytest to be imported.
 
 A test module subclasses ``ObjectsConformance`` under a name that begins with ``Test`` and says how
@@ -25,7 +25,7 @@ UNTOUCHED = 0xA5
 
 def make_bytes(byte_count: int, seed: int) -> bytes:
     """Return bytes that depend on ``seed`` alone."""
-    return random.Random(seed).randbytes(byte_count)  # noqa: S311 - reproducible, not secret
+    return random.Random(seed).randbytes(byte_count)
 
 
 class ObjectsCase(ABC):
@@ -51,7 +51,7 @@ class ObjectsCase(ABC):
 
     def setup_method(self, _method: Any) -> None:
         """Open the store of one test, with names that no other has."""
-        self.namespace = Namespace(random.randbytes(32), 0)  # noqa: S311 - only to be another one
+        self.namespace = Namespace(random.randbytes(32), 0)
         self.objects = self.make_objects()
 
     def teardown_method(self, _method: Any) -> None:

@@ -31,7 +31,7 @@ class MemoryObjects:
         self._batches.append((self._last_ticket, op, batch))
         return self._last_ticket
 
-    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:  # noqa: ARG002 - nothing is waited for
+    def poll(self, timeout_s: float = 0.0) -> list[ObjectsOutcome]:
         """See ``Objects.poll``."""
         batches, self._batches = self._batches, []
         return [ObjectsOutcome(ticket, tuple(self._do(op, each) for each in batch)) for ticket, op, batch in batches]

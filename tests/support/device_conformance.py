@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: D102 - a test says in its name what it shows
+
 """What every ``Device`` does, as one suite of tests. Needs no pytest to be imported.
 
 A test module subclasses ``DeviceConformance`` under a name that begins with ``Test`` and says how a
@@ -32,7 +32,7 @@ def make_memory(byte_count: int) -> Buffer:
 
 def fill(buffer: Buffer, seed: int) -> bytes:
     """Fill a buffer with bytes that depend on ``seed`` alone, and return them."""
-    buffer[:] = random.Random(seed).randbytes(buffer.nbytes)  # noqa: S311 - reproducible, not secret
+    buffer[:] = random.Random(seed).randbytes(buffer.nbytes)
     return bytes(buffer)
 
 
@@ -150,7 +150,7 @@ class DeviceConformance(ABC):
         data = self.written(fd, count * each_bytes)
         memory = self.memory(count * each_bytes)
         order = list(range(count))
-        random.Random(6).shuffle(order)  # noqa: S311 - reproducible, not secret
+        random.Random(6).shuffle(order)
         tickets: dict[int, int] = {}
         for at in order:
             view = memory[at * each_bytes : (at + 1) * each_bytes]
