@@ -75,6 +75,7 @@ class TierManager:
         self._transfers = parts.transfers
         self._history = parts.history
         self._state = parts.state
+        self._work = parts.work
         self.stats = parts.stats
         self._requests: dict[str, RequestState] = {}
         self._urgent: list[JobId] = []
@@ -276,8 +277,9 @@ class TierManager:
             space.admission.note_room(*space.free_and_total)
         # A lower tier's room reaches the first one only through a demotion, which settles.
         self._state.released += self._tiers.first.is_searching
-        self._ages.end_some(now)
+        self._ages.look(now)
         self._kv_hints.refresh(now)
+        self._work.run(now)
         self._hints.begin_step(now)
         self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
@@ -299,6 +301,7 @@ class TierManager:
         if jobs:
             self._heard_s = now
         self._threshold.stepped(now, scheduled_tokens)
+        self._work.end_step()
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
@@ -392,6 +395,7 @@ class TierManager:
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
         self._state.landing.clear()
+        self._work.clear()
         self._hints.stop()
         self._forget_computed()
         self._urgent.clear()
@@ -453,7 +457,7 @@ class TierManager:
         silent = now - self._heard_s >= self._longest_silence_s
         return (
             self._stores.has_deferred(now)
-            or self._ages.any
+            or self._work.is_pending(now, silent=silent)
             or self._transfers.any_queued
             or bool(self._loads.unplanned)
             or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)

@@ -14,6 +14,7 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.standings import Standings
+from kvdisk.manager.step_work import StepWork
 from kvdisk.stats import Stats
 
 STEP_KEYS: Final = 4096
@@ -60,6 +61,7 @@ class Parts:
     standings: Standings = field(default_factory=Standings)
     stats: Stats = field(default_factory=Stats)
     state: StepState = field(default_factory=StepState)
+    work: StepWork = field(default_factory=StepWork)
 
     @classmethod
     def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:
