@@ -96,7 +96,7 @@ class TierManager:
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
         demand = self._demand = Demand(
-            parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
+            parts.history, admissions + ([self._remote.admission] if self._remote.admission else []), parts.work
         )
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.alignment_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
@@ -279,7 +279,6 @@ class TierManager:
         self._state.released += self._tiers.first.is_searching
         self._ages.look(now)
         self._kv_hints.refresh(now)
-        self._work.run(now)
         self._hints.begin_step(now)
         self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
@@ -289,12 +288,10 @@ class TierManager:
         if self.blocks.has_counted_all:
             self.blocks.fetches.plan(now)
         self._promotions.plan()
-        self._demand.step()
-        self.blocks.go_on()
+        self._work.run(now)
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
-        self._loads.go_on()
         void, self._void = tuple(self._void), []
         fence = self._stores.sources.take_fence(overwritten)
         jobs = self._transfers.take_queued(now)
@@ -409,7 +406,6 @@ class TierManager:
         for space in self._tiers:
             space.reset()
         self._history.clear()
-        self._demand.clear()
         self.blocks.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
@@ -456,10 +452,8 @@ class TierManager:
             self._heard_tickets, self._heard_s = tickets, now
         silent = now - self._heard_s >= self._longest_silence_s
         return (
-            self._stores.has_deferred(now)
-            or self._work.is_pending(now, silent=silent)
+            self._work.is_pending(now, silent=silent)
             or self._transfers.any_queued
-            or bool(self._loads.unplanned)
             or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)
             or (not silent and (self.gauges.busy or self._promotions.is_asked))
             or (not silent and self._may_send and self._remote.has_work(now))

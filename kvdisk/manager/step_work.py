@@ -27,10 +27,10 @@ class Kind(IntEnum):
     HINT_ENDS = auto()
     LOADS = auto()
     REACHED = auto()
+    LEFT = auto()
     PUT_OFF = auto()
     RECENCY = auto()
     DEMAND = auto()
-    LEFT = auto()
     KV_HINTS = auto()
     STANDINGS = auto()
     AGES = auto()
@@ -64,14 +64,14 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.LOADS: Share(2048),
     # What running requests have come to: the step offers it before its plan is made.
     Kind.REACHED: Share(2048),
+    # What ended requests have left on the GPU: the engine may overwrite it soon.
+    Kind.LEFT: Share(1024),
     # What a load has brought: each part is counted, then used, then offered.
     Kind.PUT_OFF: Share(1024),
     # Of jobs by key: what was reached, from the tail of each prompt on.
     Kind.RECENCY: Share(1024),
     # The rest of prompts, whose heads are counted: admission of all below goes by it.
     Kind.DEMAND: Share(512),
-    # What ended requests have left on the GPU: the engine may overwrite it soon.
-    Kind.LEFT: Share(512),
     # Which copies leave first, late, or now.
     Kind.KV_HINTS: Share(256, cost=2),
     Kind.STANDINGS: Share(256, keeps_awake=False, cost=2),
@@ -103,7 +103,10 @@ class StepWork:
         """Who can do nothing more in this step."""
         self._spent = dict.fromkeys(SHARES, 0)
         """Looks of this step, by kind."""
-        self._spare = SPARE_BLOCKS
+        self._beyond = 0
+        """Looks of this step beyond the kinds' own shares."""
+        self._unbounded: Kind | None = None
+        """What is done to its end."""
 
     # -- what waits ----------------------------------------------------------------------------
 
@@ -145,8 +148,10 @@ class StepWork:
 
     def left(self, kind: Kind) -> int:
         """Return how many blocks of a kind this step may still look at."""
+        if kind is self._unbounded:
+            return 1 << 30
         share = SHARES[kind]
-        looks = max(0, share.blocks - self._spent[kind]) + max(0, self._spare)
+        looks = max(0, share.blocks - self._spent[kind]) + max(0, SPARE_BLOCKS - self._beyond)
         return -(-looks // share.cost)
 
     def spend(self, kind: Kind, blocks: int) -> None:
@@ -154,7 +159,7 @@ class StepWork:
         spare, and the others have their shares."""
         share, spent = SHARES[kind], self._spent[kind]
         self._spent[kind] = spent + blocks * share.cost
-        self._spare -= max(0, self._spent[kind] - share.blocks) - max(0, spent - share.blocks)
+        self._beyond += max(0, self._spent[kind] - share.blocks) - max(0, spent - share.blocks)
 
     @property
     def looks(self) -> int:
@@ -163,7 +168,7 @@ class StepWork:
 
     def end_step(self) -> None:
         """The plan is made: the next step has a budget of its own."""
-        self._spent, self._spare = dict.fromkeys(SHARES, 0), SPARE_BLOCKS
+        self._spent, self._beyond = dict.fromkeys(SHARES, 0), 0
         self._resting.clear()
 
     # -- doing it ------------------------------------------------------------------------------
@@ -176,6 +181,15 @@ class StepWork:
                 for owner in tuple(self._waiting[kind]):
                     if not self._go_on(kind, owner):
                         break
+
+    def finish(self, kind: Kind) -> None:
+        """Do all that waits of a kind now, whatever is left: what follows goes by it."""
+        self._unbounded = kind
+        for owner in tuple(self._waiting[kind]):
+            for work in self._waiting[kind].pop(owner, ()):
+                for looked in work:
+                    self.spend(kind, looked)
+        self._unbounded = None
 
     def _go_on(self, kind: Kind, owner: object) -> bool:
         """Do an owner's work; return whether there is more to do of this kind in this step."""

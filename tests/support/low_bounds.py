@@ -6,27 +6,19 @@ from __future__ import annotations
 import pytest
 
 from kvdisk.manager import (
-    demand,
     demotions,
-    load_jobs,
     neighbours,
     nvme,
     prefetch,
     questions,
     remote,
     step_work,
-    stores,
 )
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.step_work import SHARES, Kind
 
 BOUNDS = (
     (TailFirst, "MAX_SKIPPED", 2),
-    (demand, "MOST_COUNTED", 2),
-    (demand, "MOST_LATE", 2),
-    (load_jobs, "MOST_PLANNED", 2),
-    (stores, "MOST_REACHED", 2),
-    (stores, "MOST_LEFT", 3),
     (demotions, "MAX_DEMOTE_MOVES", 3),
     (demotions, "MAX_DEMOTE_JOBS", 1),
     (prefetch, "MAX_PROMOTE_MOVES", 2),

@@ -23,6 +23,7 @@ from kvdisk.manager.prefix_match import Lookups, first_needed
 from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
 from support.fake_requests import FakeRequest, Status, key_of
@@ -116,8 +117,8 @@ class ManagerWatch(Watch):
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self._store = self.parts.manager._stores._store
         self.parts.manager._stores._store = self._watched_store  # type: ignore[method-assign]
-        self._look_at_rest = self.parts.manager._stores._look_at_rest
-        self.parts.manager._stores._look_at_rest = self._watched_rest  # type: ignore[method-assign]
+        self._look_at = self.parts.manager._stores._look_at
+        self.parts.manager._stores._look_at = self._watched_look  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
         self._first_held = {space.tier: self._held_of_tenants(space.tier) for space in self.parts.manager._tiers}
@@ -207,10 +208,10 @@ class ManagerWatch(Watch):
             for position in range(request.prompt_tokens // group.block_tokens if tokens >= group.block_tokens else 0):
                 self._wants.setdefault(key_of(request, group, position), set()).add(request.id)
 
-    def _watched_rest(self, now: float) -> None:
+    def _watched_look(self, rest: Any, stop: int) -> None:
         """What was put off is offered once for each request, whatever another's offer became."""
         self._at_rest = True
-        self._look_at_rest(now)
+        self._look_at(rest, stop)
         self._at_rest = False
 
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
@@ -779,7 +780,7 @@ def check_pins(parts: ManagerParts) -> None:
             for tier, slot in move.slots.items():
                 if detail.row >= 0 and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
-    for load in parts.manager._loads._unplanned.values():
+    for load in parts.manager._work.owners(Kind.LOADS):
         rest = load.order[load.planned :]
         for tier in KEPT_TIERS:
             rows = load.rows[rest][load.blocks.tiers[rest] == tier]
