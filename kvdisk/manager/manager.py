@@ -39,6 +39,7 @@ from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import RemoteCopies
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits, RequestOutcome, RequestState
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
@@ -95,6 +96,7 @@ class TierManager:
         self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
+        parts.work.open_when(Kind.SENDS, self._may_send)
         demand = self._demand = Demand(
             parts.history, admissions + ([self._remote.admission] if self._remote.admission else []), parts.work
         )
@@ -279,16 +281,12 @@ class TierManager:
         self._state.released += self._tiers.first.is_searching
         self._ages.look(now)
         self._kv_hints.refresh(now)
-        self._hints.begin_step(now)
+        self._hints.absorb(now)
         self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
             demotions.plan(now)
-        if self._may_send:
-            self._remote.plan(now)
-        if self.blocks.has_counted_all:
-            self.blocks.fetches.plan(now)
-        self._promotions.plan()
         self._work.run(now)
+        self._state.read_awaited = False
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
@@ -454,14 +452,11 @@ class TierManager:
         return (
             self._work.is_pending(now, silent=silent)
             or self._transfers.any_queued
+            or (not silent and self.gauges.busy)
             or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)
-            or (not silent and (self.gauges.busy or self._promotions.is_asked))
-            or (not silent and self._may_send and self._remote.has_work(now))
-            or (not silent and self.blocks.fetches.has_work())
         )
 
-    @property
-    def _may_send(self) -> bool:
+    def _may_send(self, _now: float) -> bool:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
         return self._state.is_identified and not any(

@@ -56,8 +56,8 @@ class Share(NamedTuple):
 
 SHARES: Final[dict[Kind, Share]] = {
     # A lookup waits for an answer, and that for its question.
-    Kind.ANSWERS: Share(1024, keeps_awake=False),
-    Kind.QUESTIONS: Share(1024, keeps_awake=False),
+    Kind.ANSWERS: Share(2048, keeps_awake=False),
+    Kind.QUESTIONS: Share(4096, keeps_awake=False),
     # Hints that are too old: before anything is read because of them.
     Kind.HINT_ENDS: Share(256, keeps_awake=False),
     # The rest of loads: requests wait for it, so it takes room before prefetches do.

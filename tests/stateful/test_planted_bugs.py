@@ -217,7 +217,7 @@ def load_later_parts_from_anywhere(planter: Planter) -> None:
 def admit_all_while_reading_ahead(planter: Planter) -> None:
     every = {AdmissionPolicy, *AdmissionPolicy.__subclasses__()}
     for policy in [each for each in every if "admits" in vars(each)]:
-        planter.replace_in(Promotions, "plan", policy, "admits", lambda _real, _self, keys: [True] * len(keys))
+        planter.replace_in(Promotions, "_plan", policy, "admits", lambda _real, _self, keys: [True] * len(keys))
 
 
 # -- stores ----------------------------------------------------------------------------------------

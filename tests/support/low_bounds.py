@@ -22,7 +22,6 @@ BOUNDS = (
     (demotions, "MAX_DEMOTE_MOVES", 3),
     (demotions, "MAX_DEMOTE_JOBS", 1),
     (prefetch, "MAX_PROMOTE_MOVES", 2),
-    (prefetch, "MOST_FOUND_KEYS", 3),
     (nvme, "MOST_ENDED", 2),
     (neighbours, "MOST_KEYS", 3),
     (neighbours, "MOST_HINTS", 6),

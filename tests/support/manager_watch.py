@@ -546,9 +546,11 @@ class ManagerWatch(Watch):
             assert self.must_stay <= away | nvme.segments.opening
             assert away <= parts.catalog.columns(Tier.NVME).hidden and not any(map(nvme.pool.has_segment, away))
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.update_writable(now)):
-            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.has_work(now)
-            searches = parts.cpu is not None and parts.manager._stores.has_deferred(now)
-            goes_on = parts.manager._promotions.is_asked or parts.manager._loads.unplanned
+            work = parts.manager._work
+            pending = parts.manager.has_pending_work(now) and not work.has(Kind.SENDS)
+            looks = (Kind.LEFT, Kind.PUT_OFF, Kind.DEMAND, Kind.KV_HINTS, Kind.AGES)
+            searches = parts.cpu is not None and any(map(work.has, looks))
+            goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:

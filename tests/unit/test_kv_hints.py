@@ -163,7 +163,7 @@ def test_no_more_prefetches_wait_than_the_queue_has_place_for(caplog):
     assert len(bench.manager._promotions._asked) == MOST_ASKED
     assert ["prefetches" in record.getMessage() for record in caplog.records] == [True]
     bench.finish()
-    assert not bench.manager._promotions.is_asked
+    assert not bench.manager._promotions._asked
 
 
 def test_a_reset_forgets_what_was_said():
