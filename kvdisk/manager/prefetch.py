@@ -187,7 +187,8 @@ class Promotions:
             if any(space.status.works for space in self._tiers if space is not self._landing) or self._config.remote:
                 self._left = self._work.left(kind)
                 found = self._plan(kind, line)
-                yield found + self._work.left(kind) - max(0, self._left)
+                if looked := found + self._work.left(kind) - max(0, self._left):
+                    yield looked
             elif kind is Kind.ASKED:
                 for asked in list(line):
                     self._end(asked, line)
