@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.low_bounds import lower_shares
+from test_long_prompts import GROUPS
+from tier_bench import TierBench
 
+from kvdisk.geometry import Geometry
 from kvdisk.manager import step_work
+from kvdisk.manager.requests import BlockKeys, KVHint
 from kvdisk.manager.step_work import SHARES, SPARE_BLOCKS, Kind, Share, StepWork, Work
 
 
@@ -156,3 +162,57 @@ def test_an_engine_that_rests_makes_steps_for_what_they_bring_on(
 
 def test_the_budget_is_one_number() -> None:
     assert step_work.SPARE_BLOCKS + sum(share.blocks for share in SHARES.values()) <= 20_000
+
+
+@pytest.mark.parametrize("blocks_of_prompt", [30, 90])
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+def test_a_plan_looks_at_as_much_of_a_long_prompt_as_its_budget_allows(
+    geometry: Geometry, blocks_of_prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hit that is pinned, counted, used, offered and prefetched, three times as long or not.
+    What is made of keys tells it, whatever the work says itself."""
+    prompt = "a" * 2 * blocks_of_prompt
+    groups = len(geometry.groups)
+    bench = TierBench((2 * groups * blocks_of_prompt,), geometry=geometry, gpu_blocks=20_000, min_load_tokens=0)
+    bench.serve(prompt)
+    bench.engine.pool.forget_all()
+    lower_shares(monkeypatch, 4)
+    bench.manager._stores._context.step_blocks = 4
+    manager, made, looks = bench.manager, [0], [0]
+    make, many, plan, end = BlockKeys.__getitem__, BlockKeys.of, manager.take_plan, manager._work.end_step
+
+    def making(keys: BlockKeys, at: Any) -> Any:
+        found = make(keys, at)
+        made[-1] += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def making_many(keys: BlockKeys, positions: Any) -> Any:
+        made[-1] += len(positions)
+        return many(keys, positions)
+
+    def planning(*args: Any, **how: Any) -> Any:
+        made[-1] = 0
+        found = plan(*args, **how)
+        made.append(0)
+        return found
+
+    def ending() -> None:
+        looks.append(manager._work.looks)
+        end()
+
+    monkeypatch.setattr(BlockKeys, "__getitem__", making)
+    monkeypatch.setattr(BlockKeys, "of", making_many)
+    monkeypatch.setattr(manager, "take_plan", planning)
+    monkeypatch.setattr(manager._work, "end_step", ending)
+    request = bench.add(prompt, finishing=False)
+    manager.hint(request.id, (KVHint("pin", None, 600.0), KVHint("prefetch")), bench.now)
+    for _ in range(30):
+        bench.step(8)
+    request.finishing = True
+    bench.step(8)
+    while manager.has_pending_work(bench.now):
+        bench.step(8)
+    budget = sum(share.blocks for share in SHARES.values())
+    assert max(looks) <= budget, "more than the budget of a step"
+    assert 4 <= max(made) <= 3 * budget, "more keys were made in a plan than it may look at"
+    assert not any(map(manager._work.has, set(Kind) - {Kind.STANDINGS}))
