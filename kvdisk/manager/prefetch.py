@@ -200,7 +200,7 @@ class Promotions:
         found = found_keys = 0
         if kind is Kind.PREFETCH:
             self._lacks_room = False
-        elif self._lacks_room:
+        elif self._lacks_room and self._waiting:
             return 0
         for request, wanted in list(islice(line.items(), MOST_SEEN)):
             self._hints.renew(request)
