@@ -548,8 +548,9 @@ class ManagerWatch(Watch):
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.update_writable(now)):
             work = parts.manager._work
             pending = parts.manager.has_pending_work(now) and not work.has(Kind.SENDS)
-            looks = (Kind.LEFT, Kind.PUT_OFF, Kind.DEMAND, Kind.KV_HINTS, Kind.AGES)
-            searches = parts.cpu is not None and any(map(work.has, looks))
+            searches = parts.cpu is not None and work.has(Kind.LEFT)
+            # What only looks ends by itself, whatever may be written.
+            searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.KV_HINTS, Kind.AGES)))
             goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
