@@ -18,6 +18,7 @@ from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import NONE, CopyState, TierChoice
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
+from kvdisk.manager.load_jobs import Load
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.prefix_match import Lookups, first_needed
 from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
@@ -784,6 +785,7 @@ def check_pins(parts: ManagerParts) -> None:
                 if detail.row >= 0 and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
     for load in parts.manager._work.owners(Kind.LOADS):
+        assert isinstance(load, Load)
         rest = load.order[load.planned :]
         for tier in KEPT_TIERS:
             rows = load.rows[rest][load.blocks.tiers[rest] == tier]
