@@ -47,7 +47,7 @@ from kvdisk.cli.verify import verify_store
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
 from kvdisk.index.lmdb_index import map_bytes_for
-from kvdisk.manager import demand, demotions, load_jobs, prefetch, stores
+from kvdisk.manager import demotions, prefetch, step_work
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.kv_hints import ACTIONS
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits
@@ -59,11 +59,7 @@ LONGEST_STEP_S = 1.0
 LEAST_CHUNK = 200
 """Requests that are made at once, at least."""
 STEP_BOUNDS = (
-    (demand, "MOST_COUNTED"),
-    (demand, "MOST_LATE"),
-    (load_jobs, "MOST_PLANNED"),
-    (stores, "MOST_REACHED"),
-    (stores, "MOST_LEFT"),
+    (step_work, "SPARE_BLOCKS"),
     (demotions, "MAX_DEMOTE_MOVES"),
     (prefetch, "MAX_PROMOTE_MOVES"),
     (TailFirst, "MAX_SKIPPED"),
@@ -406,11 +402,15 @@ def await_writer(trace: RequestTrace) -> None:
 def lower_bounds(block_tokens: int) -> Iterator[None]:
     """Lower the bounds of a step as blocks are larger."""
     before = [(owner, name, getattr(owner, name)) for owner, name in STEP_BOUNDS]
+    shares = dict(step_work.SHARES)
     try:
+        for kind, share in shares.items():
+            step_work.SHARES[kind] = share._replace(blocks=max(4, share.blocks * 16 // block_tokens))
         for owner, name, value in before:
             setattr(owner, name, max(4, value * 16 // block_tokens))
         yield
     finally:
+        step_work.SHARES.update(shares)
         for owner, name, value in before:
             setattr(owner, name, value)
 

@@ -10,20 +10,18 @@ is still to come may have any age: it is not served, and ends once this process 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 
 from kvdisk.blocks import AHEAD_S, BlockKey
 from kvdisk.errors import QuietLog
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers, TierSpace
 
 LOOK_S = 10
 """How often old copies are looked for: a million blocks take a millisecond or two. They are not
 served meanwhile."""
-MOST_ENDED = 256
-"""Copies that a step ends."""
 SETTLE_S = 60
 """How long no copy ends after the clock was moved: it may be put right again."""
 
@@ -37,14 +35,12 @@ class Ages:
         self._catalog = parts.catalog
         self._stats = parts.stats
         self._state = parts.state
+        self._work = parts.work
         self._tiers = tiers
         self._now = self._began = self._look_at = 0.0
         self._clock_offset: float | None = None
         """The time of day less the time of steps."""
         self._log = QuietLog(lambda: self._now, logging.getLogger("kvdisk.manager"))
-        self._found: deque[tuple[TierSpace, int]] = deque()
-        """Copies that were too old when they were looked for; a row may be another block's by
-        now."""
 
     def note_time(self, now_s: int) -> None:
         """Set the time, in seconds since the Unix epoch."""
@@ -58,25 +54,30 @@ class Ages:
         other weights."""
         return [space for space in self._tiers if space.in_memory or self._state.is_identified]
 
-    @property
-    def any(self) -> bool:
-        """Whether copies wait to be ended."""
-        return bool(self._found)
-
-    def end_some(self, now: float) -> None:
-        """End some of the copies that are too old, the oldest first. Call it once a step."""
+    def look(self, now: float) -> None:
+        """Look now and then for copies that are too old: steps end them, the oldest first. Call it
+        once a step."""
         if self._config.max_age_s is None:
             return
         self._watch_clock(now)
-        if not self._found and now >= self._look_at:
+        if now >= self._look_at and not self._work.has(Kind.AGES):
             self._look_at = now + LOOK_S
             also_ahead = now - self._began > self._config.max_age_s
             for space in self._own_tiers:
-                rows = self._catalog.columns(space.tier).too_old(also_ahead=also_ahead)
-                self._found.extend((space, row) for row in rows.tolist())
-        for _ in range(min(MOST_ENDED, len(self._found))):
-            space, row = self._found.popleft()
-            self._end(space, (row,))
+                rows = self._catalog.columns(space.tier).too_old(also_ahead=also_ahead).tolist()
+                if rows:
+                    self._work.add(Kind.AGES, self, self._end_all(space, rows))
+
+    def _end_all(self, space: TierSpace, rows: Sequence[int]) -> Work:
+        """End copies that were too old when they were looked for; a row may be another block's by
+        now."""
+        at = 0
+        while at < len(rows):
+            some = rows[at : at + self._work.left(Kind.AGES)]
+            for row in some:
+                self._end(space, (row,))
+            at += len(some)
+            yield len(some)
 
     def _watch_clock(self, now: float) -> None:
         """Have nothing end for a while, and say so, where the time of day has moved by itself."""
@@ -85,7 +86,7 @@ class Ages:
             self._began, self._clock_offset = now, offset
         self._now, moved_s, self._clock_offset = now, round(offset - self._clock_offset), offset
         if abs(moved_s) > AHEAD_S:
-            self._found.clear()
+            self._work.cancel(self)
             self._look_at = now + SETTLE_S
             self._log.warn(
                 "ahead" if moved_s > 0 else "back",

@@ -6,8 +6,7 @@ Where a plan's moves name GPU blocks, these name rows of the caller's memory. Sc
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
@@ -17,13 +16,13 @@ from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Read
-from kvdisk.manager.demand import MOST_COUNTED
 from kvdisk.manager.fetches import Fetches
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.reuse import STATES, Visit
+from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, RowMoves
 
@@ -32,8 +31,6 @@ MOST_NEW: Final = 1 << 16
 since."""
 MOST_CHAINS: Final = 1024
 """Chains of these blocks that the next put may go on with."""
-MOST_USED: Final = 4096
-"""Blocks that a step refreshes the recency of, and goes on with in the next."""
 
 
 class Offers(NamedTuple):
@@ -78,18 +75,6 @@ class Prompt:
     load_tiers: frozenset[Tier] | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Wanted:
-    """Blocks of one kind that a request wants, which are counted part by part. ``at``: the first
-    that is not counted. ``origin``: what ``ReuseHistory.count`` returned for those before it."""
-
-    request: str
-    keys: list[BlockKey]
-    visit: Visit
-    at: int = 0
-    origin: int = 0
-
-
 class BlockJobs:
     """Stores and loads blocks by key, in the first tier. ``wanted``: slots by size class that
     offers wait for; at least one of each, so that there is some room for what comes first."""
@@ -101,6 +86,7 @@ class BlockJobs:
         self._history = parts.history
         self._stats = parts.stats
         self._state = parts.state
+        self._work = parts.work
         self._target = tiers.first
         self._tiers = tiers
         self._copies = copies
@@ -116,9 +102,6 @@ class BlockJobs:
         self._chains: dict[BlockKey, tuple[Visit, int]] = {}
         """See ``MOST_CHAINS``; by the last block, the visit that counted it and the origin of what
         comes behind."""
-        self._used: deque[list[BlockKey]] = deque()
-        """Blocks of requests, in the order of their prompts, whose recency is not refreshed yet."""
-        self._uncounted: deque[_Wanted] = deque()
         self._waiting = Counter[int]()
 
     # -- what there is -------------------------------------------------------------------------
@@ -149,7 +132,7 @@ class BlockJobs:
         when they were put are not counted again; of recurrent states the last known one is
         wanted."""
         keys = list(dict.fromkeys(keys))
-        self._used.append(keys)
+        self._work.add(Kind.RECENCY, self, self._use(list(keys)))
         for group, alike in enumerate(self._by_group(keys)):
             self.fetches.reached(alike)
             uncounted = [key for key in alike if key not in self._new]
@@ -163,45 +146,36 @@ class BlockJobs:
                     self._offer((last,))
             elif uncounted:
                 visit = self._history.begin(0, len(uncounted))
-                self._uncounted.append(_Wanted(request, uncounted, visit))
+                self._work.add(Kind.DEMAND, self, self._count(uncounted, visit))
             self._want(request, uncounted)
-        self.go_on()
+        self._work.run(self._work.now, Kind.RECENCY, Kind.DEMAND)
 
     @property
     def has_counted_all(self) -> bool:
         """Whether all that requests reached is counted."""
-        return not self._uncounted
+        return not self._work.has(Kind.DEMAND)
 
-    def go_on(self) -> None:
-        """Go on with the blocks that requests reached. Once a step, too."""
-        self._use_some()
-        self._count_some()
-
-    def _use_some(self) -> None:
-        """Refresh the recency of some blocks that requests reached; of each the head last, so that
-        it leaves last."""
-        left = MOST_USED
-        while left > 0 and self._used:
-            keys = self._used[0][-left:]
-            del self._used[0][-left:]
-            if not self._used[0]:
-                self._used.popleft()
-            rows = [row for row in self._catalog.find_all(keys) if row != NONE]
+    def _use(self, keys: list[BlockKey]) -> Work:
+        """Refresh the recency of a prompt's blocks; of these the head last, so that it leaves
+        last."""
+        while keys:
+            left = self._work.left(Kind.RECENCY)
+            some = keys[-left:]
+            del keys[-left:]
+            rows = [row for row in self._catalog.find_all(some) if row != NONE]
             for space in self._tiers:
                 space.reached(rows[::-1])
-            left -= len(keys)
+            yield len(some)
 
-    def _count_some(self, left: float = MOST_COUNTED) -> None:
-        """Count so many of the blocks that requests reached."""
-        while left > 0 and self._uncounted:
-            wanted = self._uncounted[0]
-            start, end = wanted.at, int(min(len(wanted.keys), wanted.at + left))
-            wanted.origin = self._history.count(wanted.keys, start, end, wanted.origin, wanted.visit)
-            self._offer(wanted.keys[start:end])
-            left -= end - start
-            wanted.at = end
-            if end == len(wanted.keys):
-                self._uncounted.popleft()
+    def _count(self, keys: Sequence[BlockKey], visit: Visit) -> Work:
+        """Count blocks of one kind that a request reached."""
+        start = origin = 0
+        while start < len(keys):
+            stop = min(len(keys), start + self._work.left(Kind.DEMAND))
+            origin = self._history.count(keys, start, stop, origin, visit)
+            self._offer(keys[start:stop])
+            looked, start = stop - start, stop
+            yield looked
 
     def _want(self, request: str, keys: Sequence[BlockKey]) -> None:
         for admission in self._admissions:
@@ -216,7 +190,7 @@ class BlockJobs:
     def _count_new(self, offers: Offers) -> None:
         """Count those blocks as new that no request was said to have reached: who puts one wants
         it. Admission would take it for one that nobody has wanted for long."""
-        self._count_some(math.inf)
+        self._work.finish(Kind.DEMAND)
         known, pairs = self._history.known, zip(offers.keys, offers.parents, strict=True)
         parents = {key: parent for key, parent in pairs if not known(key)[0]}
         for group, keys in enumerate(self._by_group(list(parents))):
@@ -357,7 +331,5 @@ class BlockJobs:
         """What was counted is forgotten."""
         self._new.clear()
         self._chains.clear()
-        self._used.clear()
-        self._uncounted.clear()
         self._waiting.clear()
         self.fetches.reset()

@@ -4,7 +4,6 @@ only."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,16 +11,11 @@ from kvdisk.blocks import BlockKey
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import STATES, ReuseHistory, Visit
-
-MOST_COUNTED = 512
-"""Blocks of long prompts that a step counts ahead of what it needs."""
-MOST_LATE = 4096
-"""Blocks of long loads that a step counts. The step looks at as many afterwards: these have their
-class by then."""
+from kvdisk.manager.step_work import SHARES, Kind, StepWork, Work
 
 
 @dataclass(slots=True)
-class _Stretch:
+class Stretch:
     """Blocks of a request that are counted later than those behind them, from ``start`` on."""
 
     request: RequestState
@@ -40,14 +34,11 @@ class Demand:
     request has ended.
     """
 
-    def __init__(self, history: ReuseHistory, admissions: Sequence[AdmissionPolicy]) -> None:
+    def __init__(self, history: ReuseHistory, admissions: Sequence[AdmissionPolicy], work: StepWork) -> None:
         self._history = history
         self._admissions = [each for each in admissions if type(each).want is not AdmissionPolicy.want]
         """Those that are told: others' ``want`` does nothing."""
-        self._uncounted: dict[tuple[RequestState, int], None] = {}
-        """Requests, with a group, whose prompts are not counted to their end, the earliest
-        first."""
-        self._put_off: deque[_Stretch] = deque()
+        self._work = work
 
     def reach(self, request: RequestState, group: int, stop: int) -> None:
         """A request has come to its first ``stop`` blocks of a group, or will: it wants all of its
@@ -65,7 +56,7 @@ class Demand:
                 request.states.append(last)
             return
         end, _ = self._visit(request, group, stop)
-        is_short = end - start <= MOST_COUNTED // len(request.keys)
+        is_short = end - start <= SHARES[Kind.DEMAND].blocks // len(request.keys)
         self._count(request, group, end if is_short else stop)
 
     def _visit(self, request: RequestState, group: int, stop: int) -> tuple[int, Visit]:
@@ -77,65 +68,58 @@ class Demand:
             visit = request.visits[group] = (end, self._history.begin(start, end))
         return visit
 
-    def put_off(self, request: RequestState, group: int, stop: int) -> None:
+    def put_off(self, request: RequestState, group: int, stop: int) -> Stretch | None:
         """A request has come to its first ``stop`` blocks of a group, which is not one of recurrent
-        states, by a load: what it computes behind them is counted first, and these by later
-        steps."""
+        states, by a load: what it computes behind them is counted first. Return what the caller
+        counts of them later (``go_on``), part by part; None: they are counted."""
         start = request.counted[group]
         if start >= stop:
-            return
-        end, times = self._visit(request, group, stop)
-        self._put_off.append(_Stretch(request, group, start, stop, request.origin[group], times))
+            return None
+        _, times = self._visit(request, group, stop)
+        late = Stretch(request, group, start, stop, request.origin[group], times)
         request.counted[group] = stop
         request.origin[group] = self._history.origin_behind(request.keys[group][stop - 1])
-        if stop == end:
-            self._uncounted.pop((request, group), None)
+        request.late[group] = late
+        return late
+
+    def go_on(self, late: Stretch, stop: int) -> None:
+        """Count what was put off, up to before block ``stop``."""
+        request, start = late.request, late.start
+        late.start = max(start, min(stop, late.stop))
+        if start < late.start:
+            keys = request.keys[late.group]
+            late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
+            self._want(request, keys, start, late.start)
+        if late.start == late.stop and request.late[late.group] is late:
+            request.late[late.group] = None
 
     def _count(self, request: RequestState, group: int, stop: int) -> None:
-        """Count a request's blocks up to ``stop``, or to the end of its visit."""
+        """Count a request's blocks up to ``stop``, or to the end of its visit; steps count the rest
+        of that."""
         keys, visit, start = request.keys[group], request.visits[group], request.counted[group]
         assert visit is not None
         end, times = visit
-        if any(late.request is request and late.group == group for late in self._put_off):
+        if request.late[group] is not None:
             # Nothing has more uses than what it follows, which has not its last one yet.
             times = times._replace(most=max(1, self._history.known(keys[start - 1])[0]))
         stop = request.counted[group] = min(stop, end)
         request.origin[group] = self._history.count(keys, start, stop, request.origin[group], times)
         self._want(request, keys, start, stop)
-        if stop < end:
-            self._uncounted[request, group] = None
-        else:
-            self._uncounted.pop((request, group), None)
+        if stop < end and not self._work.has(Kind.DEMAND, (request, group)):
+            self._work.add(Kind.DEMAND, (request, group), self._count_rest(request, group))
 
-    def step(self) -> None:
-        """Count a part of what is not counted yet."""
-        left = MOST_LATE
-        while left > 0 and self._put_off:
-            late = self._put_off[0]
-            start, late.start = late.start, min(late.stop, late.start + left)
-            keys = late.request.keys[late.group]
-            late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
-            self._want(late.request, keys, start, late.start)
-            left -= late.start - start
-            if late.start == late.stop:
-                self._put_off.popleft()
-        left = MOST_COUNTED
-        while left > 0 and self._uncounted:
-            request, group = next(iter(self._uncounted))
+    def _count_rest(self, request: RequestState, group: int) -> Work:
+        """Count a request's blocks to the end of its visit, as far as steps that compute them have
+        not."""
+        while (visit := request.visits[group]) is not None and request.counted[group] < visit[0]:
             before = request.counted[group]
-            self._count(request, group, before + left)
-            left -= request.counted[group] - before
+            self._count(request, group, before + self._work.left(Kind.DEMAND))
+            yield request.counted[group] - before
 
     def forget(self, request: RequestState) -> None:
-        """Count no more of what was begun: it has other keys, or what was counted is forgotten."""
+        """Count no more of what was begun: it has other keys."""
         for group in range(len(request.keys)):
-            self._uncounted.pop((request, group), None)
-        self._put_off = deque(late for late in self._put_off if late.request is not request)
-
-    def clear(self) -> None:
-        """The history is forgotten."""
-        self._uncounted.clear()
-        self._put_off.clear()
+            self._work.cancel((request, group))
 
     def leave_state(self, request: RequestState, key: BlockKey) -> None:
         """A request leaves a recurrent state; the first that does wants it, too."""

@@ -15,6 +15,7 @@ from kvdisk.manager.copies import Copies
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
+from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
 
@@ -25,8 +26,6 @@ MOST_QUEUED = 16384
 """Blocks that wait to be fetched. What comes then is not."""
 MOST_FETCH_MOVES = 64
 MOST_FETCH_JOBS = 2
-MOST_BATCHES = 8
-"""Batches of so many moves that a step looks at: of those that are not admitted no job comes."""
 
 
 class Fetches:
@@ -37,6 +36,7 @@ class Fetches:
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._state = parts.state
+        self._work = parts.work
         self._target = tiers.first
         self._copies = copies
         self._remote = hints.remote
@@ -44,6 +44,7 @@ class Fetches:
         self._queue: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
         """Blocks to fetch, and the one before each in its chain."""
         self._jobs: list[JobId] = []
+        self._work.open_when(Kind.FETCHES, lambda _: self._remote.is_usable and not self._work.has(Kind.DEMAND))
 
     def note_loads(self, keys: Sequence[BlockKey]) -> None:
         """These blocks are being loaded from the remote store."""
@@ -65,28 +66,31 @@ class Fetches:
         from the remote store."""
         if not self._loaded:
             return
+        if not self._work.has(Kind.FETCHES, self):
+            self._queue.clear()
         for parent, key in zip((None, *keys), keys, strict=False):
             if key in self._loaded:
                 del self._loaded[key]
                 if len(self._queue) < MOST_QUEUED:
                     self._queue[key] = parent
+        if self._queue and not self._work.has(Kind.FETCHES, self):
+            self._work.add(Kind.FETCHES, self, self._fetch_queued())
 
-    def has_work(self) -> bool:
-        """Whether blocks that wait may be fetched."""
-        return bool(self._queue) and self._remote.is_usable
-
-    def plan(self, now: float) -> None:
+    def _fetch_queued(self) -> Work:
         """Plan jobs that fetch what is queued, as far as it is admitted and there is room now; the
-        rest is left to the next load. Call it when all that requests reached is counted: admission
-        goes by these counts."""
-        if not self.has_work():
-            return
-        if not self._target.update_writable(now):
-            self._queue.clear()
-        self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        for _ in range(MOST_BATCHES):
-            if self._queue and len(self._jobs) < MOST_FETCH_JOBS:
-                self._fetch([self._queue.popitem(last=False) for _ in range(min(MOST_FETCH_MOVES, len(self._queue)))])
+        rest is left to the next load. All that requests reached is counted by now: admission goes
+        by these counts."""
+        while self._queue:
+            if not self._target.update_writable(self._work.now):
+                self._queue.clear()
+                return
+            self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
+            if len(self._jobs) >= MOST_FETCH_JOBS:
+                yield 0
+                continue
+            count = min(MOST_FETCH_MOVES, len(self._queue), self._work.left(Kind.FETCHES))
+            self._fetch([self._queue.popitem(last=False) for _ in range(count)])
+            yield count
 
     def _fetch(self, wanted: list[tuple[BlockKey, BlockKey | None]]) -> None:
         """Plan a job for some blocks, each with the one before it in its chain."""
@@ -113,4 +117,3 @@ class Fetches:
     def reset(self) -> None:
         """Forget all: the keys have another meaning."""
         self._loaded.clear()
-        self._queue.clear()

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.questions import Asking, Questions
-
-MOST_FORGOTTEN = 256
-"""Hints that are forgotten for their age at a time: bounds a step."""
+from kvdisk.manager.step_work import Kind, Work
 
 
 class Ticketed(Protocol):
@@ -72,13 +70,14 @@ class HintTable(Generic[WhatT]):
         if self.found.pop(key, None) is not None:
             self.changes += 1
 
-    def forget_older(self, before_s: float) -> None:
-        """Forget what was heard before then, as much as a step may."""
-        for _ in range(min(MOST_FORGOTTEN, len(self.found))):
+    def forget_older(self, before_s: float, most: int) -> int:
+        """Forget up to so many that were heard of before then; return how many."""
+        for count in range(min(most, len(self.found))):
             key = next(iter(self.found))
             if self.found[key][1] >= before_s:
-                break
+                return count
             self.forget(key)
+        return min(most, len(self.found))
 
     def clear(self) -> None:
         """Forget all."""
@@ -103,6 +102,7 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         counter: str,
     ) -> None:
         self._answering = index
+        self._work = parts.work
         self._table: HintTable[WhatT] = HintTable(most_hints)
         self._questions = Questions(parts, self._send, most_keys, counter)
 
@@ -151,23 +151,33 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         if self._answering is None:
             return
         self._questions.take_in(self._take_in(answer, now) for answer in self._answering.poll())
-        if self._answering.any:
-            self._questions.go_on()
-        else:
+        if not self._answering.any:
             self._questions.drop_waiting()
-        self._table.forget_older(now - self.hint_life_s)
+        if self.hints and not self._work.has(Kind.HINT_ENDS, self):
+            self._work.add(Kind.HINT_ENDS, self, self._forget_old())
+        self._work.run(now, Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
 
-    def _take_in(self, answer: AnswerT, now: float) -> Iterator[None]:
+    def _take_in(self, answer: AnswerT, now: float) -> Work:
         question = self._questions.answered(answer.ticket)
-        for keys in () if question is None else question.missing:
-            for key in keys:
-                self._hear(key, answer, now)
-                yield
-        if question is not None:
-            self._questions.ended(question, self.hints)
+        if question is None:
+            return
+        for keys in question.missing:
+            start = 0
+            while start < len(keys):
+                some = keys[start : start + self._work.left(Kind.ANSWERS)]
+                for key in some:
+                    self._hear(key, answer, now)
+                start += len(some)
+                yield len(some)
+        self._questions.ended(question, self.hints)
+
+    def _forget_old(self) -> Work:
+        while self.hints:
+            yield self._table.forget_older(self._work.now - self.hint_life_s, self._work.left(Kind.HINT_ENDS))
 
     def stop(self) -> None:
         """Ask no more, because this engine's weights are no longer those of the files."""
         self._answering = None
         self._table.clear()
         self._questions.clear()
+        self._work.cancel(self)

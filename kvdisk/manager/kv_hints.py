@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Final
 
 from kvdisk.blocks import BlockKey
@@ -15,6 +14,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, MOST_STANDINGS, PINNED, RETAINED
+from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
 
 RETAIN, PIN, PREFETCH, DEMOTE = ACTIONS = ("retain", "pin", "prefetch", "demote")
@@ -32,35 +32,31 @@ class KVHints:
         self._tiers = tiers
         self._promotions = promotions
         self._standings = parts.standings
+        self._work = parts.work
         self._log = QuietLog(lambda: parts.standings.now, logging.getLogger("kvdisk.manager"))
 
     def apply(self, request: RequestState, *, ended: bool) -> None:
         """Do what a request's hints say when it has come, or when it has ended: then what they keep
-        is kept for as long again, and what they demote leaves first."""
+        is kept for as long again, and what they demote leaves first. Steps do the rest of a long
+        prompt."""
         request.update_keys()
-        keys: list[BlockKey] = []
         for hint in request.kv_hints:
             most = request.prompt_tokens if hint.tokens is None else min(hint.tokens, request.prompt_tokens)
             if hint.action == PREFETCH:
                 if not ended and not self._promotions.ask(request, most):
                     self._log.warn("prefetch", "more prefetches are asked for than fit the queue; ignored.")
             elif hint.action != DEMOTE:
-                hinted = self._prompt(request, most)
-                for key in hinted:
-                    self._standings.set(key, PINNED if hint.action == PIN else RETAINED, hint.seconds)
-                keys += hinted
+                standing = PINNED if hint.action == PIN else RETAINED
+                self._work.add(Kind.KV_HINTS, self, self._keep(request, most, standing, hint.seconds))
             elif ended:
-                hinted = list(self._own(request))
-                for key in hinted:
-                    self._standings.set(key, DEMOTED, DEMOTED_S)
-                keys += hinted
-        self._rank(keys)
+                self._work.add(Kind.KV_HINTS, self, self._demote(request))
+        self._work.run(self._standings.now, Kind.KV_HINTS)
 
     def refresh(self, now: float) -> None:
-        """Set the time, once a step, and end the standings that are over."""
-        ended = self._standings.take_ended(now)
-        if ended:
-            self._rank(ended)
+        """Set the time, once a step, at which standings are over."""
+        self._standings.now = now
+        if self._standings.held and not self._work.has(Kind.STANDINGS):
+            self._work.add(Kind.STANDINGS, self, self._end_standings())
         if self._standings.clipped:
             self._standings.clipped = False
             share = self._config.pin_share
@@ -70,6 +66,12 @@ class KVHints:
                 "blocks. What is over is retained, or left as it is.",
             )
 
+    def _end_standings(self) -> Work:
+        while self._standings.held:
+            ended = self._standings.take_ended(self._work.left(Kind.STANDINGS))
+            self._rank(ended)
+            yield len(ended)
+
     def reset(self) -> None:
         """The blocks are of use to nobody any more: forget what was said of them."""
         keys = list(self._standings.held)
@@ -77,28 +79,51 @@ class KVHints:
             self._standings.forget(key)
         self._rank(keys)
 
-    def _prompt(self, request: RequestState, tokens: int) -> list[BlockKey]:
-        """Return a prompt's full blocks within its first ``tokens``, in order over all groups."""
-        places = [
-            ((at + 1) * group.block_tokens, key)
-            for group in self._geometry.groups
-            for at, key in enumerate(request.keys[group.group][: tokens // group.block_tokens])
-        ]
-        return [key for _, key in sorted(places)]
+    def _keep(self, request: RequestState, tokens: int, standing: int, seconds: float) -> Work:
+        """Keep a prompt's full blocks within its first ``tokens``, in order over all groups."""
+        groups, step = self._geometry.groups, self._geometry.alignment_tokens
+        step_blocks = sum(step // group.block_tokens for group in groups)
+        start = 0
+        while start < tokens:
+            end = min(tokens, start + max(1, self._work.left(Kind.KV_HINTS) // step_blocks) * step)
+            places = [
+                ((at + 1) * group.block_tokens, key)
+                for group in groups
+                for at, key in enumerate(
+                    request.keys[group.group][start // group.block_tokens : end // group.block_tokens],
+                    start // group.block_tokens,
+                )
+            ]
+            keys = [key for _, key in sorted(places)]
+            self._place(keys, standing, seconds)
+            start = end
+            yield max(1, len(keys))
 
-    def _own(self, request: RequestState) -> Iterator[BlockKey]:
-        """Yield a request's blocks that no other block follows, the tail first."""
+    def _demote(self, request: RequestState) -> Work:
+        """Let those of a request's blocks leave first that no other block follows, the tail
+        first."""
         for keys in request.keys:
-            followers = 0
-            for key in reversed(keys):
-                row = self._catalog.find(key)
-                if row == NONE:
-                    followers = 0
-                elif self._catalog.follower_count(row) > followers:
-                    break
-                else:
-                    followers = 1
-                    yield key
+            stop, followers = len(keys), 0
+            while stop > 0:
+                start = max(0, stop - self._work.left(Kind.KV_HINTS))
+                some, own = keys[start:stop], []
+                for key, row in zip(reversed(some), reversed(self._catalog.find_all(some)), strict=True):
+                    if row == NONE:
+                        followers = 0
+                    elif self._catalog.follower_count(row) > followers:
+                        start = 0  # what is before it is others', too
+                        break
+                    else:
+                        followers = 1
+                        own.append(key)
+                self._place(own, DEMOTED, DEMOTED_S)
+                stop = start
+                yield len(some)
+
+    def _place(self, keys: list[BlockKey], standing: int, seconds: float) -> None:
+        for key in keys:
+            self._standings.set(key, standing, seconds)
+        self._rank(keys)
 
     def _rank(self, keys: list[BlockKey]) -> None:
         rows = [row for row in self._catalog.find_all(keys) if row != NONE]

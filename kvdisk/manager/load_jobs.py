@@ -28,11 +28,10 @@ from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import RequestState
+from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import NO_BLOCK, JobKind, Move
 
-MOST_PLANNED = 4096
-"""Blocks of loads that a step plans. The first job of a new load may add as many again."""
 _STRETCH = 1024
 """Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
@@ -182,6 +181,7 @@ class LoadJobs:
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._state = parts.state
+        self._work = parts.work
         self._tiers = tiers
         self._hits = hits
         self._demand = demand
@@ -192,10 +192,6 @@ class LoadJobs:
         self._by_job: dict[JobId, Load] = {}
         self._under_way: dict[JobId, Load] = {}
         """By their first job."""
-        self._unplanned: dict[JobId, Load] = {}
-        """Loads of which some blocks are not planned yet, by their first job."""
-        self._planned = 0
-        """Blocks, since the last step was planned."""
         self._counts = [group.gpu_blocks for group in parts.geometry.groups]
         self._most_gpu_blocks = max(self._counts)
 
@@ -212,23 +208,20 @@ class LoadJobs:
         request.wait_started_s = None
         self._state.taken_blocks += len(load.keys)
         self._hits.scheduled(request, external_tokens, load.blocks)
-        self._planned += self._plan_job(load, MOST_PLANNED)
+        share = SHARES[Kind.LOADS].blocks
+        first = max(1, share // 8, self._work.left(Kind.LOADS))  # a short hit does not wait for a long one
+        self._work.spend(Kind.LOADS, self._plan_job(load, first))
         assert load.id is not None
         request.load_job = load.id
         self._under_way[load.id] = load
         if not load.is_planned:
-            self._unplanned[load.id] = load
+            self._work.add(Kind.LOADS, load, self._plan_rest(load))
         self.gpu_loads.begin(load.id, load.keys)
 
-    def go_on(self) -> None:
-        """Plan more of the loads that have begun, as much as a step may. Once a step."""
-        left, self._planned = MOST_PLANNED - self._planned, 0
-        for load_id, load in list(self._unplanned.items()):
-            if left <= 0:
-                break
-            left -= self._plan_job(load, left)
-            if load.is_planned:
-                del self._unplanned[load_id]
+    def _plan_rest(self, load: Load) -> Work:
+        """Plan more of a load that has begun, a job in each step."""
+        while not load.is_planned:
+            yield self._plan_job(load, self._work.left(Kind.LOADS))
 
     def _find(
         self, request: RequestState, local_tokens: int, end_tokens: int, block_ids: Sequence[Sequence[int]]
@@ -257,7 +250,7 @@ class LoadJobs:
             if keys[at] in hints:
                 tiers[at] = self._hints.tier_of(keys[at], request.load_tiers)
         blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
-        is_short = len(keys) <= MOST_PLANNED
+        is_short = len(keys) <= SHARES[Kind.LOADS].blocks
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
         return Load(request, blocks, keys, np.concatenate(gpu_blocks), rows, order)
 
@@ -368,7 +361,8 @@ class LoadJobs:
     @property
     def unplanned(self) -> Collection[str]:
         """The requests with blocks that no job has yet."""
-        return [load.request.request_id for load in self._unplanned.values()]
+        loads = self._work.owners(Kind.LOADS)
+        return [load.request.request_id for load in loads if isinstance(load, Load) and not load.is_planned]
 
     @property
     def failed_blocks(self) -> set[int]:
@@ -396,8 +390,7 @@ class LoadJobs:
         from which on vLLM computes. Workers wait for that job to report the load."""
         if load.is_planned:
             return
-        assert load.id is not None
-        del self._unplanned[load.id]
+        self._work.cancel(load)
         at = int(load.order[load.planned])
         rest = load.take(len(load.order))
         rows, tiers = load.rows[rest], load.blocks.tiers[rest]

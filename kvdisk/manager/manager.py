@@ -39,6 +39,7 @@ from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import RemoteCopies
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits, RequestOutcome, RequestState
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Tiers
@@ -75,6 +76,7 @@ class TierManager:
         self._transfers = parts.transfers
         self._history = parts.history
         self._state = parts.state
+        self._work = parts.work
         self.stats = parts.stats
         self._requests: dict[str, RequestState] = {}
         self._urgent: list[JobId] = []
@@ -94,8 +96,9 @@ class TierManager:
         self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
         admissions = [space.admission for space in tiers]
+        parts.work.open_when(Kind.SENDS, self._may_send)
         demand = self._demand = Demand(
-            parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
+            parts.history, admissions + ([self._remote.admission] if self._remote.admission else []), parts.work
         )
         self._threshold = LoadThreshold(parts.config.min_load_tokens, parts.geometry.alignment_tokens)
         self._hits = HitCounts(parts, tiers, self._threshold, tell)
@@ -276,29 +279,24 @@ class TierManager:
             space.admission.note_room(*space.free_and_total)
         # A lower tier's room reaches the first one only through a demotion, which settles.
         self._state.released += self._tiers.first.is_searching
-        self._ages.end_some(now)
+        self._ages.look(now)
         self._kv_hints.refresh(now)
-        self._hints.begin_step(now)
+        self._hints.absorb(now)
         self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
             demotions.plan(now)
-        if self._may_send:
-            self._remote.plan(now)
-        if self.blocks.has_counted_all:
-            self.blocks.fetches.plan(now)
-        self._promotions.plan()
-        self._demand.step()
-        self.blocks.go_on()
+        self._work.run(now)
+        self._state.read_awaited = False
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
         self._stores.plan_free(now)
-        self._loads.go_on()
         void, self._void = tuple(self._void), []
         fence = self._stores.sources.take_fence(overwritten)
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
         self._threshold.stepped(now, scheduled_tokens)
+        self._work.end_step()
         urgent, self._urgent = tuple(self._urgent), []
         return Plan(jobs, fence, void, idle and self.has_pending_work(now), urgent)
 
@@ -392,6 +390,7 @@ class TierManager:
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
         self._state.landing.clear()
+        self._work.clear()
         self._hints.stop()
         self._forget_computed()
         self._urgent.clear()
@@ -405,7 +404,6 @@ class TierManager:
         for space in self._tiers:
             space.reset()
         self._history.clear()
-        self._demand.clear()
         self.blocks.reset()
         self._catalog.hide_all()
         for request in self._requests.values():
@@ -452,18 +450,13 @@ class TierManager:
             self._heard_tickets, self._heard_s = tickets, now
         silent = now - self._heard_s >= self._longest_silence_s
         return (
-            self._stores.has_deferred(now)
-            or self._ages.any
+            self._work.is_pending(now, silent=silent)
             or self._transfers.any_queued
-            or bool(self._loads.unplanned)
+            or (not silent and self.gauges.busy)
             or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)
-            or (not silent and (self.gauges.busy or self._promotions.is_asked))
-            or (not silent and self._may_send and self._remote.has_work(now))
-            or (not silent and self.blocks.fetches.has_work())
         )
 
-    @property
-    def _may_send(self) -> bool:
+    def _may_send(self, _now: float) -> bool:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
         return self._state.is_identified and not any(

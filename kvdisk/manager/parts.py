@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
@@ -14,11 +13,8 @@ from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.standings import Standings
+from kvdisk.manager.step_work import StepWork
 from kvdisk.stats import Stats
-
-STEP_KEYS: Final = 4096
-"""Blocks that a step looks at for questions to others, or takes in of their answers, about 1 us
-each; one stretch of a prompt is looked at however long it is."""
 
 
 @dataclass(slots=True)
@@ -29,9 +25,8 @@ class StepState:
     offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
     ``landing``: keys of the epoch that are just being read into memory. ``generation``: the last
     that was given to a copy. ``now_s``: seconds since the Unix epoch, as far as a step knows.
-    ``keys_left``: of STEP_KEYS in this step, the one after ``steps`` others. ``fingerprint``: of
-    the engine's namespace, or the one that is assumed until ``is_identified``: before that nothing
-    that outlives the process is read or written.
+    ``fingerprint``: of the engine's namespace, or the one that is assumed until ``is_identified``:
+    before that nothing that outlives the process is read or written.
     """
 
     epoch: int = FILE_EPOCH
@@ -40,8 +35,6 @@ class StepState:
     read_awaited: bool = False
     landing: set[BlockKey] = field(default_factory=set)
     generation: int = 0
-    keys_left: int = STEP_KEYS
-    steps: int = 0
     now_s: int = 0
     fingerprint: bytes = b""
     is_identified: bool = True
@@ -60,6 +53,7 @@ class Parts:
     standings: Standings = field(default_factory=Standings)
     stats: Stats = field(default_factory=Stats)
     state: StepState = field(default_factory=StepState)
+    work: StepWork = field(default_factory=StepWork)
 
     @classmethod
     def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:

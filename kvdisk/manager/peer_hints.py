@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.manager.catalog import TierChoice
 from kvdisk.manager.neighbours import NeighbourCopies
-from kvdisk.manager.parts import STEP_KEYS, StepState
+from kvdisk.manager.parts import StepState
 from kvdisk.manager.questions import Asking
 from kvdisk.manager.remote import ASK_AGAIN_S, RemoteCopies
 from kvdisk.manager.requests import RequestState
@@ -92,12 +92,6 @@ class PeerHints:
         self._asked.clear()
         self.neighbours.absorb(now)
         self.remote.absorb(now)
-
-    def begin_step(self, now: float) -> None:
-        """Allow as much work as a step may have, and begin with it."""
-        self._state.keys_left = STEP_KEYS
-        self._state.steps += 1
-        self.absorb(now)
 
     def take(self, key: BlockKey, tiers: TierChoice = None) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a block as of one of some tiers, and its generation; None:

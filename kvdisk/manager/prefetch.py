@@ -24,6 +24,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.prefix_match import first_needed
 from kvdisk.manager.requests import RequestState
+from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
@@ -37,9 +38,7 @@ that still waits."""
 MOST_SEEN = 16
 """Requests at the head of the queue that one step passes over or looks at."""
 MOST_FOUND = 4
-MOST_FOUND_KEYS = 4096
-"""Requests whose hits one step looks for, and their blocks; one is looked for however long it is.
-And as many blocks of hits that a step plans, or finds to need no read any more."""
+"""Requests whose hits one step looks for; of the last of them however long it is."""
 MOST_ASKED = 16
 """Prefetches that KV hints ask for and that have not begun, or are not planned to their end."""
 
@@ -104,6 +103,7 @@ class Promotions:
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._state = parts.state
+        self._work = parts.work
         self._tiers = tiers
         self._landing = tiers.landing_tier if len(tiers) > 1 or parts.config.remote else None
         self._demand = demand
@@ -111,18 +111,22 @@ class Promotions:
         self._gpu_loads = gpu_loads
         self._copies = copies
         self._waiting: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
-        """Those with something left to be read ahead, or (None) not looked at yet; in order of
+        """Requests with something left to be read ahead, or (None) not looked at yet; in order of
         arrival."""
+        self._asked: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
+        """The same of those that were made for a KV hint, and are no requests of the engine."""
         self._ahead: dict[str, Counter[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
         self._taken: Counter[int] = Counter()
         """The same of all."""
-        self._asked: set[RequestState] = set()
-        """Those of the waiting that were made for a KV hint, and are no requests of the engine."""
         self._remote_jobs: list[JobId] = []
         """Promotions from the remote store that were out."""
         self._left = 0
         """Blocks that this step may still plan, or find to need no read."""
+        self._lacks_room = False
+        """Whether requests wait for room, which nothing else takes then."""
+        for kind in (Kind.PREFETCH, Kind.ASKED):
+            self._work.open_when(kind, lambda _: not self._state.read_awaited)
 
     # -- the queue -----------------------------------------------------------------------------
 
@@ -133,6 +137,7 @@ class Promotions:
             self.leave(request)
             self._waiting[request] = None
             self._waiting.move_to_end(request, last=not first)
+            self._read(Kind.PREFETCH, self._waiting)
 
     def leave(self, request: RequestState) -> None:
         """Read nothing more ahead for a request. What was read ahead for it is left to the tier."""
@@ -141,14 +146,13 @@ class Promotions:
         if ahead is not None:  # asked of every request in every step, of few there is any
             self._taken.subtract(ahead)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a prefetch that a KV hint asks for is not planned to its end."""
-        return bool(self._asked)
+    def _read(self, kind: Kind, line: OrderedDict[RequestState, _Wanted | None]) -> None:
+        if not self._work.has(kind, self):
+            self._work.add(kind, self, self._read_ahead(kind, line))
 
     def ask(self, request: RequestState, tokens: int) -> bool:
-        """Read a prompt's first ``tokens`` ahead, after what waits by now and whatever becomes of
-        the request, as far as there is room. Return False where too many wait already."""
+        """Read a prompt's first ``tokens`` ahead, after what requests wait for and whatever becomes
+        of this one, as far as there is room. Return False where too many wait already."""
         if self._landing is None:
             return True
         if len(self._asked) >= MOST_ASKED:
@@ -159,56 +163,70 @@ class Promotions:
         asked.update_keys()
         asked.counted = [len(keys) for keys in asked.keys]  # their demand is the request's
         asked.question, asked.remote_question = request.question, request.remote_question
-        self._waiting[asked] = None
-        self._asked.add(asked)
+        self._asked[asked] = None
+        self._read(Kind.ASKED, self._asked)
         return True
-
-    def _end(self, request: RequestState) -> None:
-        """Read nothing more for a request that still waits."""
-        del self._waiting[request]
-        if request in self._asked:
-            self._asked.remove(request)
-            self.leave(request)
 
     def reset(self) -> None:
         """Forget what was read ahead, which is gone with the weights, and look for it anew."""
-        self._waiting = OrderedDict.fromkeys(self._waiting)
         self._ahead.clear()
         self._taken.clear()
+        for kind, line in ((Kind.PREFETCH, self._waiting), (Kind.ASKED, self._asked)):
+            line.update(dict.fromkeys(line))
+            self._work.cancel(self, kind)
+            self._read(kind, line)
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def plan(self) -> None:
-        """Plan promotions for the requests that wait, as far as the bounds allow.
+    def _read_ahead(self, kind: Kind, line: OrderedDict[RequestState, _Wanted | None]) -> Work:
+        """Plan promotions for those in a line, once in a step.
 
-        Plans nothing while a scheduled request waits for a prefetch, to let that finish first.
+        None is planned while a scheduled request waits for a prefetch, to let that finish first.
         """
-        awaited, self._state.read_awaited = self._state.read_awaited, False
-        if self._landing is None or awaited or not self._waiting:
-            return
-        slower = (space for space in self._tiers if space is not self._landing)
-        if not self._config.remote and not any(space.status.works for space in slower):
-            for asked in list(self._asked):
-                self._end(asked)
-            return
-        found, found_keys, self._left = 0, 0, MOST_FOUND_KEYS
-        for request, wanted in list(islice(self._waiting.items(), MOST_SEEN)):
+        while line:
+            if any(space.status.works for space in self._tiers if space is not self._landing) or self._config.remote:
+                self._left = self._work.left(kind)
+                found = self._plan(kind, line)
+                if looked := found + self._work.left(kind) - max(0, self._left):
+                    yield looked
+            elif kind is Kind.ASKED:
+                for asked in list(line):
+                    self._end(asked, line)
+            yield 0
+
+    def _plan(self, kind: Kind, line: OrderedDict[RequestState, _Wanted | None]) -> int:
+        """Plan promotions for the first in a line; return how many blocks were looked at to find
+        what they want."""
+        found = found_keys = 0
+        if kind is Kind.PREFETCH:
+            self._lacks_room = False
+        elif self._lacks_room and self._waiting:
+            return 0
+        for request, wanted in list(islice(line.items(), MOST_SEEN)):
             self._hints.renew(request)
             if wanted is None:
-                if found == MOST_FOUND or found_keys >= MOST_FOUND_KEYS or self._hints.is_asking(request):
+                if found == MOST_FOUND or found_keys >= self._left or self._hints.is_asking(request):
                     continue
                 found += 1
                 found_keys += sum(map(len, request.keys))
-                wanted = self._waiting[request] = self._find_wanted(request)  # noqa: PLW2901
+                wanted = line[request] = self._find_wanted(request)  # noqa: PLW2901
             while wanted and self._left > 0 and not self._has_enough_jobs(self._is_remote(wanted.first)):
                 if not self._plan_job(request.request_id, wanted):
-                    if request not in self._asked:
-                        return  # for want of room: those behind it would take what comes free
+                    if kind is Kind.PREFETCH:
+                        self._lacks_room = True  # those behind it would take what comes free
+                        return found_keys
                     wanted.clear()
             if not wanted:
-                self._end(request)
+                self._end(request, line)
             elif self._left <= 0 or not self._is_remote(wanted.first):
-                return
+                break
+        return found_keys
+
+    def _end(self, request: RequestState, line: OrderedDict[RequestState, _Wanted | None]) -> None:
+        """Read nothing more for one that still waits."""
+        del line[request]
+        if line is self._asked:
+            self.leave(request)
 
     def _is_remote(self, read: Read) -> bool:
         """Whether a block would come from the remote store."""
@@ -262,7 +280,7 @@ class Promotions:
         """Return which blocks, in the order of their prompt, a request may load: from the first on
         that the GPU has not cached. ``starts``: of each, in tokens."""
         first, most = 0, request.limits.most_load_tokens
-        for group, position in zip(groups[:MOST_FOUND_KEYS].tolist(), positions.tolist(), strict=False):
+        for group, position in zip(groups[: SHARES[Kind.PREFETCH].blocks].tolist(), positions.tolist(), strict=False):
             if not self._context.is_cached(request.keys[group][position]):
                 break
             first += 1

@@ -3,24 +3,23 @@
 
 A hit needs blocks of every KV-cache group at the same places. So a question is cut by tokens, alike
 in every group: it is first for what is missing of a stretch of the prompt, and when that is
-answered for the next one, for as long as no chain has a hole. Looking for what is missing, and
-taking answers in, take time of the step: ``StepState.keys_left`` bounds both.
+answered for the next one, for as long as no chain has a hole.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, islice
+from itertools import compress
 from typing import Final, Protocol
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager.catalog import READY
 from kvdisk.manager.parts import Parts
+from kvdisk.manager.step_work import Kind, Work
 
 MOST_WAITING: Final = 8192
-"""Requests whose question waits for its turn. Of those that come then nothing is asked."""
+"""Requests whose question is not answered. Of those that come then nothing is asked."""
 MOST_HINTS: Final = 1 << 18
 """Blocks that others are thought to have, about 350 bytes each of neighbours, and 210 of the remote
 store; the first heard of are forgotten first."""
@@ -81,43 +80,33 @@ class Questions:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._stats = parts.stats
-        self._state = parts.state
+        self._work = parts.work
         self._send = send
         self._counter = counter
         self._most_keys = most_keys
         self._last_number = self._last_ticket = 0
-        self._refused_step = -1
-        """When the index would take no more."""
-        self._waiting: deque[Question] = deque()
         self._open: set[int] = set()
         self._under_way: dict[int, Question] = {}
         """By ticket."""
-        self._answers: deque[Iterator[None]] = deque()
-        """What has come and is not taken in yet."""
 
     def ask(self, request: Asking, known: Collection[BlockKey] = ()) -> int:
         """Ask for what is missing of a request's prompt, and is not ``known``, now or soon; return
         the question's number. ``keys`` are up to date."""
         self._last_number += 1
-        if len(self._waiting) < MOST_WAITING:
+        if len(self._open) < MOST_WAITING:
             self._open.add(self._last_number)
-            self._waiting.append(Question(self._last_number, request, known))
-            self.go_on()
+            self._work.add(Kind.QUESTIONS, self, self._ask_on(Question(self._last_number, request, known)))
+            self._work.run(self._work.now, Kind.QUESTIONS)
         return self._last_number
 
     def is_asking(self, number: int) -> bool:
         """Whether something of a question is not answered yet."""
         return number in self._open
 
-    def take_in(self, answers: Iterable[Iterator[None]]) -> None:
-        """Take answers in, as far as the step allows it, those that came before first. Each yields
-        once a block."""
-        self._answers.extend(answers)
-        while self._answers and self._state.keys_left > 0:
-            done = sum(1 for _ in islice(self._answers[0], self._state.keys_left))
-            if done < self._state.keys_left:
-                self._answers.popleft()  # it has ended
-            self._state.keys_left -= max(1, done)
+    def take_in(self, answers: Iterable[Work]) -> None:
+        """Let steps take answers in, those that came before first."""
+        for answer in answers:
+            self._work.add(Kind.ANSWERS, self, answer)
 
     def answered(self, ticket: int) -> Question | None:
         """Return the question whose stretch was answered; ``ended`` follows when the answer is
@@ -132,55 +121,59 @@ class Questions:
         question.missing = []
         is_whole = not self._catalog.presences(lacking, question.request.load_tiers).strip(_READY)
         if is_whole and self._has_more(question) and question.asked < MOST_HINTS // 2:  # or it pushes out its own head
-            self._waiting.appendleft(question)
+            self._work.add(Kind.QUESTIONS, self, self._ask_on(question), first=True)
         else:
             self._open.discard(question.number)
 
-    def go_on(self) -> None:
-        """Send what waits, as far as the step allows it, and the index takes it."""
-        while self._waiting and self._state.keys_left > 0 and self._refused_step != self._state.steps:
-            question = self._waiting[0]
-            if not self._has_more(question):
-                self._open.discard(self._waiting.popleft().number)
-                continue
+    def _ask_on(self, question: Question) -> Work:
+        """Ask for the next stretch of which something is missing, when the index takes it."""
+        while self._has_more(question):
             start = question.tokens
-            self._look_at_next(question)
-            if any(question.missing):
-                self._last_ticket += 1
-                if not self._send(self._last_ticket, question.missing):
-                    question.tokens = start  # some of it may be here by the next time
-                    self._refused_step = self._state.steps
-                    return
+            looked = self._look_at_next(question)
+            if not any(question.missing):
+                yield looked
+                continue
+            self._last_ticket += 1
+            self._work.spend(Kind.QUESTIONS, looked)
+            if self._send(self._last_ticket, question.missing):
                 self._stats.add(self._counter, int(not question.asked))
                 question.asked += sum(map(len, question.missing))
-                self._under_way[self._last_ticket] = self._waiting.popleft()
+                self._under_way[self._last_ticket] = question
+                return
+            question.tokens = start  # some of it may be here by the next time
+            yield 0
+        self._open.discard(question.number)
 
     def drop_waiting(self) -> None:
         """Send nothing of what waits: the index is not asked now."""
-        self._open.difference_update([question.number for question in self._waiting])
-        self._waiting.clear()
+        if self._work.has(Kind.QUESTIONS, self):
+            self._work.cancel(self, Kind.QUESTIONS)
+            under_way = {question.number for question in self._under_way.values()}
+            self._open &= under_way
 
     def clear(self) -> None:
         """Forget all questions and answers."""
-        for each in (self._waiting, self._open, self._under_way, self._answers):
-            each.clear()
+        self._work.cancel(self)
+        self._open.clear()
+        self._under_way.clear()
 
     def _has_more(self, question: Question) -> bool:
         """Whether a part of the prompt was not looked at yet."""
         groups = zip(self._geometry.groups, question.request.keys, strict=True)
         return any(len(keys) * group.block_tokens > question.tokens for group, keys in groups)
 
-    def _look_at_next(self, question: Question) -> None:
-        """Look for what is missing of the next stretch in the tiers that the request may load
-        from."""
+    def _look_at_next(self, question: Question) -> int:
+        """Look for what is missing of the next stretch in the tiers that the request may load from;
+        return how many blocks that has."""
         groups, step = self._geometry.groups, self._geometry.alignment_tokens
         step_keys = sum(step // group.block_tokens for group in groups)
-        start = question.tokens
-        end = question.tokens = start + max(1, self._most_keys() // step_keys) * step
-        question.missing = []
+        start, most = question.tokens, min(self._most_keys(), self._work.left(Kind.QUESTIONS))
+        end = question.tokens = start + max(1, most // step_keys) * step
+        question.missing, looked = [], 0
         for group, keys in zip(groups, question.request.keys, strict=True):
             some = keys[start // group.block_tokens : end // group.block_tokens]
             presences = self._catalog.presences(some, question.request.load_tiers)
             missing = compress(some, presences.translate(_NOT_READY))
             question.missing.append([key for key in missing if key not in question.known])
-            self._state.keys_left -= len(some)
+            looked += len(some)
+        return max(1, looked)

@@ -22,6 +22,7 @@ from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.questions import MOST_HINTS, Asking
+from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.remote.base import RemoteAnswer, RemoteIndex
@@ -36,8 +37,6 @@ MOST_QUEUED = 16384
 """Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
 MOST_SEND_MOVES = 64
 MOST_SEND_JOBS = 4
-MOST_BATCHES = 32
-"""Batches that a step takes from the queue."""
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked, or after half of ``hint_life_s``, asks
 again."""
@@ -240,7 +239,6 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         super().stop()
         self._index = None
         self._look(self._now_s)
-        self._queue.clear()
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -277,6 +275,8 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         whose object here has failed its check, whatever it admits."""
         if self._index is None or self.admission is None:
             return
+        if not self._work.has(Kind.SENDS, self):
+            self._queue.clear()
         keys, states = self._catalog.keys, self._catalog.columns(self.source).states
         ready = [keys[row] for row in rows if states[row] == READY and keys[row] not in self._queue]
         bad = [self.bad.is_to_replace(key) for key in ready]
@@ -285,40 +285,43 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             wanted = list(compress(wanted, self.admission.admits(wanted)))
         wanted = self._by_place([*compress(ready, bad), *wanted])[: max(0, MOST_QUEUED - len(self._queue))]
         self._queue.update((key, self.bad.is_to_replace(key) is True) for key in wanted)
+        if self._queue and not self._work.has(Kind.SENDS, self):
+            self._work.add(Kind.SENDS, self, self._send_queued())
 
-    def has_work(self, now: float) -> bool:
-        """Whether blocks that wait to be sent may be."""
-        return bool(self._queue) and (self._budget is None or self._budget.refresh(now))
-
-    def plan(self, now: float) -> None:
-        """Plan jobs that send what is queued."""
-        if not self._queue:
-            return
-        self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-        largest, parts = max(self._geometry.slot_sizes), self._geometry.shard_count
-        for _ in range(MOST_BATCHES):  # much of what waited may have left its tier
-            if len(self._jobs) >= MOST_SEND_JOBS or not self.has_work(now):
-                return
-            most = MOST_SEND_MOVES if self._budget is None else self._budget.affords(largest * parts)
-            keys, is_over = self._next(min(MOST_SEND_MOVES, most))
+    def _send_queued(self) -> Work:
+        """Plan jobs that send what is queued, as the budget allows it: a rate goes on by itself."""
+        while self._queue:
+            self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
+            may_send = self._budget is None or self._budget.refresh(self._work.now)
+            if len(self._jobs) >= MOST_SEND_JOBS or not may_send:
+                yield 0
+                continue
+            most = min(MOST_SEND_MOVES, self._work.left(Kind.SENDS))
+            if self._budget is not None:
+                most = min(most, self._budget.affords(max(self._geometry.slot_sizes) * self._geometry.shard_count))
+            keys, is_over = self._next(most)
             catalog = self._catalog
             rows = [row for row in catalog.find_all(keys) if row != NONE and catalog.readable(row, self.source)]
-            if not rows:
-                continue
-            catalog.pin(rows, self.source)
-            place = BY_KEY_OVER if is_over else BY_KEY
-            for row in rows if is_over else ():
-                self.bad.begin_replacing(catalog.keys[row])
-            moves = [
-                Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: place})
-                for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
-            ]
-            details = [MoveDetail(row, source=self.source) for row in rows]
-            if self._budget is not None:
-                sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
-                sent = sum(sizes[groups[group_of(move.key)]] for move in moves)
-                self._budget.spend(1, sent * parts)
-            self._jobs.append(self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch).job.id)
+            if rows:  # much of what waited may have left its tier
+                self._plan_job(rows, is_over=is_over)
+            yield len(keys)
+
+    def _plan_job(self, rows: Sequence[int], *, is_over: bool) -> None:
+        catalog = self._catalog
+        catalog.pin(rows, self.source)
+        place = BY_KEY_OVER if is_over else BY_KEY
+        for row in rows if is_over else ():
+            self.bad.begin_replacing(catalog.keys[row])
+        moves = [
+            Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: place})
+            for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
+        ]
+        details = [MoveDetail(row, source=self.source) for row in rows]
+        if self._budget is not None:
+            sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
+            sent = sum(sizes[groups[group_of(move.key)]] for move in moves)
+            self._budget.spend(1, sent * self._geometry.shard_count)
+        self._jobs.append(self._transfers.add(JobKind.DEMOTE, moves, details, epoch=self._state.epoch).job.id)
 
     def _next(self, most: int) -> tuple[list[BlockKey], bool]:
         """Take blocks from the queue, as many as follow each other that are to be written over, or

@@ -17,15 +17,13 @@ from kvdisk.manager.catalog import NONE, READY, Catalog
 DEMOTED, RETAINED, PINNED = range(3)
 """The standings of a block: it leaves before all others, after them, or not at all."""
 MOST_STANDINGS: Final = 1 << 18
-MOST_ENDED: Final = 1024
-"""Standings that end in one step, at most: the others end in the next."""
 _FEW_SECONDS: Final = 64
 """Seconds without a block that may stay in the heap."""
 
 
 class Standings:
-    """The standings of blocks, each until its second is over. Time is what ``take_ended`` was given
-    last.
+    """The standings of blocks, each until its second is over. ``now``: the time of this
+    step, in seconds, monotonic.
 
     ``held``: standing and end of each block that has one. ``clipped``: whether more were to stay,
     or to have a standing, than may, since this was last set to False.
@@ -78,11 +76,10 @@ class Standings:
             if len(self._seconds) > 2 * len(self._ends) + _FEW_SECONDS:
                 self._seconds = sorted(self._ends)  # which is a heap
 
-    def take_ended(self, now: float) -> list[BlockKey]:
-        """Set the time. Return the blocks whose standing has ended by now."""
-        self.now = now
+    def take_ended(self, most: int) -> list[BlockKey]:
+        """Return up to so many blocks whose standing has ended by now."""
         ended: list[BlockKey] = []
-        while self._seconds and self._seconds[0] <= now and len(ended) < MOST_ENDED:
+        while self._seconds and self._seconds[0] <= self.now and len(ended) < most:
             keys = self._ends.get(self._seconds[0])
             if keys:
                 key, _ = keys.popitem()

@@ -8,7 +8,7 @@ them all. What finds no room is offered again after a back-off. Scheduler thread
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -21,21 +21,15 @@ from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies
-from kvdisk.manager.demand import Demand
+from kvdisk.manager.demand import Demand, Stretch
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import BackOff, BlockKeys, RequestState
+from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move, Reason
-
-MOST_REACHED = 4096
-"""Blocks of one request that a step looks at, or as many as a step can compute: of those it has
-come to, and of those that wait for room."""
-MOST_LEFT = 1024
-"""Blocks of ended requests that wait for room: the first so many of each request, and the newest so
-many of all."""
 
 
 class _Offer(NamedTuple):
@@ -56,8 +50,8 @@ class _Offer(NamedTuple):
 @dataclass(slots=True)
 class _Rest:
     """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
-    ``positions``: of those that the store policy offers. ``are_new``: as in ``_use``. ``tenant``:
-    as in ``_Offer``."""
+    ``positions``: of those that the store policy offers. ``used_at``: from where on a load has just
+    used them. ``tenant``: as in ``_Offer``. ``late``: what of them is not counted yet."""
 
     group: int
     keys: BlockKeys
@@ -65,8 +59,9 @@ class _Rest:
     positions: Collection[int]
     start: int
     stop: int
-    are_new: bool
+    used_at: int
     tenant: int
+    late: Stretch | None = None
 
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
@@ -92,6 +87,7 @@ class StorePlanner:
         self._transfers = parts.transfers
         self._stats = parts.stats
         self._state = parts.state
+        self._work = parts.work
         self._tiers = tiers
         self._target = tiers.first
         self._store_policy = store_policy
@@ -108,12 +104,13 @@ class StorePlanner:
         self._free_back_off = BackOff()
         """The pause after offers of free blocks were refused."""
         self._left: list[_Offer] = []
-        """Blocks that wait for room: of requests that have ended, and recurrent states."""
+        """Blocks that wait for room, the newest: of requests that have ended, and recurrent
+        states."""
         self._left_at = -1
         """``released`` when these were last offered."""
-        self._rest: deque[_Rest] = deque()
-        """Blocks that requests came to, and that no step has looked at: of long loads, and of
-        requests that have ended."""
+        self._losses = 0
+        """How often the GPU's blocks were lost."""
+        self._work.open_when(Kind.LEFT, self._may_store_left)
         self._wrong_up_to = 0
         """The last job of before the last reset."""
         self._reached_by: OrderedDict[BlockKey, int] = OrderedDict()
@@ -144,12 +141,14 @@ class StorePlanner:
         if request.loading or request.stale:
             return
         request.update_keys()
+        most = max(self._work.left(Kind.REACHED), self._computed_blocks(computed_tokens - request.held_tokens))
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
         had_due, holds = bool(request.due), request.back_off.holds(self._state.released, now)
         storable_tokens = self._storable_tokens(request, computed_tokens)
-        self._put_off_loaded(request, storable_tokens)
+        self._put_off_loaded(request, storable_tokens, most)
         new: list[tuple[int, int]] = []
-        for group, start, stop in self._next_blocks(request, storable_tokens):
+        for group, start, stop in self._next_blocks(request, storable_tokens, most):
+            self._work.spend(Kind.REACHED, stop - start)
             keys = request.keys[group.group]
             self._demand.reach(request, group.group, stop)
             if group.state_tokens is None:
@@ -167,7 +166,6 @@ class StorePlanner:
         self._use(states)
         if not request.due or holds:
             return
-        most = max(MOST_REACHED, self._context.step_blocks)
         due, rest = request.due[:most], request.due[most:]
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
             due = [(group, at) for group, at in due if at < request.reached[group]]
@@ -178,7 +176,13 @@ class StorePlanner:
         if refused and not self._target.is_searching:
             request.back_off.refuse(self._state.released, now)
 
-    def _put_off_loaded(self, request: RequestState, storable_tokens: int) -> None:
+    def _computed_blocks(self, tokens: int) -> int:
+        """Return how many blocks a request has come to by computing ``tokens``: so many a step
+        looks at of it in any case, or it would fall behind for ever."""
+        blocks = sum(-(-tokens // group.block_tokens) for group in self._geometry.groups)
+        return min(max(blocks, len(self._geometry.groups)), self._context.step_blocks)
+
+    def _put_off_loaded(self, request: RequestState, storable_tokens: int, most: int) -> None:
         """Put off what a long load has brought, and what lies before it: later steps look at it.
         What is computed behind it comes first, because a request may end soon."""
         first_tokens, last_tokens = request.loaded
@@ -187,24 +191,26 @@ class StorePlanner:
             for group in self._geometry.groups
             if group.state_tokens is None
         ]
-        if sum(end - start for _, start, end in ends) <= MOST_REACHED:
+        if sum(end - start for _, start, end in ends) <= most:
             return
         for group, start, end in ends:
             if start < end:
-                self._demand.put_off(request, group.group, end)
-                first = min(max(start, first_tokens // group.block_tokens), end)
-                self._look_later(request, group.group, start, first)
-                self._look_later(request, group.group, first, end, are_new=False)
+                late = self._demand.put_off(request, group.group, end)
+                used_at = min(max(start, first_tokens // group.block_tokens), end)
+                self._look_later(request, group.group, start, end, used_at, late)
                 request.reached[group.group] = end
 
-    def _look_later(self, request: RequestState, group: int, start: int, stop: int, *, are_new: bool = True) -> None:
-        """Put off blocks. ``are_new``: as in ``_use``."""
+    def _look_later(
+        self, request: RequestState, group: int, start: int, stop: int, used_at: int, late: Stretch | None = None
+    ) -> None:
+        """Put off blocks. ``used_at``, ``late``: as in ``_Rest``."""
         if start < stop:
             keys, blocks = request.keys[group], request.held_blocks[group]
             positions: Collection[int] = self._reach(request, group, start, stop)
             if not isinstance(positions, range):
                 positions = frozenset(positions)  # which of them are in it is asked one by one
-            self._rest.append(_Rest(group, keys, blocks, positions, start, stop, are_new, request.tenant))
+            rest = _Rest(group, keys, blocks, positions, start, stop, used_at, request.tenant, late)
+            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest))
 
     def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
         """Return the positions of those blocks of a group that the store policy offers now. Whose
@@ -214,13 +220,15 @@ class StorePlanner:
             self._note_tenant(keys[start:stop], request.tenant)
         return self._store_policy.reached(request.request_id, keys, start, stop)
 
-    def _next_blocks(self, request: RequestState, storable_tokens: int) -> list[tuple[GroupGeometry, int, int]]:
+    def _next_blocks(
+        self, request: RequestState, storable_tokens: int, most: int
+    ) -> list[tuple[GroupGeometry, int, int]]:
         """Return which blocks of a request are full and computed, and were not before, by group:
-        from where to where; of many the first, alike in all groups. They are reached then."""
+        from where to where; of more than ``most`` the first, alike in all groups. They are reached
+        then."""
         groups = self._geometry.groups
         full = [self._full_blocks(request, group, storable_tokens) for group in groups]
         starts = request.reached
-        most = max(MOST_REACHED, self._context.step_blocks)
         request.is_behind = sum(full) - sum(starts) > most
         stops = full
         if request.is_behind:
@@ -295,7 +303,8 @@ class StorePlanner:
         that live."""
         comes = self._target.status.has_room_soon or self._target.is_searching
         if request.due and not request.stale and comes:
-            due = [(group, at) for group, at in request.due if at < request.reached[group]][:MOST_LEFT]
+            due = [(group, at) for group, at in request.due if at < request.reached[group]]
+            due = due[: SHARES[Kind.LEFT].blocks]
             offers = self._offers(request, due, request.held_blocks)
             self._leave([self._left_offer(offer, request.keys[offer.group], offer.position) for offer in offers])
         if request.is_behind and not request.stale:
@@ -303,34 +312,42 @@ class StorePlanner:
             for group in self._geometry.groups:
                 if group.state_tokens is None:
                     stop = self._full_blocks(request, group, storable_tokens)
-                    self._look_later(request, group.group, request.reached[group.group], stop)
+                    self._look_later(request, group.group, request.reached[group.group], stop, stop)
         self.forget(request)
 
-    def _look_at_rest(self, now: float) -> None:
-        """Go on with the blocks that were put off. What no tier has of them is stored while the
-        engine has it cached."""
-        left = MOST_REACHED
-        waiting = {offer.key for offer in self._left} if self._rest else ()
-        offers: dict[BlockKey, _Offer] = {}  # several requests may have come to one block
-        while left > 0 and self._rest:
-            rest = self._rest[0]
-            start, rest.start = rest.start, min(rest.stop, rest.start + left)
-            keys = rest.keys[start : rest.start]
-            self._use(keys, are_new=rest.are_new)
-            for at, presence in enumerate(self._catalog.presences(keys), start):
-                key = keys[at - start]
-                if presence == ABSENT and key not in waiting and at in rest.positions:
-                    (gpu_blocks,) = self._gpu_blocks(rest.group, rest.blocks, (at,))
-                    parent = rest.keys[at - 1] if at else None
-                    offer = _Offer(key, parent, gpu_blocks, rest.group, tenant=rest.tenant)
-                    offer = self._left_offer(offer, rest.keys, at)
-                    if self._is_cached(offer):
-                        offers[key] = offer
-            if rest.start == rest.stop:
-                self._rest.popleft()
-            left -= rest.start - start
+    def _look_at_all(self, rest: _Rest) -> Work:
+        """Go on with blocks that were put off. Those of a GPU that was lost since are only
+        counted."""
+        losses = self._losses
+        while rest.start < rest.stop:
+            start, stop = rest.start, min(rest.stop, rest.start + self._work.left(Kind.PUT_OFF))
+            if rest.late is not None:
+                self._demand.go_on(rest.late, stop)
+            if losses == self._losses:
+                self._look_at(rest, stop)
+            rest.start = stop
+            yield stop - start
+
+    def _look_at(self, rest: _Rest, stop: int) -> None:
+        """Use blocks that are counted by now; what no tier has of them is stored while the engine
+        has it cached."""
+        start = rest.start
+        keys, used_at = rest.keys[start:stop], min(max(0, rest.used_at - start), stop - start)
+        self._use(keys[:used_at])
+        self._use(keys[used_at:], are_new=False)
+        waiting = {offer.key for offer in self._left}
+        offers: list[_Offer] = []
+        for at, presence in enumerate(self._catalog.presences(keys), start):
+            key = keys[at - start]
+            if presence == ABSENT and key not in waiting and at in rest.positions:
+                (gpu_blocks,) = self._gpu_blocks(rest.group, rest.blocks, (at,))
+                parent = rest.keys[at - 1] if at else None
+                offer = _Offer(key, parent, gpu_blocks, rest.group, tenant=rest.tenant)
+                offer = self._left_offer(offer, rest.keys, at)
+                if self._is_cached(offer):
+                    offers.append(offer)
         if offers:
-            self._leave(self._store(list(offers.values()), None, now)[1])
+            self._leave(self._store(offers, None, self._work.now)[1])
             self._left_at = self._state.released
 
     def _left_offer(self, offer: _Offer, keys: BlockKeys, at: int) -> _Offer:
@@ -344,22 +361,32 @@ class StorePlanner:
         return bool(blocks) and [block_of(block).key for block in blocks] == list(offer.gpu_keys)
 
     def _leave(self, offers: Sequence[_Offer]) -> None:
-        """Have blocks offered again while the engine has them cached, whoever needs them."""
-        self._left = [*self._left, *offers[:MOST_LEFT]][-MOST_LEFT:]
+        """Have blocks offered again while the engine has them cached, whoever needs them: of more
+        than a step looks at the newest."""
+        most = SHARES[Kind.LEFT].blocks
+        self._left = [*self._left, *offers[:most]][-most:]
+        if self._left and not self._work.has(Kind.LEFT, self):
+            self._work.add(Kind.LEFT, self, self._offer_left())
 
-    def has_deferred(self, now: float) -> bool:
-        """Whether blocks wait to be looked at, or, of requests that have ended, for room that may
-        have come free."""
-        return (bool(self._rest) or self._may_store_left) and self._target.update_writable(now)
+    def _offer_left(self) -> Work:
+        """Offer what was left, once in a step."""
+        while self._left:
+            self._left_at, looked = self._state.released, len(self._left)
+            # One request may have left what another has left, too.
+            cached = {offer.key: offer for offer in self._left if self._is_cached(offer)}
+            self._left = self._store(list(cached.values()), None, self._work.now)[1]
+            yield looked
+            yield 0
 
-    @property
-    def _may_store_left(self) -> bool:
-        return bool(self._left) and (self._left_at < self._state.released or self._target.is_searching)
+    def _may_store_left(self, now: float) -> bool:
+        """Whether room may have come free for what was left."""
+        return (self._left_at < self._state.released or self._target.is_searching) and self._target.update_writable(now)
 
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
+        self._work.cancel(self)
         self._left = []
-        self._rest.clear()
+        self._losses += 1
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
 
@@ -447,19 +474,12 @@ class StorePlanner:
     # -- free blocks ---------------------------------------------------------------------------
 
     def plan_free(self, now: float) -> None:
-        """Store what requests have left that have ended, and free blocks that the store policy
-        offers.
+        """Store free blocks that the store policy offers.
 
         The policy is asked when the engine may have taken as many blocks as a step can since the
         last time. Where few are free it is asked in each step: what is freed then is near the
         front at once. An ordinary step with many free blocks does not look at the free queue.
         """
-        if self._may_store_left and self._target.update_writable(now):
-            self._left_at = self._state.released
-            # One request may have left what another has left, too.
-            cached = {offer.key: offer for offer in self._left if self._is_cached(offer)}
-            self._left = self._store(list(cached.values()), None, now)[1]
-        self._look_at_rest(now)
         step_blocks = self._context.step_blocks
         is_time = self._state.taken_blocks >= step_blocks or self._context.free_count < AHEAD_STEPS * step_blocks
         if not is_time or self._free_back_off.holds(self._state.released, now):

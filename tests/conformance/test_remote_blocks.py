@@ -23,7 +23,7 @@ from support.s3_server import S3Server
 from kvdisk import mover_process
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.geometry import HEADER_BYTES
-from kvdisk.manager.fetches import MOST_BATCHES, MOST_FETCH_MOVES
+from kvdisk.manager.step_work import SHARES, SPARE_BLOCKS, Kind
 from kvdisk.mover_process import MoverProcess
 from kvdisk.store import BlockStore, Presence, Put, Result, Rows, StartMover
 from kvdisk.testing.store_conformance import (
@@ -286,7 +286,7 @@ def test_what_is_fetched_is_admitted_by_what_all_requests_so_far_have_reached(ho
     while store.step(time.monotonic()):
         left.append(len(blocks.fetches._queue))
         store.poll(0.01)
-    assert max(before - after for before, after in pairwise(left)) <= MOST_BATCHES * MOST_FETCH_MOVES
+    assert max(before - after for before, after in pairwise(left)) <= SHARES[Kind.FETCHES].blocks + SPARE_BLOCKS
     catalog = manager._catalog
     assert sorted(catalog.rows_in(Tier.NVME)) == sorted(catalog.find_all(known))
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import pytest
 from schedulers import BLOCK_TOKENS, BLOCKS, TOKENS, prompt_of
+from support.low_bounds import lower_shares
 
-from kvdisk.manager import load_jobs
 from kvdisk.manager.manager import TierManager
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import JobKind
 
 MOST = 2
@@ -18,7 +19,7 @@ TWO_GROUPS = {"window_tokens": 2 * BLOCK_TOKENS}
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step plans few blocks of loads, and no failure of kvdisk's is taken for another's."""
-    monkeypatch.setattr(load_jobs, "MOST_PLANNED", MOST)
+    lower_shares(monkeypatch, MOST, Kind.LOADS)
 
     def lose_gpu(_: TierManager) -> None:
         raise AssertionError("a block that a job had failed to fill before was taken for another connector's")

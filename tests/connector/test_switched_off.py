@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from schedulers import BLOCK_TOKENS, OTHER, PROMPT, SLOT_BYTES, Bench, Engines, prompt_of
+from support.low_bounds import lower_shares
 from vllm.distributed.kv_events import AllBlocksCleared
 
 from kvdisk.connector.connector import KVDiskConnector
@@ -25,8 +26,8 @@ from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.device.header import MAGIC
 from kvdisk.device.listing import list_homes
-from kvdisk.manager import load_jobs
 from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import OnCompute
 from kvdisk.messages import JobKind, Report
 
@@ -184,7 +185,7 @@ def assert_off(bench: Bench, caplog: pytest.LogCaptureFixture, error: type[Excep
 )
 def test_an_error_in_a_hook(engines, plant, groups, monkeypatch, caplog):
     if groups:
-        monkeypatch.setattr(load_jobs, "MOST_PLANNED", 2)  # so that a load has several jobs
+        lower_shares(monkeypatch, 2, Kind.LOADS)  # so that a load has several jobs
     bench = make(engines, **groups)
     warm(bench)
     raised = plant.put(bench, monkeypatch)

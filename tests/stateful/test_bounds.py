@@ -14,11 +14,12 @@ from support import manager_sizes as on
 from support.low_bounds import lower_bounds
 from support.manager_parts import Sizes
 
-from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.load_jobs import LoadJobs
+from kvdisk.manager.manager import TierManager
 from kvdisk.manager.questions import Questions
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.stores import StorePlanner
 
 SIZES = on.LONG_SIZES
@@ -41,7 +42,11 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, watched)
 
     watch(TailFirst, "victims", lambda order, *_: {"a search ended early": order.ended_early})
-    watch(Demand, "step", lambda demand, *_: {"a prompt was counted in parts": demand._uncounted})
+    watch(
+        TierManager,
+        "take_plan",
+        lambda manager, *_: {"a prompt was counted in parts": manager._work.has(Kind.DEMAND)},
+    )
     watch(
         StorePlanner, "_next_blocks", lambda _, args, __: {"more was reached than a step looks at": args[0].is_behind}
     )

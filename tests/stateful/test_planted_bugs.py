@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 from machines import search
 from support import manager_sizes as on
-from support.low_bounds import lower_bounds
+from support.low_bounds import lower_bounds, lower_shares
 from support.manager_parts import Sizes
 from support.planting import Plant, Planter
 
 from kvdisk.blocks import Tier
-from kvdisk.manager import load_jobs, prefetch
+from kvdisk.manager import prefetch
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import READY, Catalog
 from kvdisk.manager.copies import Copies
@@ -35,6 +35,7 @@ from kvdisk.manager.remote import BadObjects, RemoteCopies
 from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import OnPreemption, Spillover
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.write_budget import WriteBudget
@@ -207,16 +208,16 @@ def forget_losses(real: Real, catalog: Catalog, *args: Any) -> None:
 
 
 def load_later_parts_from_anywhere(planter: Planter) -> None:
-    planter.set(load_jobs, "MOST_PLANNED", 1)
+    lower_shares(planter.patch, 1, Kind.LOADS)
     planter.replace_in(
-        LoadJobs, "go_on", Copies, "take_from_others", lambda real, copies, read, _tiers=None: real(copies, read)
+        LoadJobs, "_plan_job", Copies, "take_from_others", lambda real, copies, read, _tiers=None: real(copies, read)
     )
 
 
 def admit_all_while_reading_ahead(planter: Planter) -> None:
     every = {AdmissionPolicy, *AdmissionPolicy.__subclasses__()}
     for policy in [each for each in every if "admits" in vars(each)]:
-        planter.replace_in(Promotions, "plan", policy, "admits", lambda _real, _self, keys: [True] * len(keys))
+        planter.replace_in(Promotions, "_plan", policy, "admits", lambda _real, _self, keys: [True] * len(keys))
 
 
 # -- stores ----------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def forget_whose_states_are(planter: Planter) -> None:
 
 
 def load_parts_that_are_too_old(planter: Planter) -> None:
-    planter.set(load_jobs, "MOST_PLANNED", 1)
+    lower_shares(planter.patch, 1, Kind.LOADS)
     planter.skip(LoadJobs, "_let_go_unreadable")
 
 

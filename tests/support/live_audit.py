@@ -75,7 +75,7 @@ def audit_manager(manager: Any) -> None:
     assert not manager._requests and not manager._urgent and not manager._void
     assert len(manager._transfers) == 0, "jobs are on their way"
     assert not manager._loads.gpu_loads.any
-    assert not manager._loads._under_way and not manager._loads._unplanned and not manager._loads._by_job
+    assert not manager._loads._under_way and not manager.unplanned_loads and not manager._loads._by_job
     assert not len(manager._stores.sources), "blocks are watched that nobody copies from"
     for space in manager._tiers:
         check_pool(space.pool)

@@ -18,11 +18,13 @@ from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.catalog import NONE, CopyState, TierChoice
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
+from kvdisk.manager.load_jobs import Load
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.prefix_match import Lookups, first_needed
 from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
 from support.fake_engine import FakeEngine, Watch
 from support.fake_requests import FakeRequest, Status, key_of
@@ -116,8 +118,8 @@ class ManagerWatch(Watch):
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
         self._store = self.parts.manager._stores._store
         self.parts.manager._stores._store = self._watched_store  # type: ignore[method-assign]
-        self._look_at_rest = self.parts.manager._stores._look_at_rest
-        self.parts.manager._stores._look_at_rest = self._watched_rest  # type: ignore[method-assign]
+        self._look_at = self.parts.manager._stores._look_at
+        self.parts.manager._stores._look_at = self._watched_look  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):
             self.parts.cpu.wanted = self._is_wanted_on_nvme
         self._first_held = {space.tier: self._held_of_tenants(space.tier) for space in self.parts.manager._tiers}
@@ -207,10 +209,10 @@ class ManagerWatch(Watch):
             for position in range(request.prompt_tokens // group.block_tokens if tokens >= group.block_tokens else 0):
                 self._wants.setdefault(key_of(request, group, position), set()).add(request.id)
 
-    def _watched_rest(self, now: float) -> None:
+    def _watched_look(self, rest: Any, stop: int) -> None:
         """What was put off is offered once for each request, whatever another's offer became."""
         self._at_rest = True
-        self._look_at_rest(now)
+        self._look_at(rest, stop)
         self._at_rest = False
 
     def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
@@ -545,9 +547,12 @@ class ManagerWatch(Watch):
             assert self.must_stay <= away | nvme.segments.opening
             assert away <= parts.catalog.columns(Tier.NVME).hidden and not any(map(nvme.pool.has_segment, away))
         if nvme is not None and not (len(parts.transfers) or nvme.status.uncommitted or nvme.update_writable(now)):
-            pending = parts.manager.has_pending_work(now) and not parts.manager._remote.has_work(now)
-            searches = parts.cpu is not None and parts.manager._stores.has_deferred(now)
-            goes_on = parts.manager._promotions.is_asked or parts.manager._loads.unplanned
+            work = parts.manager._work
+            pending = parts.manager.has_pending_work(now) and not work.has(Kind.SENDS)
+            searches = parts.cpu is not None and work.has(Kind.LEFT)
+            # What only looks ends by itself, whatever may be written.
+            searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.KV_HINTS, Kind.AGES)))
+            goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.demotions is not None:
@@ -779,7 +784,8 @@ def check_pins(parts: ManagerParts) -> None:
             for tier, slot in move.slots.items():
                 if detail.row >= 0 and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
-    for load in parts.manager._loads._unplanned.values():
+    for load in parts.manager._work.owners(Kind.LOADS):
+        assert isinstance(load, Load)
         rest = load.order[load.planned :]
         for tier in KEPT_TIERS:
             rows = load.rows[rest][load.blocks.tiers[rest] == tier]

@@ -169,7 +169,7 @@ class ReadWatch:
         assert not self._reads
         manager = self.parts.manager
         assert not manager._loads.gpu_loads.any, "a load that has ended is still waited for"
-        assert not manager._loads._under_way and not manager._loads._unplanned and not manager._loads._by_job
+        assert not manager._loads._under_way and not manager.unplanned_loads and not manager._loads._by_job
         assert not promotions._waiting and not any(promotions._taken.values()), (
             "one that has ended is still read ahead for"
         )

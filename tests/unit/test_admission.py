@@ -13,6 +13,7 @@ from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused,
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import NEW_STATE, ReuseHistory
+from kvdisk.manager.step_work import StepWork
 
 PROMPT = "aabbccx"
 KEYS = keys_of(PROMPT)
@@ -30,7 +31,7 @@ def request(name):
 def test_distinct_requests_count_once_each(needed):
     history = ReuseHistory()
     policy = AdmitReused(history, needed)
-    demand, requests = Demand(history, [policy]), [request(str(number)) for number in range(needed)]
+    demand, requests = Demand(history, [policy], StepWork()), [request(str(number)) for number in range(needed)]
     for seen in range(needed):
         assert policy.admits(KEYS) == [False] * 3
         for stop in (1, 3, 2, 3):
@@ -47,7 +48,7 @@ def test_a_policy_is_told_once_who_wants_what_and_of_a_prompt_at_once():
         def want(self, keys, request_id):
             told.append((list(keys), request_id))
 
-    demand, one = Demand(ReuseHistory(), [Telling(), Telling()]), request("one")
+    demand, one = Demand(ReuseHistory(), [Telling(), Telling()], StepWork()), request("one")
     for stop in (0, 2, 1, 3):
         demand.reach(one, 0, stop)
     assert told == [(KEYS, "one")] * 2
@@ -58,7 +59,7 @@ def test_of_a_prompts_states_a_request_wants_the_last_that_was_left():
     first."""
     group = GroupGeometry(0, 2, 4096, 2, state_tokens=2)
     history = ReuseHistory({0})
-    demand = Demand(history, ())
+    demand = Demand(history, (), StepWork())
 
     def come(prompt):
         hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]

@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 from support.fake_neighbours import FakeHome
+from support.low_bounds import lower_shares
 from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.index.base import SegmentRecord
 from kvdisk.manager import ages
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import JobKind
 from kvdisk.stats import Miss
 
@@ -102,7 +104,7 @@ def test_a_restart_keeps_the_ages_and_promotions_and_demotions_do_too():
 
 
 def test_the_drive_forgets_them_in_pieces_and_an_idle_engine_goes_on_until_it_has(monkeypatch):
-    monkeypatch.setattr(ages, "MOST_ENDED", 3)
+    lower_shares(monkeypatch, 3, Kind.AGES)
     bench = bench_of(cpu=0)
     bench.serve(PROMPT)
     bench.serve("eeffgghhx")

@@ -156,6 +156,29 @@ def test_a_prefetch_takes_half_of_memory_at_most_and_holds_up_nobody():
     assert bench.held("mmnnx", Tier.CPU) == [True, True]
 
 
+def test_a_prefetch_goes_on_when_nobody_waits_for_room_any_more():
+    bench = make(8, 32, nvme_admission="all")
+    long = "aabbccddeeffgghhx"
+    for prompt in (long, "mmnnx"):
+        bench.serve(prompt)
+    bench.restart()
+    bench.idle()
+    bench.engine.most_running = 1
+    bench.add("z", finishing=False)
+    bench.step()
+    waits = bench.add(long)
+    for _ in range(10):
+        bench.step()
+    assert bench.manager._promotions._lacks_room
+    hinted = bench.add("mmnnx")
+    bench.manager.hint(hinted.id, (KVHint("prefetch"),), bench.engine.now)
+    for request in (waits, hinted):
+        bench.engine.abort(request)
+    next(iter(bench.engine.requests.values())).finishing = True
+    bench.finish()  # or it would keep an idle engine stepping
+    assert not bench.manager._promotions._asked
+
+
 def test_no_more_prefetches_wait_than_the_queue_has_place_for(caplog):
     bench = make(8, 32)
     request = bench.add(KEPT)
@@ -163,7 +186,7 @@ def test_no_more_prefetches_wait_than_the_queue_has_place_for(caplog):
     assert len(bench.manager._promotions._asked) == MOST_ASKED
     assert ["prefetches" in record.getMessage() for record in caplog.records] == [True]
     bench.finish()
-    assert not bench.manager._promotions.is_asked
+    assert not bench.manager._promotions._asked
 
 
 def test_a_reset_forgets_what_was_said():

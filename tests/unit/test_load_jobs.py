@@ -5,10 +5,11 @@ makes of it."""
 from __future__ import annotations
 
 import pytest
+from support.low_bounds import lower_shares
 from tier_bench import TierBench
 
 from kvdisk.blocks import JobId, Tier, make_block_key
-from kvdisk.manager import load_jobs
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import Job, JobKind, Move
 from kvdisk.worker.request_loads import RequestLoads
 
@@ -19,7 +20,7 @@ BLOCKS = 8
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> TierBench:
     """What a step plans is three blocks; the prompt's blocks are in memory alone."""
-    monkeypatch.setattr(load_jobs, "MOST_PLANNED", 3)
+    lower_shares(monkeypatch, 3, Kind.LOADS)
     made = TierBench([20])
     made.add(PROMPT)
     made.finish()
@@ -50,7 +51,7 @@ def test_a_step_plans_a_part_and_all_copies_are_pinned_from_the_start(bench):
 
 def test_a_load_that_is_longer_than_memory_leaves_its_head_there(monkeypatch):
     """Its later jobs evict nothing of what its earlier ones have left."""
-    monkeypatch.setattr(load_jobs, "MOST_PLANNED", 2)
+    lower_shares(monkeypatch, 2, Kind.LOADS)
     bench = TierBench([4], [20], nvme_admission="all", prefetch=False)
     bench.idle()
     for end in (4, 8, 12, 17):  # half of memory may wait for the drive

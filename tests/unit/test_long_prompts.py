@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.low_bounds import lower_shares
 from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import demand, prefix_match, stores
+from kvdisk.manager import prefix_match
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import NoStores
 from kvdisk.manager.stores import StorePlanner
 
@@ -84,7 +86,7 @@ def test_behind_a_long_prompt_the_next_one_is_stored_whole(tiers, geometry, look
 def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monkeypatch):
     """A step costs as much as a step's bound, however much waits; and what waits is stored at last,
     the head first."""
-    monkeypatch.setattr(stores, "MOST_REACHED", 14)
+    lower_shares(monkeypatch, 14, Kind.REACHED, Kind.PUT_OFF)
     bench = TierBench((40 + 20 * len(geometry.groups),), geometry=geometry, gpu_blocks=2000, min_load_tokens=0)
     bench.manager._stores._context.step_blocks = 14  # what the fake engine computes in a step of 4 tokens, at most
     offered, store = [], bench.manager._stores._store
@@ -149,7 +151,7 @@ def test_the_rest_of_a_long_prompt_is_used_in_steps_after_its_end(monkeypatch):
     """Its end makes no key of it, and each step looks at a part."""
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     bench.serve(prompt_of(0))
-    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    lower_shares(monkeypatch, 4, Kind.REACHED, Kind.PUT_OFF)
     bench.manager._stores._context.step_blocks = 4
     used, use = [], StorePlanner._use
 
@@ -169,7 +171,8 @@ def test_the_rest_of_a_long_prompt_is_used_in_steps_after_its_end(monkeypatch):
     assert not made
     before = sum(used)
     for _ in range(LENGTH):
-        bench.manager._stores.plan_free(bench.now)
+        bench.manager._work.run(bench.now)
+        bench.manager._work.end_step()
     assert before <= LENGTH // 4 and sum(used) >= LENGTH // 2
     assert max(used) <= 4
 
@@ -179,7 +182,7 @@ def test_what_is_computed_behind_a_long_hit_is_stored_though_its_request_ends_at
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     text = prompt_of(0)
     bench.serve(text[: LENGTH // 2])
-    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    lower_shares(monkeypatch, 4, Kind.REACHED, Kind.PUT_OFF)
     bench.manager._stores._context.step_blocks = 4
     bench.engine.pool.forget_all()
     bench.add(text)
@@ -197,13 +200,13 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     text = prompt_of(0)
     bench.serve(text)
-    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    lower_shares(monkeypatch, 4, Kind.REACHED, Kind.PUT_OFF)
     bench.manager._stores._context.step_blocks = 4
     bench.engine.pool.forget_all()
     bench.add(text, finishing=False)
     (request,) = bench.manager._requests.values()
     request.limits = RequestLimits(store_limit_tokens=limit)
-    while not bench.manager._stores._rest:
+    while not bench.manager._work.has(Kind.PUT_OFF):
         bench.step(8)
     bench.parts.cpu.discard(*bench.rows(text)[:3:-1])  # memory loses what no step has looked at
     for _ in range(LENGTH):
@@ -261,13 +264,13 @@ def test_what_a_policy_of_the_users_own_lists_is_gone_through_once(monkeypatch):
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     text = prompt_of(0)
     bench.serve(text)
-    monkeypatch.setattr(stores, "MOST_REACHED", 4)
+    lower_shares(monkeypatch, 4, Kind.REACHED, Kind.PUT_OFF)
     monkeypatch.setattr(Counted, "looked", 0)
     bench.manager._stores._context.step_blocks = 4
     bench.manager._stores._store_policy = Listing()
     bench.engine.pool.forget_all()
     bench.add(text, finishing=False)
-    while not bench.manager._stores._rest:
+    while not bench.manager._work.has(Kind.PUT_OFF):
         bench.step(8)
     bench.manager.clear_memory()
     for _ in range(LENGTH):
@@ -319,8 +322,7 @@ def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
     text = prompt_of(0)
     bench.serve(text)
-    for module, name in ((stores, "MOST_REACHED"), (demand, "MOST_COUNTED"), (demand, "MOST_LATE")):
-        monkeypatch.setattr(module, name, 4)
+    lower_shares(monkeypatch, 4, Kind.REACHED, Kind.PUT_OFF, Kind.DEMAND)
     bench.manager._stores._context.step_blocks = 4
     bench.engine.pool.forget_all()
     history, counted = bench.manager._history, []

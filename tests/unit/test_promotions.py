@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from support.low_bounds import lower_shares
 from support.manager_parts import Sizes, two_tiers
 from support.small_engine import SmallEngine
 from tier_bench import GEOMETRY, keys_of
@@ -12,6 +13,7 @@ from kvdisk.blocks import BlockKey, Tier
 from kvdisk.manager import copies, prefetch
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.requests import RequestLimits
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import Job, JobKind
 
 PROMPTS = ("aabbccddx", "eeffgghhx", "iijjkkllx", "mmnnx", "ooppx", "qqrrx")
@@ -61,7 +63,7 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     for key in keys_of(PROMPTS[3]):
         queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
     queue.parts.manager.preempt([running.id], queue.engine.now)
-    queue.parts.manager._promotions.plan()
+    queue.parts.manager._work.run(queue.engine.now, Kind.PREFETCH)
     jobs = [job for job in queue.parts.transfers.take_queued(0.0) if job.kind is JobKind.PROMOTE]
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 
@@ -121,7 +123,7 @@ def test_no_more_is_read_ahead_than_the_request_may_load(monkeypatch):
 def test_of_a_long_prompt_that_waits_a_step_looks_at_a_part(on_gpu, monkeypatch):
     """What is to be read is made out at once, by arrays; whether the GPU has it is asked block by
     block, and no read is made of what no job takes."""
-    monkeypatch.setattr(prefetch, "MOST_FOUND_KEYS", 6)
+    lower_shares(monkeypatch, 6, Kind.PREFETCH)
     monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 4)
     monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 1)
     blocks, asked, made = 25, [], []

@@ -74,22 +74,26 @@ def test_without_a_rate_all_is_sent_at_once():
     assert "remote_paused" not in TierBench((32,)).manager.gauges.read()
 
 
-def test_a_rate_bounds_what_is_sent_and_keeps_no_engine_awake():
+def test_a_rate_bounds_what_is_sent_and_an_idle_engine_goes_on_with_it():
     engine = Sharing(remote_write_bytes_per_s=BLOCK_BYTES)
-    engine.serve(PROMPT)
+    engine.add(PROMPT)
+    while engine.engine.requests:
+        engine.step()
     assert engine.sent == 0, "it starts empty"
+    began_s, sent = engine.now, []
+    while engine.manager.has_pending_work(engine.now):
+        engine.step(seconds=0.25)
+        sent.append(engine.sent)
+        assert engine.now < began_s + 10.0
+    assert sent[-1] == 3 and sent[4] <= 1 and sent[8] <= 2, "a block a second"
     engine.advance(60.0)
-    assert engine.manager.has_pending_work(engine.now)
-    engine.idle()
-    assert engine.sent == 2, "a minute that nothing was sent in is not made up for"
-    engine.advance(5.0)
-    engine.idle()
-    assert engine.sent == 3
-    engine.serve("".join(f"{letter}{letter}" for letter in "defghijklmno") + "x")
+    engine.add("".join(f"{letter}{letter}" for letter in "defghijklmno") + "x")
+    while engine.engine.requests:
+        engine.step()
     began_s, before = engine.now, engine.sent
     while engine.now < began_s + 10.0:
-        engine.idle(seconds=0.1)
-    assert 8 <= engine.sent - before <= 12
+        engine.step(seconds=0.1)
+    assert 8 <= engine.sent - before <= 12, "a minute that nothing was sent in is not made up for"
 
 
 def test_a_rate_that_never_sends_a_block_is_refused():

@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import pytest
 from support.fake_pool import FakePool
+from support.low_bounds import lower_shares
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier, make_block_key
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import stores
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.requests import BackOff
+from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import NoStores, Spillover, make_store_policy
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
@@ -183,7 +184,7 @@ def test_without_memory_a_fresh_store_takes_what_the_first_request_has_left():
 
 
 def test_of_what_requests_have_left_the_newest_is_kept_and_the_head_of_a_long_one(monkeypatch):
-    monkeypatch.setattr(stores, "MOST_LEFT", 2)
+    lower_shares(monkeypatch, 2, Kind.LEFT)
     bench = TierBench((), (4,))
     for prompt in ("aabbccx", "ddeeffx"):
         bench.add(prompt)

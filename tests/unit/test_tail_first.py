@@ -97,7 +97,8 @@ class Copies:
 
     def end_standings(self) -> None:
         """Let more than a second pass."""
-        ended = self.standings.take_ended(self.standings.now + 2.0)
+        self.standings.now += 2.0
+        ended = self.standings.take_ended(1024)
         self.order.standings.reorder([row for row in self.catalog.find_all(ended) if row >= 0])
 
     def check_standings(self) -> None:

@@ -15,6 +15,7 @@ from kvdisk.blocks import BlockKey, Tier
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
 from kvdisk.manager.parents import bytes_of
+from kvdisk.manager.step_work import Kind
 from kvdisk.messages import JobKind
 
 MANY = 2000
@@ -66,7 +67,7 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
         bench.engine.add(f"request {number}", f"{number:05}", 0)
     promotions = bench.manager._promotions
     assert isinstance(promotions._waiting, OrderedDict), "of a plain dict the first is found by passing over all"
-    assert calls_of(promotions.plan) < MANY
+    assert calls_of(lambda: bench.manager._work.run(bench.engine.now, Kind.PREFETCH)) < MANY
     assert len(promotions._waiting) < MANY, "those of whom nothing is to be read ahead have left the line"
     victim = bench.manager._requests[f"request {MANY - 1}"]
     assert calls_of(lambda: promotions.enqueue(victim, first=True)) < MANY // 10, "to the head of the line at no cost"
