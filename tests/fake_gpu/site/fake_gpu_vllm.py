@@ -21,6 +21,7 @@ STAND_INS = {
     "vllm.vllm_flash_attn": "Not there, and says so: attention is vLLM's own in Triton.",
     "kernel_unified_attention": "vLLM's own kernel, given tiles of 128 tokens where no window slides, and up to 128"
     " rows of queries, in one pass: the interpreter's time goes by how many programs there are.",
+    "get_lora_op_configs": "Blocks of 128 in each direction for vLLM's own kernels of adapters, for the same reason.",
     "Triton's autotuner": "Takes the first of a kernel's ways: none is faster than another.",
     "Triton's grid-dependency calls": "Nothing: the operations of a stream run one after the other.",
 }
@@ -51,6 +52,7 @@ def plugin() -> str:
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *_, **__: None
     act_after("vllm.v1.attention.ops.triton_unified_attention", widen_attention)
     act_after("vllm.v1.attention.backends.triton_attn", one_pass)
+    act_after("vllm.lora.ops.triton_ops.utils", widen_adapters)
     return "fake_gpu_platform.FakeGpuPlatform"
 
 
@@ -102,3 +104,14 @@ def widen_attention(attention: types.ModuleType) -> None:
 def one_pass(backend: types.ModuleType) -> None:
     """Have attention to a long context in one pass, not in sixteen pieces beside each other."""
     backend.MIN_LAUNCH_GRID_SIZE_2D = 0
+
+
+def widen_adapters(kernels: types.ModuleType) -> None:
+    """Have a program of the kernels of adapters do what some hundred do on a GPU."""
+    choose = kernels.get_lora_op_configs
+
+    def chosen(*which: Any, **more: Any) -> dict[str, Any]:
+        wide = {"block_m": WIDE, "block_n": WIDE, "block_k": WIDE, "split_k": 1}
+        return {name: wide.get(name, value) for name, value in choose(*which, **more).items()}
+
+    kernels.get_lora_op_configs = chosen
