@@ -51,6 +51,7 @@ KINDS = {
     "llama": Kind({}),
     "gemma3": Kind(HYBRID, few_blocks=36),
     "granite4": Kind(HYBRID, 64, 24, cpu_tier=True),
+    "deepseek": Kind({"attention_config": {"backend": "TRITON_MLA", "mla_prefill_backend": "CPU"}}),
     "lfm2": Kind(HYBRID, few_blocks=40, cpu_tier=True),
     "n-gram": Kind({"speculative_config": NGRAM}, model="llama"),
     "eagle": Kind({"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}, left_out=1, model="llama"),
