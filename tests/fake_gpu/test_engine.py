@@ -59,7 +59,7 @@ KINDS = {
     "mtp": Kind(
         HYBRID | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         64,
-        30,
+        26,
         cpu_tier=True,
         model="nemotron-mtp",
         left_out=1,
