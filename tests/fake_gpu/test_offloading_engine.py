@@ -222,10 +222,11 @@ def run_many(engine: GpuEngine, seed: int, expected: list[list[list[int]]], step
 @pytest.mark.parametrize("order", ["mixed", "late", "contrary"])
 def test_requests_that_come_and_go(tiny_llama, tmp_path, order):
     expected = answers_to_many(tiny_llama)
-    with start(tiny_llama, tmp_path, memory=SMALL, num_gpu_blocks_override=40, order=order) as engine:
-        run_many(engine, SEED, expected)
-        seen = rest(engine)
-        assert seen["loaded"] and seen["stored"], seen
+    for seed, moved in ((SEED, "stored"), (SEED + 1, "loaded")):
+        with start(tiny_llama, tmp_path, memory=SMALL, num_gpu_blocks_override=40, order=order) as engine:
+            run_many(engine, seed, expected)
+            seen = rest(engine)
+            assert seen[moved], seen
     assert verify_store(tmp_path / "store", CAP)
 
 
