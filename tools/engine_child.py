@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -437,8 +438,9 @@ def child_main() -> None:
                 return
         child.close()
     except Exception as error:
+        traceback.print_exc()  # before the parent, which is told now, kills this process
         send({"failure": f"{type(error).__name__}: {error}"})
-        raise
+        sys.exit(1)
 
 
 def _start_llm(arguments: dict[str, Any]) -> Any:

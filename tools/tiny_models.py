@@ -241,6 +241,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "interleave_moe_layer_step": 0,
         },
     ),
+    # MLA, of a size that vLLM has kernels for. No layer has experts.
+    "tiny-deepseek": (
+        "DeepseekV2Config",
+        TINY
+        | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 2,
+            "q_lora_rank": None,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+        },
+    ),
     # Its attention sinks are weights.
     "tiny-gpt-oss": (
         "GptOssConfig",

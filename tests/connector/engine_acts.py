@@ -237,6 +237,13 @@ def _profile(worker: Any) -> None:
 # -- adapters --------------------------------------------------------------------------------------
 
 
+def await_adapters(_: Any) -> None:
+    """From now on let requests wait for their adapters' files, however busy the machine."""
+    from kvdisk.connector import lora
+
+    lora.LOOK_WAIT_S = lora.CHECK_WAIT_S = STUCK_S
+
+
 def generate_with(llm: Any, prompts: list[list[int]], name: str, number: int, path: str) -> list[Any]:
     """Decode 8 tokens greedily with a LoRA adapter, one prompt after the other; return of each its
     tokens, and how many of the prompt were cached."""

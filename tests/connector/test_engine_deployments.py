@@ -116,12 +116,14 @@ def test_adapters(tiny_llama, tmp_path):
     assert len({str(tokens) for tokens in (*right.values(), *base)}) == 4, "else the test shows nothing"
 
     with EngineChild(tiny_llama, log, extra_config=_settings(store), **enabled) as engine:
+        engine.call("engine_acts:await_adapters")
         assert _tokens(engine, LONG[:1]) == base
         for name, cached in (("first", 0), ("second", 0), ("first", whole), ("second", whole), ("copy", 0)):
             assert ask(engine, name) == (right[name], cached)
         engine.drain()
     shutil.copytree(tmp_path / "retrained", tmp_path / "first", dirs_exist_ok=True)
     with EngineChild(tiny_llama, log, extra_config=_settings(store), **enabled) as engine:
+        engine.call("engine_acts:await_adapters")
         assert ask(engine, "first") == (right["retrained"], 0), "under its name and path"
         assert ask(engine, "copy") == (right["copy"], whole), "what it was before, from NVMe"
         assert ask(engine, "first") == (right["retrained"], whole)

@@ -34,6 +34,9 @@ ENGINE: dict[str, Any] = {
     "kernel_config": {"ir_op_priority": NATIVE},
 }
 """Arguments of ``vllm.LLM``."""
+MEANT = ("triton _zero_kv_blocks_kernel", "aten::index_select")
+"""Beside recurrent states vLLM zeroes blocks before kvdisk hears of it. What a store reads of them
+is dropped (decision 29)."""
 
 
 class GpuEngine(EngineChild):
@@ -56,10 +59,14 @@ class GpuEngine(EngineChild):
         self.close()
 
     def check(self) -> None:
-        """Assert that nothing has raced and nothing has touched what it must not, so far."""
+        """Assert that nothing has raced but what is meant to, and nothing has touched what it must
+        not, so far."""
         seen = self.call("fake_gpu.engines:seen")
         assert seen["runner"].endswith("gpu.model_runner"), seen
-        assert seen["kernels"] > 0 and not seen["races"] and not seen["violations"], (seen, self.log)
+        assert seen["kernels"] > 0 and not seen["violations"], (seen, self.log)
+        races = [line for line in self.log.read_text(errors="replace").splitlines() if "fake GPU: RACE" in line]
+        meant = [line for line in races if all(name in line for name in MEANT)]
+        assert races == meant and (races or not seen["races"]), (races, seen, self.log)
 
     def __exit__(self, kind: Any, *more: Any) -> None:
         if kind is None:

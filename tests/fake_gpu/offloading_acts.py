@@ -96,7 +96,7 @@ def watched(llm: Any) -> dict[str, Any]:
         "stored": seen.stored,
         "loaded": seen.loaded,
         "batches": calls.get("cudaMemcpyBatchAsync", 0),
-        "kernels": kernels.get("triton _swap_blocks_kernel", 0),
+        "swap_kernels": kernels.get("triton _swap_blocks_kernel", 0),
         "row_bytes": seen.region._row_stride,
         "worker": type(seen.worker).__qualname__,
     }

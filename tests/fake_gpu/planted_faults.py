@@ -179,6 +179,14 @@ def forget_urgent(mover: Mover, plan: Any) -> None:
     mover._fenced.difference_update(plan.urgent)
 
 
+def lift_what_comes(real: Real, mover: Mover) -> None:
+    """Take what the mover's thread has not taken in for what has begun."""
+    with mover._changed:
+        mover._fenced = {job_id for job_id in mover._fenced if not mover._runner.has_launched(job_id)}
+        mover._changed.notify_all()
+    real(mover)
+
+
 def forget_windows(sources: StoreSources, record: Any) -> None:
     """Watch no blocks but those of the first group."""
     from kvdisk.blocks import group_of
@@ -478,6 +486,9 @@ FAULTS: dict[str, Fault] = {
     "stores are not fenced": Fault(changed_after(Mover, "submit", forget_fences)),
     "what a preemption saves is not fenced": Fault(changed_after(Mover, "submit", forget_urgent), ("on-preemption",)),
     "a fence is lifted while its stores are queued": Fault(nothing(Runner, "has_launched", True), ("long",)),
+    "a fence is lifted before its store has been taken in": Fault(
+        instead(Mover, "_publish", lift_what_comes), ("on-preemption",)
+    ),
     "a fence is never planned": Fault(
         instead(StoreSources, "take_fence", lambda real, sources, _blocks: real(sources, ()) and ())
     ),

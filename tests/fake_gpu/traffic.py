@@ -170,7 +170,7 @@ VARIANTS = {
         _TIGHT("resets", shape=_RESETTING, windowed=True),
         _TIGHT("remote", remote=True, windowed=True),
         _TIGHT("zeroes", zeroes=True, windowed=True),
-        _TIGHT("on-preemption", values={"store_policy": "on_preemption"}, windowed=True),
+        _TIGHT("on-preemption", values={"store_policy": "on_preemption"}, windowed=True, slow_turns=True),
         _TIGHT("hasty", fence_s=0.0, slow_turns=True),
         _TIGHT("slow-turns", slow_turns=True, windowed=True),
         _TIGHT("captures", captures=0.5, piece_bytes=8 << 10, values={"cpu_bytes": 16 << 20}),

@@ -21,6 +21,9 @@ STAND_INS = {
     "vllm.vllm_flash_attn": "Not there, and says so: attention is vLLM's own in Triton.",
     "kernel_unified_attention": "vLLM's own kernel, given tiles of 128 tokens where no window slides, and up to 128"
     " rows of queries, in one pass: the interpreter's time goes by how many programs there are.",
+    "get_lora_op_configs": "Blocks of 128 in each direction for vLLM's own kernels of adapters, for the same reason.",
+    "TRITON_MLA": "vLLM's own, which takes float32, too: in 16 bits two tokens are often as likely. Prompts are for the"
+    " backend that vLLM has for CPUs, in torch: all others are compiled.",
     "Triton's autotuner": "Takes the first of a kernel's ways: none is faster than another.",
     "Triton's grid-dependency calls": "Nothing: the operations of a stream run one after the other.",
 }
@@ -51,6 +54,9 @@ def plugin() -> str:
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *_, **__: None
     act_after("vllm.v1.attention.ops.triton_unified_attention", widen_attention)
     act_after("vllm.v1.attention.backends.triton_attn", one_pass)
+    for name in ("triton_mla", "prefill.cpu_sdpa"):
+        act_after(f"vllm.v1.attention.backends.mla.{name}", take_float32)
+    act_after("vllm.lora.ops.triton_ops.utils", widen_adapters)
     return "fake_gpu_platform.FakeGpuPlatform"
 
 
@@ -102,3 +108,23 @@ def widen_attention(attention: types.ModuleType) -> None:
 def one_pass(backend: types.ModuleType) -> None:
     """Have attention to a long context in one pass, not in sixteen pieces beside each other."""
     backend.MIN_LAUNCH_GRID_SIZE_2D = 0
+
+
+def widen_adapters(kernels: types.ModuleType) -> None:
+    """Have a program of the kernels of adapters do what some hundred do on a GPU."""
+    choose = kernels.get_lora_op_configs
+
+    def chosen(*which: Any, **more: Any) -> dict[str, Any]:
+        wide = {"block_m": WIDE, "block_n": WIDE, "block_k": WIDE, "split_k": 1}
+        return {name: wide.get(name, value) for name, value in choose(*which, **more).items()}
+
+    kernels.get_lora_op_configs = chosen
+
+
+def take_float32(module: types.ModuleType) -> None:
+    """Have a module's backends of attention take float32, too."""
+    import torch
+
+    for backend in vars(module).values():
+        if isinstance(backend, type) and "supported_dtypes" in dir(backend):
+            backend.supported_dtypes = [*backend.supported_dtypes, torch.float32]
