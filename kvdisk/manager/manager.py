@@ -91,8 +91,9 @@ class TierManager:
         self._remote = _make_remote(parts, remote, tiers.first.tier)
         self._hints = PeerHints(near, self._remote, parts.state)
         copies = self._copies = Copies(parts, tiers, self._hints)
-        self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
-        self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
+        tiers.write_behind(parts, self._hints)
+        self._demotions = [Demotions(parts, *pair, copies) for pair in tiers.pairs]
+        self.gauges = Gauges(parts.transfers, tiers, self._remote)
         admissions = [space.admission for space in tiers]
         demand = self._demand = Demand(
             parts.history, admissions + ([self._remote.admission] if self._remote.admission else [])
@@ -283,7 +284,7 @@ class TierManager:
         for demotions in self._demotions:
             demotions.plan(now)
         if self._may_send:
-            self._remote.plan(now)
+            self._remote.plan(now, self._copies.begin_moves)
         if self.blocks.has_counted_all:
             self.blocks.fetches.plan(now)
         self._promotions.plan()
@@ -467,7 +468,7 @@ class TierManager:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
         return self._state.is_identified and not any(
-            demotions.total and not demotions.blocked for demotions in self._demotions
+            space.dirty.total and not space.dirty.blocked for space in self._tiers if space.dirty is not None
         )
 
 
@@ -497,13 +498,10 @@ def make_remote_budget(config: Config, geometry: Geometry) -> WriteBudget | None
 class Gauges:
     """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
 
-    def __init__(
-        self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions], remote: RemoteCopies
-    ) -> None:
+    def __init__(self, transfers: Transfers, tiers: Tiers, remote: RemoteCopies) -> None:
         self._transfers = transfers
         self._remote = remote
         self._tiers = tiers
-        self._demotions = demotions
 
     @property
     def busy(self) -> bool:
@@ -526,5 +524,5 @@ class Gauges:
         if (paused := self._remote.is_paused) is not None:
             found["remote_paused"] = float(paused)
         if self._tiers.landing_tier is not None:
-            found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
+            found["backlog_blocks"] = sum(space.dirty.total for space in self._tiers if space.dirty is not None)
         return found

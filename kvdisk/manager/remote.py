@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Final
@@ -41,6 +41,7 @@ MOST_BATCHES = 32
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked, or after half of ``hint_life_s``, asks
 again."""
+BeginMoves = Callable[[Sequence[int], Tier, Tier, Sequence[Slot]], tuple[list[Move], list[MoveDetail]]]
 _BAD = frozenset({Reason.HEADER, Reason.CHECKSUM})
 _ANSWERS = frozenset({None, Reason.ABSENT, *_BAD})
 """What came of a read that it has answered."""
@@ -290,8 +291,8 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Whether blocks that wait to be sent may be."""
         return bool(self._queue) and (self._budget is None or self._budget.refresh(now))
 
-    def plan(self, now: float) -> None:
-        """Plan jobs that send what is queued."""
+    def plan(self, now: float, begin_moves: BeginMoves) -> None:
+        """Plan jobs that send what is queued. ``begin_moves``: see ``Copies``."""
         if not self._queue:
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
@@ -305,15 +306,10 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             rows = [row for row in catalog.find_all(keys) if row != NONE and catalog.readable(row, self.source)]
             if not rows:
                 continue
-            catalog.pin(rows, self.source)
             place = BY_KEY_OVER if is_over else BY_KEY
             for row in rows if is_over else ():
                 self.bad.begin_replacing(catalog.keys[row])
-            moves = [
-                Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: place})
-                for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
-            ]
-            details = [MoveDetail(row, source=self.source) for row in rows]
+            moves, details = begin_moves(rows, self.source, self.tier, [place] * len(rows))
             if self._budget is not None:
                 sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
                 sent = sum(sizes[groups[group_of(move.key)]] for move in moves)

@@ -550,9 +550,9 @@ class ManagerWatch(Watch):
             goes_on = parts.manager._promotions.is_asked or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
-        if parts.demotions is not None:
+        if parts.dirty is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
-                assert parts.demotions.count(size_class) <= max(1, count // 2), "the backlog is not bounded"
+                assert parts.dirty.counts[size_class] <= max(1, count // 2), "the backlog is not bounded"
 
     def _check_slots(self, tier: Tier, pool: SlotPool) -> None:
         """Invariant 1: a used slot is held by one copy, and each copy in service holds one."""
