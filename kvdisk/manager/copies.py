@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier, groups_of
+from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -120,7 +120,7 @@ class Copies:
 
     def hold(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> None:
         """Pin the copy of each row in its tier, for a job that is planned later. Tier 0: none."""
-        for tier in KEPT_TIERS:
+        for tier in self._catalog.tiers:
             self._catalog.pin_many(rows[tiers == tier], tier)
 
     def let_go(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> None:
@@ -253,7 +253,7 @@ class Copies:
         ``tenants``: of each.
         """
         catalog = self._catalog
-        hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in KEPT_TIERS]}
+        hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in catalog.tiers]}
         new = [at for at, row in enumerate(rows) if row == NONE]
         if len(new) == len(rows):
             rows = self._add_new(keys, parents, tenants)
@@ -297,7 +297,7 @@ class Copies:
         """Begin copies in ``slots`` of what another tier has; return what their job is made of. The
         sources are pinned. Of what goes to the remote store no copy begins: it names blocks by
         key."""
-        catalog, is_kept = self._catalog, target in KEPT_TIERS
+        catalog, is_kept = self._catalog, target in self._catalog.tiers
         if is_kept:
             catalog.begin(rows, target, slots)
         catalog.pin(rows, source)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, JobId, Tier
+from kvdisk.blocks import HIT_TIERS, BlockKey, JobId, Tier
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
@@ -306,7 +306,7 @@ class LoadJobs:
             else:
                 read.parent = load.request.parent(read.group, read.position)
                 self._copies.take_from_others(read, load.request.load_tiers)
-        for tier in KEPT_TIERS:
+        for tier in self._catalog.tiers:
             self._copies.read_from(tier, found.get(tier, ()))
         return reads
 

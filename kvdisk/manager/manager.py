@@ -360,7 +360,7 @@ class TierManager:
         once."""
         assert self._catalog.journal is None
         journal = self._catalog.journal = Journal(self.stats)
-        for tier in KEPT_TIERS:
+        for tier in self._catalog.tiers:
             if tier is not Tier.NVME or self._state.is_identified:
                 journal.note(tier, True, self._catalog.ready_keys(tier))
         return journal

@@ -61,6 +61,7 @@ class Room:
     """
 
     def __init__(self, parts: Parts, tier: Tier, admission: AdmissionPolicy) -> None:
+        parts.catalog.add_tier(tier)
         self.tier = tier
         self.admission = admission
         self.below: Room | None = None

@@ -781,9 +781,9 @@ def check_pins(parts: ManagerParts) -> None:
                     expected[detail.row, tier] += 1
     for load in parts.manager._loads._unplanned.values():
         rest = load.order[load.planned :]
-        for tier in KEPT_TIERS:
+        for tier in catalog.tiers:
             rows = load.rows[rest][load.blocks.tiers[rest] == tier]
             expected.update((row, tier) for row in rows.tolist() if row >= 0)
     for row in catalog.rows():
-        for tier in KEPT_TIERS:
+        for tier in catalog.tiers:
             assert catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"
