@@ -74,6 +74,16 @@ class Wanted(NamedTuple):
     groups: Sequence[int]
     tenants: Sequence[int]
 
+    def at(self, places: Sequence[int]) -> Wanted:
+        """Return the blocks at some places."""
+        return Wanted(
+            [self.keys[at] for at in places],
+            [self.parents[at] for at in places],
+            [self.rows[at] for at in places],
+            [self.groups[at] for at in places],
+            [self.tenants[at] for at in places],
+        )
+
 
 class Taken(NamedTuple):
     """What ``Copies.take`` found. ``slots``: of each block, if it got one. ``refused``: the places
@@ -223,18 +233,20 @@ class Copies:
             return Taken(slots, refused, is_writable=False)
         if not places:
             return Taken(slots, refused)
-        groups = [wanted.groups[at] for at in places]
-        before = catalog.find_all([parent for at in places if (parent := wanted.parents[at]) is not None])
+        some = wanted if len(places) == len(slots) else wanted.at(places)
+        before = catalog.find_all([parent for parent in some.parents if parent is not None])
         tails = [row for row in before if row != NONE and catalog.is_only_in(target.tier, row)]
+        classes = list(map(self._geometry.size_classes.__getitem__, some.groups))
         catalog.pin(tails, target.tier)
-        classes, tenants = (
-            [self._geometry.size_classes[group] for group in groups],
-            [wanted.tenants[at] for at in places],
+        found, beyond_share = target.take(
+            classes, some.tenants, some.groups, in_order=in_order, keep_dirty=keep_dirty, most=most
         )
-        found, beyond_share = target.take(classes, tenants, groups, in_order=in_order, keep_dirty=keep_dirty, most=most)
         catalog.unpin(tails, target.tier)
-        for at, slot in zip(places, found, strict=True):
-            slots[at] = slot
+        if some is wanted:
+            slots = found
+        else:
+            for at, slot in zip(places, found, strict=True):
+                slots[at] = slot
         return Taken(slots, refused, beyond_share, tails)
 
     def begin_new(
