@@ -42,7 +42,6 @@ from rich.table import Table
 from week_engine import ROTTEN, Asked, Drive, Engine, EngineSettings, Faults
 from week_sizes import Series, lmdb_sizes, module_sizes, open_files, resident_bytes, series_of, sizes_of
 
-from kvdisk.blocks import KEPT_TIERS
 from kvdisk.cli.verify import verify_store
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
@@ -322,7 +321,7 @@ class Week:
         manager: Any = self.engine.manager
         assert not manager._requests and not len(manager._transfers) and not manager._loads.unplanned
         assert not len(manager._stores.sources), "GPU blocks are watched that nobody copies from"
-        for tier in KEPT_TIERS:
+        for tier in manager._catalog.tiers:
             columns = manager._catalog.columns(tier)
             assert not np.frombuffer(columns.pins, np.uint32).any(), f"copies stay pinned in {tier.name}"
         pool = self.engine.pool

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
+from itertools import repeat
 from typing import Final, NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import NONE, READY
-from kvdisk.manager.copies import Copies, Read
+from kvdisk.manager.copies import Copies, Read, Taken, Wanted
 from kvdisk.manager.fetches import Fetches
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.jobs import JobRecord, MoveDetail
@@ -238,9 +238,18 @@ class BlockJobs:
         """
         answer = PutResult()
         places, rows = self._missing(offers, answer)
-        if is_new and not self._target.admission.admits_all:
-            places, rows = self._admitted(offers, places, rows, answer)
-        taken, rows, slots = self._take_slots(offers, places, rows, now, answer)
+        some, are_admitted = offers.at(places), not is_new or self._target.admission.admits_all
+        if not are_admitted:
+            self._count_new(some)
+        wanted = Wanted(some.keys, some.parents, rows, some.groups, [0] * len(places))
+        found = self._copies.take(self._target, wanted, now=now, are_admitted=are_admitted)
+        self._stats.add("refused_blocks.reuse", len(found.refused))
+        answer.refused += [places[at] for at in found.refused]
+        served = [(at, row, slot) for at, row, slot in zip(places, rows, found.slots, strict=True) if slot is not None]
+        if len(served) + len(found.refused) < len(places):
+            without = {*answer.refused, *(at for at, _, _ in served)}
+            self._leave_waiting(offers, [at for at in places if at not in without], answer, found)
+        taken, rows, slots = map(list, zip(*served, strict=True)) if served else ([], [], [])
         if taken:
             answer.taken, answer.record = taken, self._plan_store(offers.at(taken), rows, slots)
         return answer
@@ -254,38 +263,10 @@ class BlockJobs:
             answer.present += sorted({*range(len(offers.keys))}.difference(places))
         return places, rows
 
-    def _admitted(
-        self, offers: Offers, places: Sequence[int], rows: Sequence[int], answer: PutResult
-    ) -> tuple[list[int], list[int]]:
-        some = offers.at(places)
-        self._count_new(some)
-        are_let_in = self._target.admits(some.keys, some.parents)
-        answer.refused += [at for at, is_let_in in zip(places, are_let_in, strict=True) if not is_let_in]
-        self._stats.add("refused_blocks.reuse", len(answer.refused))
-        return list(compress(places, are_let_in)), list(compress(rows, are_let_in))
-
-    def _take_slots(
-        self, offers: Offers, places: Sequence[int], rows: Sequence[int], now: float, answer: PutResult
-    ) -> tuple[list[int], list[int], list[Slot]]:
-        """Return the positions of what has got slots, the row of each in the catalog, and the
-        slots."""
-        target = self._target
-        if not target.update_writable(now):
-            answer.hopeless += places
-            return [], [], []
-        vacant = list(compress(zip(places, rows, strict=True), self._copies.may_begin(target, rows)))
-        some = offers.at([at for at, _ in vacant])
-        slots, _, _ = self._copies.take_slots(target, some.groups, some.parents, [0] * len(vacant), in_order=False)
-        has_slot = [slot is not None for slot in slots]
-        served = list(compress(vacant, has_slot))
-        if len(served) < len(places):
-            self._leave_waiting(offers, sorted({*places}.difference(at for at, _ in served)), answer)
-        return [at for at, _ in served], [row for _, row in served], [slot for slot in slots if slot is not None]
-
-    def _leave_waiting(self, offers: Offers, places: Sequence[int], answer: PutResult) -> None:
-        target, is_spent = self._target, self._target.status.is_spent
+    def _leave_waiting(self, offers: Offers, places: Sequence[int], answer: PutResult, found: Taken) -> None:
+        target, may_come = self._target, found.is_writable and not self._target.status.is_spent
         for at in places:
-            comes = not is_spent and target.may_get_room(self._class_of[offers.groups[at]], silent=False)
+            comes = may_come and target.may_get_room(self._class_of[offers.groups[at]], silent=False)
             (answer.waiting if comes else answer.hopeless).append(at)
 
     def _plan_store(self, offers: Offers, rows: Sequence[int], slots: Sequence[Slot]) -> JobRecord:

@@ -225,7 +225,7 @@ class Catalog:
     whenever some block comes to be farther from it: what was found holds until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Iterable[Tier] = KEPT_TIERS) -> None:
         self._rows: dict[BlockKey, int] = {}
         """Those of the current epoch, placeholders too."""
         self._is_placeholder = bytearray()
@@ -240,15 +240,31 @@ class Catalog:
         self.parent_rows = array("i")
         self._child_counts = array("I")
         """By row: how many rows have it as their parent, with copies or not yet."""
-        self._columns = {tier: TierColumns(self.parent_rows, self.stored_s) for tier in KEPT_TIERS}
-        self._others = {
-            tier: [self._columns[other] for other in KEPT_TIERS if other is not tier] for tier in KEPT_TIERS
-        }
+        self._columns: dict[Tier, TierColumns] = {}
+        """Of the tiers that there are, the fastest first."""
+        self._others: dict[Tier, list[TierColumns]] = {}
+        for tier in tiers:
+            self.add_tier(tier)
         self.journal: Journal | None = None
         """Notes each copy that becomes READY or ends; None: no events are published."""
 
     def __len__(self) -> int:
         return len(self.rows())
+
+    def add_tier(self, tier: Tier) -> None:
+        """Have columns for the copies of a tier, empty ones. Before there are rows; one that there
+        is not costs nothing."""
+        assert not self.generations
+        self._columns[tier] = TierColumns(self.parent_rows, self.stored_s)
+        self._columns = dict(sorted(self._columns.items()))
+        self._others = {
+            each: [other for tier, other in self._columns.items() if tier is not each] for each in self._columns
+        }
+
+    @property
+    def tiers(self) -> Collection[Tier]:
+        """The tiers that there are, the fastest first."""
+        return self._columns
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -399,7 +415,7 @@ class Catalog:
     def hide_all(self) -> None:
         """Forget every key, for a new epoch: rows stay until their copies end."""
         if self.journal is not None:
-            for tier in KEPT_TIERS:
+            for tier in self._columns:
                 self.journal.note(tier, False, self.ready_keys(tier))
         self._rows.clear()
         if self.lives:
@@ -435,11 +451,11 @@ class Catalog:
 
     def state(self, row: int, tier: Tier) -> int:
         """Return the ``CopyState`` of a row's copy in a tier, as a plain int."""
-        return self._columns[tier].states[row]
+        return self._columns[tier].states[row] if tier in self._columns else ABSENT
 
     def pins(self, row: int, tier: Tier) -> int:
         """Return how many jobs use a copy; its writer counts."""
-        return self._columns[tier].pins[row]
+        return self._columns[tier].pins[row] if tier in self._columns else 0
 
     def slot(self, row: int, tier: Tier) -> Slot:
         """Return the slot of a copy that is not ABSENT."""
@@ -451,7 +467,7 @@ class Catalog:
 
     def readable(self, row: int, tier: Tier) -> bool:
         """Whether a copy is READY and not hidden."""
-        return self._columns[tier].presence(row) == READY
+        return tier in self._columns and self._columns[tier].presence(row) == READY
 
     def readable_tier(self, row: int, tiers: TierChoice = None) -> Tier | None:
         """Return the fastest tier, of some, that a row (or -1) can be loaded from now."""
@@ -514,8 +530,8 @@ class Catalog:
 
     def ready_keys(self, tier: Tier) -> list[BlockKey]:
         """Return the keys of all copies of the current epoch that are READY in a tier."""
-        states = self._columns[tier].states
-        return [key for key, row in self._rows.items() if states[row] == READY]
+        states = self._columns[tier].states if tier in self._columns else b""
+        return [key for key, row in self._rows.items() if states[row] == READY] if states else []
 
     def evictable_in(self, tier: Tier) -> Callable[[int], bool]:
         """Return the test whether a row's copy is READY and unpinned: to be used at once."""
@@ -532,10 +548,10 @@ class Catalog:
     def limit_ages(self, oldest_s: int, latest_s: int) -> None:
         """Make READY copies of blocks that were first stored before ``oldest_s`` or after
         ``latest_s`` unreadable, and all others readable."""
-        first = self._columns[KEPT_TIERS[0]]
-        if (oldest_s, latest_s) != (first.oldest_s, first.latest_s):
+        limits = oldest_s, latest_s
+        if any(limits != (columns.oldest_s, columns.latest_s) for columns in self._columns.values()):
             for columns in self._columns.values():
-                columns.oldest_s, columns.latest_s = oldest_s, latest_s
+                columns.oldest_s, columns.latest_s = limits
             self.gains += 1
             self.losses += 1
 

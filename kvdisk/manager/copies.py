@@ -10,10 +10,15 @@ slots: its target is DOOMED and keeps its writer's pin, and its source keeps its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import NamedTuple
 
-from kvdisk.blocks import KEPT_TIERS, BlockKey, Slot, Tier
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -59,6 +64,40 @@ class Read:
         return MoveDetail(self.row, self.group, self.position, self.source, self.target)
 
 
+class Wanted(NamedTuple):
+    """Blocks that are to have copies in a tier. Of each: its key, what comes before it in its
+    chain, its row (NONE: it has none), its group, and its tenant."""
+
+    keys: Sequence[BlockKey]
+    parents: Sequence[BlockKey | None]
+    rows: Sequence[int]
+    groups: Sequence[int]
+    tenants: Sequence[int]
+
+    def at(self, places: Sequence[int]) -> Wanted:
+        """Return the blocks at some places."""
+        return Wanted(
+            [self.keys[at] for at in places],
+            [self.parents[at] for at in places],
+            [self.rows[at] for at in places],
+            [self.groups[at] for at in places],
+            [self.tenants[at] for at in places],
+        )
+
+
+class Taken(NamedTuple):
+    """What ``Copies.take`` found. ``slots``: of each block, if it got one. ``refused``: the places
+    of those that were not admitted. ``beyond_share``: how many got none because their tenant has
+    its share. ``tails``: rows of what is stored right before them and only there. ``is_writable``:
+    False where the tier takes no writes now."""
+
+    slots: list[Slot | None]
+    refused: Sequence[int] = ()
+    beyond_share: int = 0
+    tails: Sequence[int] = ()
+    is_writable: bool = True
+
+
 class Copies:
     """Begins and ends the copies that jobs read and write."""
 
@@ -89,6 +128,27 @@ class Copies:
             catalog.pin([read.row for read in alike], source)
             self.read_from(source, alike)
 
+    def hold(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> None:
+        """Pin the copy of each row in its tier, for a job that is planned later. Tier 0: none."""
+        for tier in self._catalog.tiers:
+            self._catalog.pin_many(rows[tiers == tier], tier)
+
+    def let_go(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> None:
+        """Unpin what was held, but for NONE."""
+        for space in self._tiers:
+            space.unpin(rows[(tiers == space.tier) & (rows != NONE)].tolist())
+
+    def let_go_unreadable(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> NDArray[np.intp]:
+        """Unpin what is held, and must not be read any more: another read has found it bad, it has
+        become too old, or its drive was quarantined. Return the places of that."""
+        gone = np.zeros(len(rows), np.bool_)
+        for space in self._tiers:
+            held = np.flatnonzero((tiers == space.tier) & (rows != NONE))
+            if len(held):
+                gone[held] = self._catalog.columns(space.tier).presences(rows[held]) != READY
+        self.let_go(rows[gone], tiers[gone])
+        return np.flatnonzero(gone)
+
     def read_from(self, tier: Tier, reads: Sequence[Read]) -> None:
         """Have each read its row's copy in a tier, which is pinned."""
         catalog, generations = self._catalog, self._catalog.generations
@@ -104,6 +164,16 @@ class Copies:
         if taken is not None:
             read.source, slot, read.generation = taken
             read.slots[read.source] = slot
+
+    def take_landing(self, reads: Sequence[Read], *, most: Sequence[int], keep_dirty: bool = False) -> Taken:
+        """Take slots in memory for what some reads bring, as ``take`` does."""
+        assert self._landing is not None
+        keys = [read.key for read in reads]
+        rows = [
+            read.row if read.row != NONE else row for read, row in zip(reads, self._catalog.find_all(keys), strict=True)
+        ]
+        wanted = Wanted(keys, [read.parent for read in reads], rows, groups_of(keys), [read.tenant for read in reads])
+        return self.take(self._landing, wanted, keep_dirty=keep_dirty, most=most)
 
     def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
         """Begin a copy in memory of what each of some reads brings."""
@@ -131,55 +201,53 @@ class Copies:
         places = [at for at, presence in enumerate(presences) if not presence and keys[at] not in near]
         return places, rows if len(places) == len(rows) else [rows[at] for at in places]
 
-    def may_begin(self, target: TierSpace, rows: Sequence[int]) -> list[bool]:
-        """Return of each row whether it has no copy in ``target``; NONE has none. One that is being
-        dropped, or cannot be read for a while, is not present, and has its slot still."""
-        states = self._catalog.columns(target.tier).states
-        return [row == NONE or states[row] == ABSENT for row in rows]
-
-    def take_slots(
+    def take(
         self,
         target: TierSpace,
-        groups: Sequence[int],
-        parents: Sequence[BlockKey | None],
-        tenants: Sequence[int],
+        wanted: Wanted,
         *,
-        in_order: bool,
-    ) -> tuple[list[Slot | None], list[int], int]:
-        """Take slots of a tier for blocks; with ``in_order`` up to the first that gets none.
-        ``groups``, ``parents``, ``tenants``: of each its group, what comes before it in its chain,
-        and whose it is.
+        now: float | None = None,
+        are_admitted: bool = False,
+        in_order: bool = False,
+        keep_dirty: bool = False,
+        most: Sequence[int] | None = None,
+    ) -> Taken:
+        """Take slots of a tier for blocks that it admits, as far as there is room. What has a copy
+        there gets none: one that is being dropped, or cannot be read for a while, is not present,
+        and has its slot still. What is stored right before them does not leave for these, where
+        that is the only copy.
 
-        Return each one's slot, if it got one; of one group they lie beside each other. And the rows
-        of what is stored right before them, where that is the only copy: it does not leave for
-        these. And how many blocks got none because their tenant has its share.
+        ``now``: of a tier that cannot always be written. ``are_admitted``: they were before.
+        ``in_order``, ``keep_dirty``, ``most``: see ``Room.take``.
         """
-        catalog, class_of = self._catalog, self._geometry.size_classes
-        before = catalog.find_all([parent for parent in parents if parent is not None])
+        catalog, states = self._catalog, self._catalog.columns(target.tier).states
+        places: Sequence[int] = range(len(wanted.keys))
+        refused: list[int] = []
+        if not are_admitted and not target.admission.admits_all:
+            answers = target.admits(wanted.keys, wanted.parents)
+            refused = [at for at, is_let_in in enumerate(answers) if not is_let_in]
+            places = list(compress(places, answers))
+        places = [at for at in places if (row := wanted.rows[at]) == NONE or states[row] == ABSENT]
+        slots: list[Slot | None] = [None] * len(wanted.keys)
+        if now is not None and not target.update_writable(now):
+            return Taken(slots, refused, is_writable=False)
+        if not places:
+            return Taken(slots, refused)
+        some = wanted if len(places) == len(slots) else wanted.at(places)
+        before = catalog.find_all([parent for parent in some.parents if parent is not None])
         tails = [row for row in before if row != NONE and catalog.is_only_in(target.tier, row)]
+        classes = list(map(self._geometry.size_classes.__getitem__, some.groups))
         catalog.pin(tails, target.tier)
-        classes = [class_of[group] for group in groups]
-        places = target.fit_to_share(classes, tenants, in_order=in_order)
-        wanted: dict[int, list[int]] = {}
-        for at in places:
-            wanted.setdefault(classes[at], []).append(at)
-        free = {each: target.allocate(each, len(alike)) for each, alike in wanted.items()}
+        found, beyond_share = target.take(
+            classes, some.tenants, some.groups, in_order=in_order, keep_dirty=keep_dirty, most=most
+        )
         catalog.unpin(tails, target.tier)
-        end = len(groups)
-        if in_order:
-            end = min(
-                (alike[len(free[each])] for each, alike in wanted.items() if len(free[each]) < len(alike)), default=end
-            )
-        slots: list[Slot | None] = [None] * len(groups)
-        for size_class, found in free.items():
-            served = [at for at in wanted[size_class][: len(found)] if at < end]
-            if len(self._geometry.groups) > 1:
-                served.sort(key=groups.__getitem__)
-            for at, slot in zip(served, found, strict=False):
+        if some is wanted:
+            slots = found
+        else:
+            for at, slot in zip(places, found, strict=True):
                 slots[at] = slot
-            if len(served) < len(found):
-                target.give_back(size_class, found[len(served) :])
-        return slots, tails, len(groups) - len(places)
+        return Taken(slots, refused, beyond_share, tails)
 
     def begin_new(
         self,
@@ -193,11 +261,11 @@ class Copies:
         """Begin copies of blocks that no tier has, or only where nobody may read now; return their
         rows.
 
-        ``parents``: of each the key before it in its chain. ``rows``: see ``may_begin``.
+        ``parents``: of each the key before it in its chain. ``rows``: of each, NONE: it has none.
         ``tenants``: of each.
         """
         catalog = self._catalog
-        hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in KEPT_TIERS]}
+        hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in catalog.tiers]}
         new = [at for at, row in enumerate(rows) if row == NONE]
         if len(new) == len(rows):
             rows = self._add_new(keys, parents, tenants)
@@ -219,24 +287,42 @@ class Copies:
         self._state.generation += len(keys)
         return self._catalog.add(keys, range(first, first + len(keys)), self._state.epoch, parents, tenants)
 
+    def begin_demotions(
+        self, wanted: Mapping[int, Sequence[int]], source: TierSpace, target: TierSpace
+    ) -> tuple[dict[int, list[int]], list[Move], list[MoveDetail]]:
+        """Begin copies of rows, given by size class, in the next tier, as far as it has room now.
+        Return those that found some, likewise, and what their job is made of."""
+        classes = [size_class for size_class, alike in wanted.items() for _ in alike]
+        found, _ = target.take(classes, [0] * len(classes), classes)
+        begun: dict[int, list[int]] = {size_class: [] for size_class in wanted}
+        slots: list[Slot] = []
+        for size_class, row, slot in zip(classes, chain.from_iterable(wanted.values()), found, strict=True):
+            if slot is not None:
+                begun[size_class].append(row)
+                slots.append(slot)
+        moves, details = self.begin_moves(list(chain.from_iterable(begun.values())), source.tier, target.tier, slots)
+        return begun, moves, details
+
     def begin_moves(
         self, rows: Sequence[int], source: Tier, target: Tier, slots: Sequence[Slot]
     ) -> tuple[list[Move], list[MoveDetail]]:
         """Begin copies in ``slots`` of what another tier has; return what their job is made of. The
-        sources are pinned."""
-        catalog = self._catalog
-        catalog.begin(rows, target, slots)
+        sources are pinned. Of what goes to the remote store no copy begins: it names blocks by
+        key."""
+        catalog, is_kept = self._catalog, target in self._catalog.tiers
+        if is_kept:
+            catalog.begin(rows, target, slots)
         catalog.pin(rows, source)
         moves = [
             Move(
                 catalog.keys[row],
                 catalog.generations[row],
                 slots={source: above, target: below},
-                parent=catalog.parent(row),
+                parent=catalog.parent(row) if is_kept else None,
             )
             for row, above, below in zip(rows, catalog.columns(source).slots(rows), slots, strict=True)
         ]
-        return moves, [MoveDetail(row, source=source, target=target) for row in rows]
+        return moves, [MoveDetail(row, source=source, target=target if is_kept else None) for row in rows]
 
     # -- jobs end --------------------------------------------------------------------------------
 
@@ -329,9 +415,7 @@ class Copies:
     def offer_lower(self, rows: Sequence[int], tier: Tier) -> None:
         """Offer copies that have become READY, or were used, to the next tier, and to the remote
         store."""
-        lower = self._tiers[tier].lower
-        if lower is not None:
-            lower.offer(rows)
+        self._tiers[tier].offer(rows)
         if tier is self._remote.source:
             self._remote.offer(rows)
 

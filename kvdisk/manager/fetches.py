@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import compress
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, groups_of
-from kvdisk.manager.copies import Copies
+from kvdisk.manager.copies import Copies, Wanted
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
@@ -96,16 +95,15 @@ class Fetches:
         """Plan a job for some blocks, each with the one before it in its chain."""
         target, source, generations = self._target, self._remote.tier, self._catalog.generations
         places, rows = self._copies.missing(target, [key for key, _ in wanted])
-        wanted = [wanted[at] for at in compress(places, self._copies.may_begin(target, rows))]
-        wanted = list(compress(wanted, target.admits([key for key, _ in wanted], [parent for _, parent in wanted])))
-        groups, parents = groups_of(key for key, _ in wanted), [parent for _, parent in wanted]
-        slots, _, _ = self._copies.take_slots(target, groups, parents, [0] * len(wanted), in_order=False)
-        found = [(*block, slot) for block, slot in zip(wanted, slots, strict=True) if slot is not None]
+        wanted = [wanted[at] for at in places]
+        keys, parents = [key for key, _ in wanted], [parent for _, parent in wanted]
+        taken = self._copies.take(target, Wanted(keys, parents, rows, groups_of(keys), [0] * len(keys)))
+        found = [(*block, slot) for block, slot in zip(wanted, taken.slots, strict=True) if slot is not None]
         if not found:
             return
-        keys, parents_found, taken = zip(*found, strict=True)
-        rows = self._catalog.find_all(keys)
-        rows = self._copies.begin_new(target.tier, keys, parents_found, rows, taken, [0] * len(keys))
+        found_keys, parents_found, slots = zip(*found, strict=True)
+        rows = self._catalog.find_all(found_keys)
+        rows = self._copies.begin_new(target.tier, found_keys, parents_found, rows, slots, [0] * len(found))
         moves = [
             Move(key, generations[row], slots={target.tier: slot, source: BY_KEY}, parent=parent)
             for (key, parent, slot), row in zip(found, rows, strict=True)

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, BlockKey, JobId, Tier
-from kvdisk.manager.catalog import ABSENT, NONE, READY
+from kvdisk.blocks import HIT_TIERS, BlockKey, JobId, Tier
+from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Read
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
@@ -243,8 +242,7 @@ class LoadJobs:
         rows = self._catalog.find_many(keys)
         hints = self._hints.usable_in(request.load_tiers)
         tiers = self._catalog.readable_tiers(rows, request.load_tiers)
-        for tier in KEPT_TIERS:
-            self._catalog.pin_many(rows[tiers == tier], tier)
+        self._copies.hold(rows, tiers)
         rows[tiers == 0] = NONE
         for at in np.flatnonzero(tiers == 0).tolist() if hints else ():
             if keys[at] in hints:
@@ -279,11 +277,12 @@ class LoadJobs:
 
     def _reads(self, load: Load, taken: NDArray[np.intp]) -> list[Read]:
         """Return the reads of some blocks. What nobody has any more has no source."""
-        self._let_go_unreadable(load, taken)
         blocks = load.blocks
+        gone = self._copies.let_go_unreadable(load.rows[taken], blocks.tiers[taken])
+        load.rows[taken[gone]] = NONE
         rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
         reads = [
-            Read(load.keys[at], None, gpu_blocks, group, position, row)
+            Read(load.keys[at], None, gpu_blocks, group, position, row, tenant=load.request.tenant)
             for at, gpu_blocks, group, position, row in zip(
                 taken.tolist(),
                 self._gpu_blocks(load, taken),
@@ -298,10 +297,9 @@ class LoadJobs:
             if read.row != NONE:
                 found.setdefault(tier, []).append(read)
             else:
-                read.tenant = load.request.tenant  # a row says it itself
                 read.parent = load.request.parent(read.group, read.position)
                 self._copies.take_from_others(read, load.request.load_tiers)
-        for tier in KEPT_TIERS:
+        for tier in self._catalog.tiers:
             self._copies.read_from(tier, found.get(tier, ()))
         return reads
 
@@ -312,17 +310,6 @@ class LoadJobs:
             groups = load.blocks.groups[taken].tolist()
             found = [blocks[: self._counts[group]] for blocks, group in zip(found, groups, strict=True)]
         return found
-
-    def _let_go_unreadable(self, load: Load, taken: NDArray[np.intp]) -> None:
-        """Give back copies that must not be read any more: since the load began another one has
-        found them bad, they have become too old, or their drive was quarantined."""
-        rows, tiers = load.rows[taken], load.blocks.tiers[taken]
-        for tier in KEPT_TIERS:
-            held = np.flatnonzero((tiers == tier) & (rows != NONE))
-            if len(held):
-                gone = held[self._catalog.columns(tier).presences(rows[held]) != READY]
-                load.rows[taken[gone]] = NONE
-                self._tiers[tier].unpin(rows[gone].tolist())
 
     def _land(self, load: Load, reads: Sequence[Read]) -> None:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room
@@ -335,26 +322,20 @@ class LoadJobs:
         if landing is None:
             return
         # In the order of the prompt: where room is short, as much is kept of every group.
-        vacant = sorted(
-            (read for read in reads if read.source not in {None, landing.tier} and self._is_vacant(read, landing.tier)),
+        others = sorted(
+            (read for read in reads if read.source not in {None, landing.tier} and self._may_land(read)),
             key=lambda read: (read.position + 1) * self._geometry.groups[read.group].block_tokens,
         )
-        by_class: dict[int, list[Read]] = {}
-        for read in compress(vacant, landing.admits([read.key for read in vacant], [read.parent for read in vacant])):
-            by_class.setdefault(self._geometry.size_classes[read.group], []).append(read)
-        for size_class, alike in by_class.items():
-            most = landing.pool.total[size_class] - load.landed[size_class]
-            count = landing.make_way(size_class, load.request.tenant, min(len(alike), max(0, most)))
-            slots = landing.allocate(size_class, count)
-            self._copies.land(alike[: len(slots)], slots)
-            load.landed[size_class] += len(slots)
+        most = [max(0, total - load.landed[size_class]) for size_class, total in enumerate(landing.pool.total)]
+        slots = self._copies.take_landing(others, most=most).slots
+        landed = [(read, slot) for read, slot in zip(others, slots, strict=True) if slot is not None]
+        if landed:
+            self._copies.land(*zip(*landed, strict=True))
+        load.landed.update(self._geometry.size_classes[read.group] for read, _ in landed)
 
-    def _is_vacant(self, read: Read, tier: Tier) -> bool:
-        """Whether a read may begin a copy: not where this engine is just writing or dropping
-        one."""
-        if read.row >= 0:
-            return self._catalog.state(read.row, tier) == ABSENT
-        return self._catalog.find(read.key) < 0
+    def _may_land(self, read: Read) -> bool:
+        """Whether a read may begin a copy: of another's block none where this engine has a row."""
+        return read.row != NONE or self._catalog.find(read.key) == NONE
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -394,10 +375,7 @@ class LoadJobs:
         at = int(load.order[load.planned])
         rest = load.take(len(load.order))
         rows, tiers = load.rows[rest], load.blocks.tiers[rest]
-        for tier in KEPT_TIERS:
-            space = self._tiers.get(tier)
-            if space is not None:
-                space.unpin(rows[(tiers == tier) & (rows != NONE)].tolist())
+        self._copies.let_go(rows, tiers)
         group, position = int(load.blocks.groups[at]), int(load.blocks.positions[at])
         (gpu_blocks,) = self._gpu_blocks(load, np.array([at]))
         self._add(load, [Move(load.keys[at], 0, gpu_blocks)], [MoveDetail(NONE, group, position)])

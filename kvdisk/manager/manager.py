@@ -93,8 +93,10 @@ class TierManager:
         self._remote = _make_remote(parts, remote, tiers.first.tier)
         self._hints = PeerHints(near, self._remote, parts.state)
         copies = self._copies = Copies(parts, tiers, self._hints)
-        self._demotions = [Demotions(parts, *pair, self._hints, copies) for pair in tiers.pairs]
-        self.gauges = Gauges(parts.transfers, tiers, self._demotions, self._remote)
+        self._remote.send_by(copies.begin_moves)
+        tiers.write_behind(parts, self._hints)
+        self._demotions = [Demotions(parts, *pair, copies) for pair in tiers.pairs]
+        self.gauges = Gauges(parts.transfers, tiers, self._remote)
         admissions = [space.admission for space in tiers]
         parts.work.open_when(Kind.SENDS, self._may_send)
         demand = self._demand = Demand(
@@ -357,7 +359,7 @@ class TierManager:
         once."""
         assert self._catalog.journal is None
         journal = self._catalog.journal = Journal(self.stats)
-        for tier in KEPT_TIERS:
+        for tier in self._catalog.tiers:
             if tier is not Tier.NVME or self._state.is_identified:
                 journal.note(tier, True, self._catalog.ready_keys(tier))
         return journal
@@ -460,7 +462,7 @@ class TierManager:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
         return self._state.is_identified and not any(
-            demotions.total and not demotions.blocked for demotions in self._demotions
+            space.dirty.total and not space.dirty.blocked for space in self._tiers if space.dirty is not None
         )
 
 
@@ -490,13 +492,10 @@ def make_remote_budget(config: Config, geometry: Geometry) -> WriteBudget | None
 class Gauges:
     """How full the tiers are, and what waits: read now and then, see ``kvdisk.stats``."""
 
-    def __init__(
-        self, transfers: Transfers, tiers: Tiers, demotions: Sequence[Demotions], remote: RemoteCopies
-    ) -> None:
+    def __init__(self, transfers: Transfers, tiers: Tiers, remote: RemoteCopies) -> None:
         self._transfers = transfers
         self._remote = remote
         self._tiers = tiers
-        self._demotions = demotions
 
     @property
     def busy(self) -> bool:
@@ -519,5 +518,5 @@ class Gauges:
         if (paused := self._remote.is_paused) is not None:
             found["remote_paused"] = float(paused)
         if self._tiers.landing_tier is not None:
-            found["backlog_blocks"] = sum(demotions.total for demotions in self._demotions)
+            found["backlog_blocks"] = sum(space.dirty.total for space in self._tiers if space.dirty is not None)
         return found

@@ -23,9 +23,10 @@ from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.room import RoomShift
+from kvdisk.manager.room import TierStatus
+from kvdisk.manager.room_shift import RoomShift
 from kvdisk.manager.segments import NvmeLayout, Segments
-from kvdisk.manager.tiers import TierSpace, TierStatus
+from kvdisk.manager.tiers import TierSpace
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import GuestSpec, HomeSpec, JobKind, Reason, SegmentSpec
 
@@ -93,7 +94,6 @@ class NvmeSpace(TierSpace):
         self._committed = 0
         self._dropped = 0
         self._index_state = IndexState.WRITABLE
-        self._stuck = [False] * len(parts.geometry.slot_sizes)
         self._allocated = [0] * len(parts.geometry.slot_sizes)
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
@@ -321,7 +321,7 @@ class NvmeSpace(TierSpace):
             spare = spare_slots(total)
             if self.segments.away and not self._is_wanted:
                 # Nothing that can be served leaves before somebody wants to write.
-                wish, spare = wish if self.upper else 0, 0
+                wish, spare = wish if self.above is not None else 0, 0
             needed = max(self._affordable(size_class, wish), spare)
             short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
             made = short <= 0 or self._make_or_take(size_class, now)
@@ -332,7 +332,7 @@ class NvmeSpace(TierSpace):
                 self._shift.evicted(size_class, evicted)
                 made = evicted > 0
             made |= self._shift.is_freeing_for(size_class) or self._evictors[size_class].ended_early
-            self._stuck[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
+            self._is_short[size_class] = not (made and self._index_writable) and not self.free_slots(size_class)
 
     def _make_or_take(self, size_class: int, now: float) -> bool:
         """Plan a new segment, or have one of another size class go for it; return whether there is
@@ -351,7 +351,7 @@ class NvmeSpace(TierSpace):
         limbo = self.pool.limbo[size_class]
         if silent and (limbo or self._shift.is_freeing_for(size_class)) and not self.free_slots(size_class):
             return False
-        return not self._stuck[size_class] or (self._index_writable and limbo > 0)
+        return not self._is_short[size_class] or (self._index_writable and limbo > 0)
 
     def _evictable(self) -> Callable[[int], bool]:
         """Return the test whether a copy may be evicted for room: one on a drive that can be

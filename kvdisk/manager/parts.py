@@ -59,4 +59,4 @@ class Parts:
     def make(cls, config: Config, geometry: Geometry, context: SchedulerContext) -> Parts:
         """Return the parts of a new manager."""
         states = frozenset(group.group for group in geometry.groups if group.state_tokens is not None)
-        return cls(config, geometry, context, Catalog(), Transfers(geometry.rank_count), ReuseHistory(states))
+        return cls(config, geometry, context, Catalog(()), Transfers(geometry.rank_count), ReuseHistory(states))

@@ -15,9 +15,9 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey, JobId, Slot, group_of
+from kvdisk.blocks import BlockKey, JobId, group_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
-from kvdisk.manager.copies import Copies, Read
+from kvdisk.manager.copies import Copies, Read, Taken
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.parts import Parts
@@ -310,18 +310,17 @@ class Promotions:
             read = wanted.take()
             self._left -= 1
             row = self._catalog.find(read.key)
-            if self._is_wanted(read.key, row, hints) and self._landing.admits((read.key,), (read.parent,))[0]:
+            if self._is_wanted(read.key, row, hints):
                 picked.append(read)
-        slots = self._take_slots(request_id, picked)
+        taken = self._take(request_id, picked)
         made: list[Read] = []
         left: list[Read] = []
-        for read in picked:
-            of_class = slots[self._class_of(read)]
-            if of_class:
+        for at, (read, slot) in enumerate(zip(picked, taken.slots, strict=True)):
+            if slot is not None:
                 self._copies.pin_sources((read,))
-                self._copies.land((read,), (of_class.popleft(),))
+                self._copies.land((read,), (slot,))
                 made.append(read)
-            else:
+            elif at not in taken.refused:
                 left.append(read)
         wanted.put_back(left)
         if made:
@@ -332,19 +331,16 @@ class Promotions:
             self._remote_jobs += [record.job.id] if is_remote else []
         return bool(made) or not left
 
-    def _take_slots(self, request_id: str, reads: list[Read]) -> dict[int, deque[Slot]]:
-        """Take CPU slots for blocks, by size class, within the share of what may be read ahead."""
+    def _take(self, request_id: str, reads: Sequence[Read]) -> Taken:
+        """Take CPU slots for blocks, within the share of what may be read ahead."""
         assert self._landing is not None
-        slots: dict[int, deque[Slot]] = {}
-        for size_class, wanted in Counter(map(self._class_of, reads)).items():
-            limit = self._landing.pool.total[size_class] // PREFETCH_DIVISOR
-            count = max(0, min(wanted, limit - self._taken[size_class]))
-            count = self._landing.make_way(size_class, reads[0].tenant, count, keep_dirty=True)
-            slots[size_class] = deque(self._landing.allocate(size_class, count, keep_dirty=True) if count > 0 else ())
-            taken = {size_class: len(slots[size_class])}
-            self._ahead.setdefault(request_id, Counter()).update(taken)
-            self._taken.update(taken)
-        return slots
+        totals = enumerate(self._landing.pool.total)
+        most = [max(0, total // PREFETCH_DIVISOR - self._taken[size_class]) for size_class, total in totals]
+        found = self._copies.take_landing(reads, most=most, keep_dirty=True)
+        taken = Counter(self._class_of(read) for read, slot in zip(reads, found.slots, strict=True) if slot is not None)
+        self._ahead.setdefault(request_id, Counter()).update(taken)
+        self._taken.update(taken)
+        return found
 
     def _class_of(self, read: Read) -> int:
         return self._geometry.size_classes[group_of(read.key)]

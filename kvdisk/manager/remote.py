@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Final
@@ -40,6 +40,7 @@ MOST_SEND_JOBS = 4
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked, or after half of ``hint_life_s``, asks
 again."""
+BeginMoves = Callable[[Sequence[int], Tier, Tier, Sequence[Slot]], tuple[list[Move], list[MoveDetail]]]
 _BAD = frozenset({Reason.HEADER, Reason.CHECKSUM})
 _ANSWERS = frozenset({None, Reason.ABSENT, *_BAD})
 """What came of a read that it has answered."""
@@ -131,6 +132,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         self._queue: OrderedDict[BlockKey, bool] = OrderedDict()
         """Blocks to send, and whether to write over what is there."""
         self._jobs: list[JobId] = []
+        self._begin_moves: BeginMoves | None = None
         self._now_s = 0.0
         self._paused_until_s = 0.0
         """Until when some rank leaves it alone."""
@@ -139,6 +141,10 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         self._reads = 0
         """Blocks that are just being read from it."""
         self._is_usable = index is not None
+
+    def send_by(self, begin_moves: BeginMoves) -> None:
+        """Take who begins the moves that send blocks: ``Copies.begin_moves``. Call it once."""
+        self._begin_moves = begin_moves
 
     # -- whether it answers --------------------------------------------------------------------
 
@@ -307,16 +313,11 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             yield len(keys)
 
     def _plan_job(self, rows: Sequence[int], *, is_over: bool) -> None:
-        catalog = self._catalog
-        catalog.pin(rows, self.source)
+        assert self._begin_moves is not None
         place = BY_KEY_OVER if is_over else BY_KEY
         for row in rows if is_over else ():
-            self.bad.begin_replacing(catalog.keys[row])
-        moves = [
-            Move(catalog.keys[row], catalog.generations[row], slots={self.source: slot, self.tier: place})
-            for row, slot in zip(rows, catalog.columns(self.source).slots(rows), strict=True)
-        ]
-        details = [MoveDetail(row, source=self.source) for row in rows]
+            self.bad.begin_replacing(self._catalog.keys[row])
+        moves, details = self._begin_moves(rows, self.source, self.tier, [place] * len(rows))
         if self._budget is not None:
             sizes, groups = self._geometry.slot_sizes, self._geometry.size_classes
             sent = sum(sizes[groups[group_of(move.key)]] for move in moves)

@@ -20,7 +20,7 @@ from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
-from kvdisk.manager.copies import Copies
+from kvdisk.manager.copies import Copies, Taken, Wanted
 from kvdisk.manager.demand import Demand, Stretch
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import Parts
@@ -290,8 +290,7 @@ class StorePlanner:
             return
         used = list(compress(rows, catalog.presences_of(rows)))
         for space in self._tiers:
-            if space.lower is not None:
-                space.lower.offer(used)
+            space.offer(used)
         self._hints.remote.offer(used)
         used.reverse()  # the head last, so that it leaves last
         for space in self._tiers if are_new else ():
@@ -608,42 +607,41 @@ class StorePlanner:
         missing = self._missing(offers)
         if self._store_policy.offers_all:
             missing = self._without_gaps(missing)
-        answers = self._target.admits([offer.key for offer, _ in missing], [offer.parent for offer, _ in missing])
-        admitted = list(compress(missing, answers))
-        if len(admitted) < len(missing):
-            self._stats.add("refused_blocks.reuse", len(missing) - len(admitted))
-        if not admitted:
+        if not missing:
             return None, []
-        storable = list(compress(admitted, self._copies.may_begin(self._target, [row for _, row in admitted])))
-        taken, beyond_share = self._take_slots(storable, now, in_order=request is not None)
+        found = self._take(missing, now, in_order=request is not None)
+        self._stats.add("refused_blocks.reuse", len(found.refused))
+        taken = [
+            (offer, row, slot) for (offer, row), slot in zip(missing, found.slots, strict=True) if slot is not None
+        ]
+        if len(self._geometry.groups) > 1:
+            taken.sort(key=lambda each: each[0].group)  # as their slots lie
         refused = []
-        if len(taken) < len(admitted):
-            with_slots = {offer.key for offer, _, _ in taken}
-            refused = [offer for offer, _ in admitted if offer.key not in with_slots]
+        if len(taken) + len(found.refused) < len(missing):
+            without = {*found.refused, *(at for at, slot in enumerate(found.slots) if slot is not None)}
+            refused = [offer for at, (offer, _) in enumerate(missing) if at not in without]
             why = "budget" if self._target.status.is_spent else "room"
-            self._stats.add(f"refused_blocks.{why}", len(refused) - beyond_share)
-            self._stats.add("refused_blocks.share", beyond_share)
+            self._stats.add(f"refused_blocks.{why}", len(refused) - found.beyond_share)
+            self._stats.add("refused_blocks.share", found.beyond_share)
         return self._queue(taken, request, watched=watched), refused
 
     # -- slots and jobs ------------------------------------------------------------------------
 
-    def _take_slots(
-        self, wanted: Sequence[tuple[_Offer, int]], now: float, *, in_order: bool
-    ) -> tuple[list[tuple[_Offer, int, Slot]], int]:
+    def _take(self, wanted: Sequence[tuple[_Offer, int]], now: float, *, in_order: bool) -> Taken:
         """Take slots for offers, which come with their rows; with ``in_order`` up to the first that
-        gets none. Return what got some, and how many got none because of their tenant's share."""
-        target = self._target
-        if not wanted or not target.update_writable(now):
-            return [], 0
-        groups, parents = [offer.group for offer, _ in wanted], [offer.parent for offer, _ in wanted]
-        tenants = [offer.tenant for offer, _ in wanted]
-        slots, tails, beyond_share = self._copies.take_slots(target, groups, parents, tenants, in_order=in_order)
-        if None in slots and target.lower is not None:
-            target.lower.offer(tails, own=True)  # once it has them they may leave; nobody else asks for them
-        taken = [(offer, row, slot) for (offer, row), slot in zip(wanted, slots, strict=True) if slot is not None]
-        if len(self._geometry.groups) > 1:
-            taken.sort(key=lambda each: each[0].group)  # as their slots lie
-        return taken, beyond_share
+        gets none."""
+        offers, rows = zip(*wanted, strict=True)
+        columns = Wanted(
+            [offer.key for offer in offers],
+            [offer.parent for offer in offers],
+            rows,
+            [offer.group for offer in offers],
+            [offer.tenant for offer in offers],
+        )
+        taken = self._copies.take(self._target, columns, now=now, in_order=in_order)
+        if None in taken.slots:
+            self._target.offer(taken.tails, own=True)  # once it has them they may leave; nobody else asks for them
+        return taken
 
     def _queue(
         self, taken: Sequence[tuple[_Offer, int, Slot]], request: RequestState | None, *, watched: bool = True

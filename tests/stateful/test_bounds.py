@@ -51,7 +51,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         StorePlanner, "_next_blocks", lambda _, args, __: {"more was reached than a step looks at": args[0].is_behind}
     )
     watch(LoadJobs, "begin", lambda self, args, _: {"a load had several jobs": args[0].request_id in self.unplanned})
-    watch(Demotions, "plan", lambda self, *_: {"a backlog was longer than a step's jobs": self.total})
+    watch(Demotions, "plan", lambda self, *_: {"a backlog was longer than a step's jobs": self.dirty.total})
     watch(
         Questions,
         "_look_at_next",

@@ -34,6 +34,7 @@ from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import BadObjects, RemoteCopies
 from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.room import Room
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import OnPreemption, Spillover
@@ -248,7 +249,7 @@ def forget_whose_states_are(planter: Planter) -> None:
 
 def load_parts_that_are_too_old(planter: Planter) -> None:
     lower_shares(planter.patch, 1, Kind.LOADS)
-    planter.skip(LoadJobs, "_let_go_unreadable")
+    planter.skip(Copies, "let_go_unreadable", [])
 
 
 def hold_more(_stores: StorePlanner, request: RequestState, *_: Any) -> None:
@@ -404,7 +405,7 @@ BUGS = {
     "demotion without a pin": Bug(without_pins(Demotions, "_plan_job")),
     "index written when planned": Bug(write_the_index_when_planned),
     "refused block not asked before it leaves": Bug(
-        instead(Demotions, "offer_before_eviction", lambda _real, _self, rows: list(rows)), on.ADMISSION_SIZES
+        instead(Room, "offer_before_eviction", lambda _real, _self, rows: list(rows)), on.ADMISSION_SIZES
     ),
     "head evicted before its tail": Bug(instead(TailFirst, "_tails", propose_heads)),
     "one request counted twice": Bug(before(Demand, "reach", count_again), (on.REUSE_CPU,)),

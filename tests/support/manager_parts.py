@@ -17,7 +17,7 @@ from kvdisk.geometry import Geometry, segment_charge_bytes
 from kvdisk.index.memory_index import MemoryIndex
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.catalog import Catalog, CopyState, TierChoice
-from kvdisk.manager.demotions import Demotions
+from kvdisk.manager.dirty import Dirty
 from kvdisk.manager.jobs import Transfers
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
@@ -146,13 +146,12 @@ class WatchedCpuSpace(MemorySpace):
             and self._geometry.size_classes[group_of(catalog.keys[row])] == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)
-        lower = self.lower
-        assert lower is None or isinstance(lower, Demotions)
-        waiting = [] if lower is None else list(lower._dirty.walk(size_class))
+        dirty = self.dirty
+        waiting = [] if dirty is None else list(dirty.walk(size_class))
         short = count - self.pool.free[size_class]
-        useless = set() if lower is None else {row for row, _ in only_here if self._is_useless_below(lower, row)}
+        useless = set() if dirty is None else {row for row, _ in only_here if self._is_useless_below(dirty, row)}
         slots = super().allocate(size_class, count, keep_dirty=keep_dirty)
-        kept = lower is None or all(map(lower.is_dirty, waiting))
+        kept = dirty is None or all(row in dirty for row in waiting)
         assert kept or not keep_dirty, "a copy that was to be demoted has left for a block read ahead"
         check_tails_first(before, catalog, Tier.CPU)
         lost = [
@@ -160,18 +159,18 @@ class WatchedCpuSpace(MemorySpace):
             for row, key in only_here
             if catalog.state(row, Tier.CPU) == CopyState.ABSENT and self.wanted(key) and row not in useless
         ]
-        if lost and lower is not None and not lower.blocked:
-            full = lower.count(size_class) >= lower.limit(size_class)
+        if lost and dirty is not None and not dirty.blocked:
+            full = dirty.counts[size_class] >= dirty.limit(size_class)
             assert full, f"{lost!r} left the CPU tier, and NVMe was not asked"
             assert len(lost) <= short, f"{lost!r} left the CPU tier, and room was needed for {short} blocks"
         return slots
 
-    def _is_useless_below(self, lower: Demotions, row: int) -> bool:
+    def _is_useless_below(self, dirty: Dirty, row: int) -> bool:
         """Whether NVMe would not serve a copy: what it follows has been refused there, or is in no
         tier."""
         states = [self._catalog.columns(tier).states for tier in (Tier.CPU, Tier.NVME)]
         while row >= 0 and states[1][row] == CopyState.ABSENT:
-            if row in lower._behind or states[0][row] == CopyState.ABSENT:
+            if row in dirty._behind or states[0][row] == CopyState.ABSENT:
                 return True
             row = self._catalog.parent_rows[row]
         return False
@@ -197,9 +196,9 @@ class ManagerParts:
         return key in self.manager._remote.hints
 
     @property
-    def demotions(self) -> Demotions | None:
-        """From the CPU tier to NVMe."""
-        return next(iter(self.manager._demotions), None)
+    def dirty(self) -> Dirty | None:
+        """What is to go from the CPU tier to NVMe."""
+        return None if self.cpu is None else self.cpu.dirty
 
     @classmethod
     def make(

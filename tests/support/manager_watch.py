@@ -555,9 +555,9 @@ class ManagerWatch(Watch):
             goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
-        if parts.demotions is not None:
+        if parts.dirty is not None:
             for size_class, count in enumerate(self.sizes.cpu_slots):
-                assert parts.demotions.count(size_class) <= max(1, count // 2), "the backlog is not bounded"
+                assert parts.dirty.counts[size_class] <= max(1, count // 2), "the backlog is not bounded"
 
     def _check_slots(self, tier: Tier, pool: SlotPool) -> None:
         """Invariant 1: a used slot is held by one copy, and each copy in service holds one."""
@@ -787,9 +787,9 @@ def check_pins(parts: ManagerParts) -> None:
     for load in parts.manager._work.owners(Kind.LOADS):
         assert isinstance(load, Load)
         rest = load.order[load.planned :]
-        for tier in KEPT_TIERS:
+        for tier in catalog.tiers:
             rows = load.rows[rest][load.blocks.tiers[rest] == tier]
             expected.update((row, tier) for row in rows.tolist() if row >= 0)
     for row in catalog.rows():
-        for tier in KEPT_TIERS:
+        for tier in catalog.tiers:
             assert catalog.pins(row, tier) == expected[row, tier], f"pins of row {row} in {tier!r}"

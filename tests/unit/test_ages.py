@@ -94,7 +94,7 @@ def test_a_restart_keeps_the_ages_and_promotions_and_demotions_do_too():
         assert bench.held(PROMPT, Tier.CPU) == [True] * BLOCKS, "read from the drive, it has a copy in memory"
         rows = bench.rows(PROMPT)
         bench.parts.nvme.drop(rows[::-1])
-        bench.parts.demotions.offer(rows[::-1])
+        bench.parts.cpu.offer(rows[::-1])
         bench.finish()
         assert bench.held(PROMPT) == [True] * BLOCKS
         assert records(bench) == stored_s, "written once more, it is as old as before"

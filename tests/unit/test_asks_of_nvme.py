@@ -51,12 +51,12 @@ def test_queued_copies_leave_only_while_nothing_is_written_and_nothing_else_can(
     served = Served("all", 48 * BLOCK_BYTES)
     served.serve(FIRST)
     served.serve(OTHERS[0])
-    cpu, demotions = served.parts.cpu, served.parts.demotions
-    assert demotions.blocked and demotions.count(0) == demotions.limit(0) == 2
+    cpu, dirty = served.parts.cpu, served.parts.dirty
+    assert dirty.blocked and dirty.counts[0] == dirty.limit(0) == 2
     assert len(cpu.allocate(0, 3, keep_dirty=True)) == 2
     assert not cpu.allocate(0, 1, keep_dirty=True)
     assert served.held(FIRST, Tier.CPU) == [True, True], "those that are queued have stayed"
-    demotions.blocked = False
+    dirty.blocked = False
     assert not cpu.allocate(0, 1)
-    demotions.blocked = True
+    dirty.blocked = True
     assert len(cpu.allocate(0, 1)) == 1

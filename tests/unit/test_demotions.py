@@ -103,7 +103,7 @@ def given_up() -> tuple[TierBench, int]:
     assert bench.held("abcdefgh") == [True] * 4
     *_, tail = bench.rows("abcdefgh")
     bench.parts.nvme.drop([tail])
-    assert bench.parts.cpu.lower.offer_before_eviction([tail]) == []
+    assert bench.parts.cpu.offer_before_eviction([tail]) == []
     bench.idle()
     assert bench.held("abcdefgh") == [True] * 4
     return bench, tail
@@ -113,7 +113,7 @@ def test_what_memory_gives_up_stays_on_the_drive_until_memory_has_let_go():
     """Else the tail of a chain that fills the drive is written, leaves, and is written again."""
     bench, tail = given_up()
     assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == []
-    bench.parts.cpu.drop(bench.parts.cpu.lower.offer_before_eviction([tail]))
+    bench.parts.cpu.drop(bench.parts.cpu.offer_before_eviction([tail]))
     assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == [tail]
 
 
@@ -160,7 +160,7 @@ def test_what_is_queued_instead_of_leaving_makes_no_step_longer(monkeypatch):
     while cpu.is_searching:
         looked.append(0)
         cpu.allocate(0, 2)
-    assert cpu.lower.count(0) > 20, "queued are"
+    assert cpu.dirty.counts[0] > 20, "queued are"
     assert len(looked) > 3
     assert max(looked) <= 4 + 4 * 2
 
@@ -183,9 +183,8 @@ def test_a_search_on_the_drive_repeats_no_offers_to_memory(monkeypatch):
 def test_offers_are_numbered_for_longer_than_an_engine_lives():
     """A thousand in a second are 2**32 in fifty days."""
     bench = Bench((4096, 16384), LARGE_MEMORY)
-    for demotion in bench.manager._demotions:
-        demotion._offers = (1 << 32) - PROMPTS // 2
+    bench.parts.dirty._offers = (1 << 32) - PROMPTS // 2
     bench.come_one_by_one(0.01)
     bench.idle()
     assert len(bench.whole()) == PROMPTS
-    assert bench.manager._demotions[0]._offers > 1 << 32
+    assert bench.parts.dirty._offers > 1 << 32

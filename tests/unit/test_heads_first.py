@@ -11,7 +11,7 @@ from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import demotions
+from kvdisk.manager import dirty
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.messages import Reason
 
@@ -72,13 +72,13 @@ def test_of_a_prompt_longer_than_the_drive_it_keeps_the_head(step_tokens, memory
 def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
     """Also where that had been there, and had left; far behind the block goes alone, as a step is
     not held up for the rest."""
-    monkeypatch.setattr(demotions, "MOST_WALKED", most)
+    monkeypatch.setattr(dirty, "MOST_WALKED", most)
     bench = TierBench((32,), (64,), nvme_admission="all")
     bench.idle()
     bench.serve("aabbccddeeff")
     nvme, rows = bench.parts.nvme, bench.rows("aabbccddeeff")
     nvme.drop(rows[:1:-1])
-    bench.parts.demotions.offer(rows[-1:])
+    bench.parts.cpu.offer(rows[-1:])
     bench.idle()
     held = bench.held("aabbccddeeff")
     assert held == ([True] * 6 if most > 1 else [True, True, False, False, False, True])
@@ -86,16 +86,16 @@ def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
 
 def test_one_offer_looks_at_a_bounded_number_of_copies(monkeypatch):
     """Of a million tokens it once took 14 s: each of its copies walked as far as one call may."""
-    monkeypatch.setattr(demotions, "MOST_WALKED", 4)
+    monkeypatch.setattr(dirty, "MOST_WALKED", 4)
     bench = TierBench((64,), (64,), gpu_blocks=200, nvme_admission="all")
     bench.idle()
     bench.serve(ascii_letters)
-    rows, asked, demoting = bench.rows(ascii_letters), [], bench.parts.demotions
+    rows, asked, waiting = bench.rows(ascii_letters), [], bench.parts.dirty
     bench.parts.nvme.drop(rows[::-1])
-    look = demoting._missing_parent
-    monkeypatch.setattr(demoting, "_missing_parent", lambda row: asked.append(row) or look(row))
-    demoting.offer(rows[::-1])
-    assert demoting.total == len(rows)
+    look = waiting._missing_parent
+    monkeypatch.setattr(waiting, "_missing_parent", lambda row: asked.append(row) or look(row))
+    bench.parts.cpu.offer(rows[::-1])
+    assert waiting.total == len(rows)
     assert len(rows) <= len(asked) <= 4 + 2 * len(rows)
 
 
@@ -150,17 +150,17 @@ def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_ref
     bench = TierBench((32,), (64,), nvme_admission="all")
     bench.idle()
     bench.serve("aabbccddeeff")
-    rows, demoting = bench.rows("aabbccddeeff"), bench.parts.demotions
+    rows, waiting = bench.rows("aabbccddeeff"), bench.parts.dirty
     bench.parts.nvme.drop(rows[:3:-1])
-    demoting.offer(rows[4:])
-    assert demoting.total == 2
-    assert demoting.clean_followers(rows[3::-1]) == []
-    assert demoting.total == 0 == bench.stats["left_blocks.room"]
-    assert demoting.clean_followers(rows[3::-1]) == rows[3::-1]
-    demoting.offer(rows[4:])
-    assert demoting.total == 0, "refused until they are used"
-    assert demoting.offer_before_eviction(rows[:3:-1]) == rows[:3:-1]
+    bench.parts.cpu.offer(rows[4:])
+    assert waiting.total == 2
+    assert waiting.leaving_below(rows[3::-1]) == []
+    assert waiting.total == 0 == bench.stats["left_blocks.room"]
+    assert waiting.leaving_below(rows[3::-1]) == rows[3::-1]
+    bench.parts.cpu.offer(rows[4:])
+    assert waiting.total == 0, "refused until they are used"
+    assert bench.parts.cpu.offer_before_eviction(rows[:3:-1]) == rows[:3:-1]
     assert bench.stats["left_blocks.room"] == 2
     bench.parts.cpu.touch(rows[:3:-1])
-    demoting.offer(rows[4:])
-    assert demoting.total == 2
+    bench.parts.cpu.offer(rows[4:])
+    assert waiting.total == 2

@@ -124,12 +124,12 @@ def test_a_limit_of_demotions_is_two_methods(monkeypatch):
         bench.add(prompt)
         bench.finish()
     assert bench.held(PROMPTS[-1], Tier.CPU)[:4] == [True] * 4, "memory is not blocked by what waits"
-    assert limited.total > 0 and limited.blocked and limited.spent == 0
+    assert limited.dirty.total > 0 and limited.dirty.blocked and limited.spent == 0
     monkeypatch.setattr(Limited, "bytes_per_s", 3 * limited._lower.bytes_of(0) / 1.0)
-    while limited.total:
+    while limited.dirty.total:
         bench.step(seconds=0.25)
         assert limited.spent <= limited.bytes_per_s * bench.now
-        if limited.blocked and not bench.engine.requests:
+        if limited.dirty.blocked and not bench.engine.requests:
             bench.idle(seconds=0.0)
     assert any(bench.held(PROMPTS[-1]))
 

@@ -98,7 +98,7 @@ def test_nobody_steps_for_a_commit_that_never_ends(full):
     served.serve_steps("aabbx")
     served.commits = False
     served.serve_steps("ccddx")
-    assert served.parts.nvme.status.uncommitted and bool(served.parts.demotions.count(0)) is full
+    assert served.parts.nvme.status.uncommitted and bool(served.parts.dirty.counts[0]) is full
     assert served.manager.has_pending_work(served.engine.now)
     served.engine.now += 1000.0
     assert not served.manager.has_pending_work(served.engine.now)

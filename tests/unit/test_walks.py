@@ -46,18 +46,18 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     while not bench.parts.nvme.free_slots(0):
         bench.parts.nvme.make_room(bench.engine.now, [1])
         bench.step()
-    cpu, catalog, demotions = bench.parts.cpu, bench.catalog, bench.parts.demotions
+    cpu, catalog, dirty = bench.parts.cpu, bench.catalog, bench.parts.dirty
     rows = []
     for number, slot in enumerate(cpu.pool.allocate(0, MANY)):
         rows += catalog.add([BlockKey(number.to_bytes(32, "big") + bytes(2))], [number + 1], 0, [None])
         catalog.begin((rows[-1],), Tier.CPU, (slot,))
     cpu.finish(rows, 0)
-    demotions.offer(rows)
-    assert demotions.total == MANY
+    cpu.offer(rows)
+    assert dirty.total == MANY
     bench.parts.transfers.add(JobKind.DEMOTE, [], [])  # as if between two other tiers
     bench.manager.take_plan(bench.engine.now, idle=True)
-    assert MANY - demotions.total == MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
-    assert all(map(demotions.is_dirty, rows[MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES :])), "the oldest were taken"
+    assert MANY - dirty.total == MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
+    assert all(row in dirty for row in rows[MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES :]), "the oldest were taken"
 
 
 def test_reading_ahead_looks_at_the_head_of_the_line():
