@@ -262,6 +262,10 @@ class UnitChoice(NamedTuple):
         return replace(geometry, groups=share_slots(groups))
 
 
+OWN_BLOCKS = UnitChoice()
+"""The engine's own blocks."""
+
+
 def in_units(
     groups: Sequence[GroupGeometry], unit_tokens: int | str, longest_tokens: int = 0, rooms: Sequence[int] = ()
 ) -> tuple[GroupGeometry, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, GroupGeometry, UnitChoice
+from kvdisk.geometry import OWN_BLOCKS, Geometry, GroupGeometry, UnitChoice
 
 MLA_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "axk1"})
 """vLLM: the kinds of models whose latent KV it keeps as such."""
@@ -96,7 +96,7 @@ class ModelKv(NamedTuple):
         ranks: int,
         block_tokens: int | None = None,
         stages: Sequence[int] = (),
-        units: UnitChoice = UnitChoice(),
+        units: UnitChoice = OWN_BLOCKS,
     ) -> Geometry:
         """Return the sizes of an engine's blocks as vLLM would make them. ``ranks``: of a stage.
         ``block_tokens``: None for vLLM's default. ``stages``: layers of each stage of a pipeline;

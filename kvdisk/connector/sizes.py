@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +12,11 @@ from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec
 
 from kvdisk.assembly import unit_choice
-from kvdisk.config import STORE_POLICIES
 from kvdisk.connector.deployment import hosts_of, ranks_of_stage
 from kvdisk.connector.kv_groups import REACHES, has_drafter, keeps_states, payload_bytes, specs_of
 from kvdisk.connector.layout import UNQUANTISED, layers_differ
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import OFF, Geometry, GroupGeometry, UnitChoice
+from kvdisk.geometry import OWN_BLOCKS, Geometry, GroupGeometry, UnitChoice
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -64,7 +62,7 @@ def geometry_of(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     stages: Sequence[Sequence[KVCacheGroupSpec]] = (),
-    units: UnitChoice = UnitChoice(),
+    units: UnitChoice = OWN_BLOCKS,
 ) -> Geometry:
     """Return the sizes of this engine's blocks, each of one or several of vLLM's blocks.
 
@@ -127,15 +125,7 @@ def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def units_of(config: Config, vllm_config: VllmConfig) -> UnitChoice:
-    """Return what decides how many of vLLM's blocks are one. Raises ConfigError where a number is
-    set and cannot be used."""
-    if config.store_policy not in STORE_POLICIES:
-        if isinstance(config.unit_tokens, int):
-            raise ConfigError(
-                f"unit_tokens {config.unit_tokens} cannot be used: store_policy {config.store_policy!r} may offer "
-                "vLLM's blocks one by one."
-            )
-        config = replace(config, unit_tokens=OFF)
+    """Return what decides how many of vLLM's blocks are one."""
     model = vllm_config.model_config
     return unit_choice(config, 0 if model is None else model.max_model_len)
 

@@ -210,6 +210,10 @@ class GpuPool:
         """See ``SchedulerContext``."""
         return key in self._cached
 
+    def find_block(self, key: BlockKey) -> int | None:
+        """See ``SchedulerContext``."""
+        return self._cached.get(key)
+
     def iter_free_blocks(self) -> Iterator[GpuBlock]:
         """See ``SchedulerContext``."""
         return map(self._blocks.__getitem__, self._free)
