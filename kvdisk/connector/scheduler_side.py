@@ -333,7 +333,7 @@ class SchedulerSide:
         """Answer ``has_pending_push_work``."""
         manager = self._manager
         manager.commit()
-        if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
+        if manager.has_pending_work(time.monotonic()) or self._has_events:
             return True
         if self._parts is not None and self._parts.telemetry.is_due:
             return True
@@ -347,14 +347,18 @@ class SchedulerSide:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Answer ``take_events``: nothing unless the engine publishes events."""
-        if self._writer is None or self._journal is None or not self._journal.waits:
+        if self._writer is None or self._journal is None or not self._has_events:
             return []
         return self._writer.write(self._journal.take())
+
+    @property
+    def _has_events(self) -> bool:
+        return (self._journal is not None and self._journal.waits) or (self._writer is not None and self._writer.waits)
 
     def _describe(self, request: Request) -> None:
         if self._writer is not None:
             known = self._described.get(request.request_id, 0)
-            self._described[request.request_id] = self._writer.descriptions.remember(request, known)
+            self._described[request.request_id] = self._writer.remember(request, known)
 
     # -- metrics and end -----------------------------------------------------------------------
 

@@ -402,7 +402,8 @@ class ManagerWatch(Watch):
                     assert len(blocks) == self.sizes.geometry.groups[group_of(move.key)].gpu_blocks
                     assert all(block.key is not None for block in blocks), "a unit is stored that is not all there"
                     is_again = self._is_state(move.key)  # its store failed: whoever needs it now
-                    is_free = any(block.ref_cnt == 0 for block in blocks)
+                    keys = {block.key for block in blocks}  # there may be several of a key
+                    is_free = any(block.key in keys for block in self.engine.pool.iter_free_blocks())
                     assert is_free or is_again, "a block is stored that was not free"
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
