@@ -197,16 +197,13 @@ def size(
         known = read_model(model, dtype, kv_dtype)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
         stages = known.stages(pp)
-        memory_bytes = parse_bytes("--cpu", cpu) if cpu else 0
-        nvme_bytes = parse_bytes("--nvme", nvme) if nvme else 0
-        unit = parse_unit("--unit-tokens", unit_tokens)
-        engine = Config(cpu_bytes=memory_bytes, nvme_bytes=nvme_bytes, unit_tokens=unit)
-        longest = max_model_len or known.longest_tokens or 0
-        geometry = known.geometry(tp, block_size, stages, unit_choice(engine, longest))
+        engine = _engine(cpu, nvme, unit_tokens)
+        units = unit_choice(engine, max_model_len or known.longest_tokens or 0)
+        geometry = known.geometry(tp, block_size, stages, units)
         filled, writes = known.filled(stages), _writes(write_rate)
         answer = _answer(known, geometry, stages, tokens)
-        answer.cpu = fit_cpu(geometry, memory_bytes, tokens, filled) if cpu else None
-        answer.nvme = fit_nvme(geometry, nvme_bytes, drives, tokens, filled) if nvme else None
+        answer.cpu = fit_cpu(geometry, engine.cpu_bytes, tokens, filled) if cpu else None
+        answer.nvme = fit_nvme(geometry, engine.nvme_bytes, drives, tokens, filled) if engine.nvme_bytes else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
         answer.link, answer.data_parallel = _link(answer, prefill) if prefill else None, dp
         if block_size is None:
@@ -233,6 +230,15 @@ def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_t
         groups=[{name: getattr(group, name) for name in _GROUP_FIELDS} for group in geometry.groups],
         context_tokens=context_tokens,
         notes=list(model.notes),
+    )
+
+
+def _engine(cpu: str | None, nvme: str | None, unit_tokens: str) -> Config:
+    """Return the settings that decide what is kept. Raises ConfigError."""
+    return Config(
+        cpu_bytes=parse_bytes("--cpu", cpu) if cpu else 0,
+        nvme_bytes=parse_bytes("--nvme", nvme) if nvme else None,
+        unit_tokens=parse_unit("--unit-tokens", unit_tokens),
     )
 
 
