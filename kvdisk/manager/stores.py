@@ -499,9 +499,9 @@ class StorePlanner:
             if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
                 tenant = self._catalog.tenants[row]
         offer = _Offer(key, parent, (gpu_block,), group, tenant=tenant, gpu_keys=(key,))
-        if groups[group].gpu_blocks == 1 or self._free_units is None:
+        if groups[group].gpu_blocks == 1:
             return offer
-        gpu_blocks, gpu_keys = self._free_units.find(key)
+        gpu_blocks, gpu_keys = self._free_units.find(key) if self._free_units is not None else ((), ())
         return offer._replace(gpu_blocks=gpu_blocks, gpu_keys=gpu_keys)
 
     def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
