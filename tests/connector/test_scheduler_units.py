@@ -30,7 +30,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "states": {"state_tokens": UNIT_TOKENS, "other": FullAttentionSpec(block_size=BLOCK_TOKENS, **SIZES)},
     "no prefix cache": {"prefix_caching": False},
     "pipelined": {"pipelined": True},
+    "spillover": {},
+    "spillover, window": WINDOW,
+    "events": {"events": True},
 }
+POLICIES = {"plain": "on_preemption", "spillover": "spillover", "spillover, window": "spillover"}
 
 
 def make(engines: Engines, unit_tokens: int | str = UNIT_TOKENS, extra: Any = None, **more: Any) -> Bench:
@@ -123,8 +127,7 @@ def test_traffic(engines, kind):
     """Prompts that share beginnings of any length, over a GPU that is too small for them, aborted,
     failed and forgotten as it comes."""
     chance, more = random.Random(kind), dict(KINDS[kind])
-    policy = "on_compute" if kind != "plain" else "on_preemption"
-    extra = {"store_decode": True, "store_policy": policy, "cpu_bytes": "1MiB"}
+    extra = {"store_decode": True, "store_policy": POLICIES.get(kind, "on_compute"), "cpu_bytes": "1MiB"}
     num_blocks = 60 if more else 30
     bench = make(engines, **{"nvme": True, "extra": extra, "num_blocks": num_blocks, "max_batched_tokens": 96} | more)
     if {"two_sizes", "stages"} & {*more}:
