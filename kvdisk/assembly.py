@@ -33,7 +33,7 @@ from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.device.uses import Uses, write_uses
 from kvdisk.engine_store import EngineStore, make_budget, nvme_layout_in, open_engine_store, short
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, StoreLocked
-from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace
+from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry, Namespace, UnitChoice
 from kvdisk.identity import Identity, Named
 from kvdisk.index.lmdb_index import LmdbIndex
 from kvdisk.index.neighbour_reader import NeighbourReader
@@ -374,6 +374,14 @@ def memory_slots_in(size: int, geometry: Geometry, size_key: str = "cpu_bytes") 
             f"{size_key} {size} is too small for a block of each size; the largest takes {largest} bytes."
         )
     return slots
+
+
+def unit_choice(config: Config, longest_tokens: int) -> UnitChoice:
+    """Return what decides how many of the engine's blocks are one. ``longest_tokens``: of the
+    longest prompt that the engine takes."""
+    memory = tuple(row.bytes_in(config) for row in MEMORY_TIERS)
+    drive = (config.nvme_bytes or 0, config.nvme_write_bytes_per_day or 0)
+    return UnitChoice(config.unit_tokens, longest_tokens, memory, drive)
 
 
 def _make_memory_tiers(parts: Parts) -> list[MemorySpace]:

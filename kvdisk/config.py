@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import AUTO
+from kvdisk.geometry import AUTO, OFF
 
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgtp", start=1):  # as SI ("GB") and IEC ("GiB") say, and Kubernetes ("G", "Gi")
@@ -48,12 +48,13 @@ def parse_bytes(key: str, value: Any) -> int:
 
 
 def parse_unit(key: str, value: Any) -> int | str:
-    """Read the tokens of a unit: a number, also as text, or ``AUTO``. Raises ConfigError."""
-    if value == AUTO or (type(value) is int and value > 0):
+    """Read the tokens of a unit: a number, also as text, ``AUTO`` or ``OFF``. Raises
+    ConfigError."""
+    if value in (AUTO, OFF) or (type(value) is int and value > 0):
         return value  # type: ignore[no-any-return]
     if isinstance(value, str) and value.isdecimal() and int(value):
         return int(value)
-    raise ConfigError(f"{key} must be 'auto' or a number of tokens, not {value!r}.")
+    raise ConfigError(f"{key} must be '{AUTO}', '{OFF}' or a number of tokens, not {value!r}.")
 
 
 def _parse_dirs(key: str, value: Any) -> tuple[Path, ...]:
@@ -353,18 +354,17 @@ class Config:
     Default: none
     Example: 604800
     """
-    unit_tokens: int | str | None = _setting(None, parse_unit)
+    unit_tokens: int | str = _setting(AUTO, parse_unit)
     """Tokens of a unit: several of vLLM's blocks that are stored, found and loaded as one. A hit
     ends with a unit, and so loses half of one; it costs the scheduler a fraction, and so do index
-    and memory. `"auto"`: up to 128 tokens, in units of 1 MiB on a rank at most, by KV-cache group;
-    a number: 16 MiB at most. It pays where a block's share is small and prompts are long
-    ([units](MODELS.md#units)). Beside recurrent states a unit must end with each of their blocks,
-    or it is left out: most such models keep vLLM's blocks. Another value is another namespace: what
-    is stored is not found under it. Refused with store policies but `"on_compute"` and
-    `"on_preemption"`, and with KV-cache events; `"auto"` is one block there.
+    and memory. `"auto"`: vLLM's blocks, unless a prompt of `max_model_len` has more than some 8,192
+    of them in all KV-cache groups: then as many together as that needs, of at most 128 tokens and
+    16 MiB on a rank, and no more than leave each tier room for 400. `"off"`: vLLM's blocks. A
+    number: 16 MiB at most. [Units](MODELS.md#units) says what comes of it for windows, drafters,
+    recurrent states and store policies of your own. Another unit is another namespace: what is
+    stored is not found under it.
 
-    Default: none: vLLM's own blocks
-    Example: "auto"
+    Example: "off"
     Example: 64
     """
     min_load_tokens: int | None = _setting(None, _parse_tokens)

@@ -76,6 +76,10 @@ class SchedulerContext(Protocol):
     def is_cached(self, key: BlockKey) -> bool:
         """Return whether the engine's own prefix cache has a block now."""
 
+    def find_block(self, key: BlockKey) -> int | None:
+        """Return a GPU block that the engine's own prefix cache has for a key now, if it has
+        one."""
+
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         """Yield the blocks of the free queue, the next one to be reused first."""
 
@@ -101,6 +105,10 @@ class NoPool:
 
     def is_cached(self, key: BlockKey) -> bool:  # noqa: ARG002
         return False
+
+    def find_block(self, key: BlockKey) -> int | None:  # noqa: ARG002
+        """See ``SchedulerContext``."""
+        return None
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         return iter(())

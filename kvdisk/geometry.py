@@ -28,14 +28,18 @@ LEAST_FILLED = 0.8
 """The least share of a KV group's slot that a recurrent state must fill to get slots of the same
 size."""
 AUTO = "auto"
-"""The value of ``unit_tokens`` for units that are chosen by size: of at most UNIT_BYTES and
-MOST_UNIT_TOKENS."""
-UNIT_BYTES = 1 << 20
-"""The most bytes of one rank's shard of a unit with ``AUTO``. Drives reach their rate with reads of
-this size."""
+"""The value of ``unit_tokens`` for units that are chosen by the longest prompt and the tiers' room:
+see ``in_units``."""
+OFF = "off"
+"""The value of ``unit_tokens`` for the engine's own blocks."""
+MOST_UNITS = 8192
+"""The most units of the longest prompt with ``AUTO``, in all groups together, as far as other
+limits allow."""
 MOST_UNIT_TOKENS = 128
 """The most tokens of a unit with ``AUTO``: a hit ends with a unit, so that it loses half of one
 (``docs/decisions``, 54)."""
+LEAST_UNITS = 400
+"""The fewest units of a group that each tier has room for with ``AUTO``."""
 MOST_UNIT_BYTES = 16 << 20
 """The most bytes of one rank's shard of any unit: staging and a GPU's scratch hold several
 slots."""
@@ -236,10 +240,42 @@ def share_slots(groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
     return tuple(found)
 
 
-def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[GroupGeometry, ...]:
+class UnitChoice(NamedTuple):
+    """What decides how many of the engine's blocks are one.
+
+    ``unit_tokens``: the setting. ``longest_tokens``: of the longest prompt that the engine takes.
+    ``memory_bytes``: of each tier in memory, over all ranks. ``drive_bytes``: of what limits the
+    tier on the drives, over all shards. 0: no such tier, or no limit.
+    """
+
+    unit_tokens: int | str = OFF
+    longest_tokens: int = 0
+    memory_bytes: tuple[int, ...] = ()
+    drive_bytes: tuple[int, ...] = ()
+
+    def of(self, geometry: Geometry) -> Geometry:
+        """Return the sizes of an engine's blocks in units. ``geometry``: with the engine's own
+        blocks. Raises ConfigError where a number fits no group."""
+        rooms = [size // geometry.rank_count for size in self.memory_bytes]
+        rooms += [size // geometry.shard_count for size in self.drive_bytes]
+        groups = in_units(geometry.groups, self.unit_tokens, self.longest_tokens, [room for room in rooms if room])
+        return replace(geometry, groups=share_slots(groups))
+
+
+OWN_BLOCKS = UnitChoice()
+"""The engine's own blocks."""
+
+
+def in_units(
+    groups: Sequence[GroupGeometry], unit_tokens: int | str, longest_tokens: int = 0, rooms: Sequence[int] = ()
+) -> tuple[GroupGeometry, ...]:
     """Return the groups with blocks that are units: several of the engine's blocks, of
-    ``unit_tokens`` tokens together. With ``AUTO`` a unit has at most ``UNIT_BYTES`` on a rank and
-    at most ``MOST_UNIT_TOKENS``, and all groups' units end together.
+    ``unit_tokens`` tokens together. ``OFF``: the groups as they are.
+
+    With ``AUTO`` units grow, in powers of two, until a prompt of ``longest_tokens`` has
+    ``MOST_UNITS`` of them at most. They stop at ``MOST_UNIT_TOKENS``, and where a tier would have
+    room for fewer than ``LEAST_UNITS`` of a group. All groups' units end together. ``rooms``: the
+    bytes of each tier for one shard of its blocks.
 
     Some groups keep the engine's blocks: recurrent states; groups whose blocks are as large, or do
     not divide ``unit_tokens``; groups whose units would have more than ``MOST_UNIT_BYTES``; and
@@ -249,11 +285,11 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
     engine may keep one state alone. With ``AUTO`` a drafter's group does, too: its hits would lose
     a unit more. Raises ConfigError where a number fits no group.
     """
+    if unit_tokens == OFF:
+        return tuple(groups)
     ends = math.gcd(*(group.block_tokens for group in groups if group.state_tokens is not None))  # 0: no states
     if unit_tokens == AUTO:
-        aligned = math.lcm(*(group.block_tokens for group in groups))
-        ends = ends or aligned << max(0, (MOST_UNIT_TOKENS // aligned).bit_length() - 1)
-        return tuple(_unit_of(group, _fitting(group, ends)) for group in groups)
+        return _as_few_units(groups, ends, longest_tokens, rooms)
     wanted = int(unit_tokens)
     counts = [wanted // group.block_tokens if wanted % group.block_tokens == 0 else 0 for group in groups]
     if not any(_may_have(group, count) for group, count in zip(groups, counts, strict=True)):
@@ -261,7 +297,7 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
         raise ConfigError(
             f"unit_tokens {wanted} fits no KV-cache group of this model, whose blocks have {sizes} tokens: it must be "
             "a multiple of that, at most half of what a sliding window reads, and have at most "
-            f"{MOST_UNIT_BYTES >> 20} MiB on a rank; 'auto' finds one."
+            f"{MOST_UNIT_BYTES >> 20} MiB on a rank; '{AUTO}' finds one, '{OFF}' keeps vLLM's blocks."
         )
     if ends % wanted:
         return tuple(groups)
@@ -270,14 +306,43 @@ def in_units(groups: Sequence[GroupGeometry], unit_tokens: int | str) -> tuple[G
     )
 
 
-def _fitting(group: GroupGeometry, ends: int) -> int:
+def _as_few_units(
+    groups: Sequence[GroupGeometry], ends: int, longest_tokens: int, rooms: Sequence[int]
+) -> tuple[GroupGeometry, ...]:
+    """Return the groups with the units that ``AUTO`` chooses. ``ends``: tokens that each unit must
+    divide; 0: any."""
+    found, tokens = tuple(groups), min(group.block_tokens for group in groups)
+    while sum(-(-longest_tokens // group.tokens_each) for group in found) > MOST_UNITS and tokens < MOST_UNIT_TOKENS:
+        tokens *= 2
+        larger = _of_tokens(groups, ends, min(tokens, MOST_UNIT_TOKENS))
+        if larger != found and min(_units_in(larger, room) for room in (*rooms, math.inf)) < LEAST_UNITS:
+            break
+        found = larger
+    return found
+
+
+def _of_tokens(groups: Sequence[GroupGeometry], ends: int, tokens: int) -> tuple[GroupGeometry, ...]:
+    """Return the groups with units of at most so many tokens, a power of two of the engine's
+    blocks. Those of all groups end together."""
+    aligned = math.lcm(*(group.block_tokens for group in groups))
+    ends = ends or aligned << max(0, (tokens // aligned).bit_length() - 1)
+    return tuple(_unit_of(group, _fitting(group, ends, tokens)) for group in groups)
+
+
+def _fitting(group: GroupGeometry, ends: int, tokens: int) -> int:
     """Return how many blocks of a group are a unit with ``AUTO``: a power of two. ``ends``: a
     multiple of the group's block, which a unit divides, so that those of all groups end there."""
-    most = min(MOST_UNIT_TOKENS // group.block_tokens, UNIT_BYTES // max(1, group.payload_bytes))
-    count = 1 << max(0, most.bit_length() - 1) if not group.volatile_tokens else 1
+    count = 1 << max(0, (tokens // group.block_tokens).bit_length() - 1) if not group.volatile_tokens else 1
     while count > 1 and (ends % (count * group.block_tokens) or not _may_have(group, count)):
         count //= 2
     return count
+
+
+def _units_in(groups: Sequence[GroupGeometry], room: float) -> float:
+    """Return how many units of the group with the longest ones fit into a tier that has ``room``
+    bytes for one shard of each block."""
+    tokens = room / sum(group.slot_bytes / group.tokens_each for group in groups)
+    return tokens / max(group.block_tokens for group in groups if group.gpu_blocks > 1)
 
 
 def _unit_of(group: GroupGeometry, count: int) -> GroupGeometry:

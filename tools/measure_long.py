@@ -49,6 +49,9 @@ from vllm.v1.request import Request, RequestStatus
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.config import Config
 from kvdisk.connector.scheduler_side import SchedulerSide
+from kvdisk.connector.sizes import geometry_of
+from kvdisk.geometry import AUTO, OFF, UnitChoice
+from kvdisk.manager.free_units import FreeUnits
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.store_policy import NoStores, Spillover
@@ -85,8 +88,8 @@ WIRE = ("to the workers: dump", "- load, on each", "- MB")
 
 
 class Ours:
-    """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given. ``unit``: blocks
-    that are one of ours."""
+    """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given. ``unit_tokens``:
+    the setting."""
 
     def __init__(
         self,
@@ -94,20 +97,22 @@ class Ours:
         pool: BlockPool,
         blocks: int,
         store_dir: Path | None,
-        unit: int = 1,
+        longest_tokens: int,
+        unit_tokens: str = AUTO,
         policy: str = "on_compute",
     ) -> None:
         drive: dict[str, Any] = {}
         if store_dir is not None:
             slots = 3 * blocks * 2 * short.PAYLOAD_BYTES
             drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": slots}
-        unit_tokens = unit * BLOCK_TOKENS if unit > 1 else None
-        size = blocks // unit * (unit * short.PAYLOAD_BYTES + short.PAYLOAD_BYTES)
+        settings, units = short._settings(longest_tokens), UnitChoice(unit_tokens, longest_tokens)
+        groups = geometry_of(settings, cache, units=units).groups
+        size = sum(blocks // len(groups) // group.gpu_blocks * group.slot_bytes for group in groups)
         config = Config(cpu_bytes=size, store_decode=True, unit_tokens=unit_tokens, store_policy=policy, **drive)
         # No worker has made the segments' files that the upkeep would miss.
         mock.patch("kvdisk.upkeep.HomeWatch.lost_segments", return_value=frozenset()).start()
         with mock.patch("kvdisk.connector.scheduler_side.fingerprint_of", return_value=(bytes(32), {})):  # no model
-            self._side = SchedulerSide(config, short._settings(), cache)
+            self._side = SchedulerSide(config, settings, cache)
         self._side.bind_pool(pool)
         self.arrive, self.allocated, self.plan = self._side.new_request, self._side.allocated, self._side.plan
         self.is_busy = self._side.has_pending_work
@@ -224,6 +229,7 @@ class Engine:
         self.cache = KVCacheConfig(pool_blocks, [], layers, hash_block_size=BLOCK_TOKENS)
         self.pool = BlockPool(pool_blocks, True, BLOCK_TOKENS)
         self.tokens, self.groups = tokens, groups
+        self.about = self.cache, self.pool
         self.side: Any = None
         self._tables = _Tables()
         self._count = 0
@@ -418,7 +424,8 @@ class Engine:
 
     def spill(self, name: str) -> None:
         """Serve a stored prompt under ``spillover``."""
-        self.side.manager._stores._store_policy = Spillover()
+        stores = self.side.manager._stores
+        stores._store_policy, stores._free_units = Spillover(), FreeUnits(stores._context, stores._geometry)
         self.meet(name, steps=20)
 
     def list_all(self, name: str) -> None:
@@ -475,12 +482,12 @@ def measure(tokens: int, groups: int, make: Callable[[Engine, int], Any], *, is_
 def sides(store_dir: Path) -> dict[str, tuple[Callable[[Engine, int], Any], bool]]:
     """Return how to make each side, by its name, and whether it has an NVMe tier."""
     return {
-        "kvdisk": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, None), False),
-        "with NVMe": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, store_dir), True),
+        "kvdisk": (lambda engine, blocks: Ours(*engine.about, blocks, None, engine.tokens), False),
+        "with NVMe": (lambda engine, blocks: Ours(*engine.about, blocks, store_dir, engine.tokens), True),
         "vLLM, 1 a chunk": (lambda engine, blocks: Theirs(engine.cache, blocks, 1), False),
         "vLLM, 16 a chunk": (lambda engine, blocks: Theirs(engine.cache, blocks, 16), False),
-        "kvdisk, 16 a unit": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, None, 16), False),
-        "with NVMe, 16": (lambda engine, blocks: Ours(engine.cache, engine.pool, blocks, store_dir, 16), True),
+        "kvdisk, units off": (lambda engine, blocks: Ours(*engine.about, blocks, None, engine.tokens, OFF), False),
+        "with NVMe, off": (lambda engine, blocks: Ours(*engine.about, blocks, store_dir, engine.tokens, OFF), True),
     }
 
 
@@ -523,7 +530,7 @@ def calls_of(tokens: int, groups: int, rounds: int) -> Table:
         for at, store_dir in enumerate((None, Path(directory))):
 
             def make(engine: Engine, blocks: int, policy: str = "on_compute", where: Path | None = store_dir) -> Ours:
-                return Ours(engine.cache, engine.pool, blocks, where, policy=policy)
+                return Ours(*engine.about, blocks, where, engine.tokens, policy=policy)
 
             for _ in range(rounds):
                 for call, rows in CALLS:

@@ -204,9 +204,10 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.thread_time() - start_s, answer
 
 
-def _settings() -> Any:
-    """Return what both read of a ``VllmConfig``."""
+def _settings(longest_tokens: int = 0) -> Any:
+    """Return what both read of a ``VllmConfig``. ``longest_tokens``: of the longest prompt."""
     return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest_tokens),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
             world_size=1,

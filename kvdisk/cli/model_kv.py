@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry, GroupGeometry, in_units
+from kvdisk.geometry import OWN_BLOCKS, Geometry, GroupGeometry, UnitChoice
 
 MLA_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "axk1"})
 """vLLM: the kinds of models whose latent KV it keeps as such."""
@@ -96,11 +96,11 @@ class ModelKv(NamedTuple):
         ranks: int,
         block_tokens: int | None = None,
         stages: Sequence[int] = (),
-        unit_tokens: int | str | None = None,
+        units: UnitChoice = OWN_BLOCKS,
     ) -> Geometry:
         """Return the sizes of an engine's blocks as vLLM would make them. ``ranks``: of a stage.
         ``block_tokens``: None for vLLM's default. ``stages``: layers of each stage of a pipeline;
-        empty for one stage. ``unit_tokens``: the setting. Raises ConfigError."""
+        empty for one stage. ``units``: what decides how many blocks are one. Raises ConfigError."""
         block_tokens = block_tokens or (_MLA_BLOCK_TOKENS if self.mla else _BLOCK_TOKENS)
         if self.heads % ranks:
             raise ConfigError(f"--tp {ranks} does not divide the model's {self.heads} attention heads.")
@@ -110,10 +110,8 @@ class ModelKv(NamedTuple):
             GroupGeometry(number, block_tokens, layers * block_tokens * token_bytes, window)
             for number, (layers, window) in enumerate(group_layers(self.windows, stages))
         )
-        if unit_tokens is not None:
-            groups = in_units(groups, unit_tokens)
         count = max(1, len(stages))
-        return Geometry(groups, ranks * count, block_tokens, replicated=self.mla and ranks > 1 == count)
+        return units.of(Geometry(groups, ranks * count, block_tokens, replicated=self.mla and ranks > 1 == count))
 
     def filled(self, stages: Sequence[int]) -> float:
         """Return the share of all stages' slots that is KV: slots are as large as the largest stage

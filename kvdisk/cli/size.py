@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdisk import __version__
-from kvdisk.assembly import memory_slots_in
+from kvdisk.assembly import memory_slots_in, unit_choice
 from kvdisk.cli.indexes import read_homes
 from kvdisk.cli.model_kv import ModelKv, read_model
 from kvdisk.cli.output import (
@@ -38,7 +38,7 @@ from kvdisk.cli.output import size as in_words
 from kvdisk.config import Config, parse_bytes, parse_unit
 from kvdisk.engine_store import nvme_layout_in
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import AUTO, Geometry
 
 DAY_S = 86400
 _CONTEXT_TOKENS = 32768
@@ -52,7 +52,10 @@ _BlockSize = Annotated[
     int | None,
     typer.Option(metavar="TOKENS", min=1, max=_MOST_BLOCK_TOKENS, help="As vLLM's. Default: 16, with MLA 64."),
 ]
-_Unit = Annotated[str | None, typer.Option(metavar="N|auto", help="Tokens of a unit; see the setting unit_tokens.")]
+_Unit = Annotated[str, typer.Option(metavar="N|auto|off", help="Tokens of a unit; see the setting unit_tokens.")]
+_Longest = Annotated[
+    int | None, typer.Option("--max-model-len", metavar="TOKENS", min=1, help="As vLLM's. Default: the model's.")
+]
 _Prefill = Annotated[
     float | None,
     typer.Option(metavar="TOKENS", min=1, help="Computed in a second: what a remote store's link must carry."),
@@ -161,7 +164,8 @@ def size(
     block_size: _BlockSize = None,
     dtype: Annotated[str | None, typer.Option(help="As vLLM's dtype, where that is not the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's kv_cache_dtype: auto, fp8, bfloat16 ...")] = "auto",
-    unit_tokens: _Unit = None,
+    unit_tokens: _Unit = AUTO,
+    max_model_len: _Longest = None,
     drives: Annotated[
         int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="How many directories store_dirs has.")
     ] = 1,
@@ -193,11 +197,13 @@ def size(
         known = read_model(model, dtype, kv_dtype)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
         stages = known.stages(pp)
-        geometry = known.geometry(tp, block_size, stages, _unit(unit_tokens))
+        engine = _engine(cpu, nvme, unit_tokens)
+        units = unit_choice(engine, max_model_len or known.longest_tokens or 0)
+        geometry = known.geometry(tp, block_size, stages, units)
         filled, writes = known.filled(stages), _writes(write_rate)
         answer = _answer(known, geometry, stages, tokens)
-        answer.cpu = fit_cpu(geometry, parse_bytes("--cpu", cpu), tokens, filled) if cpu else None
-        answer.nvme = fit_nvme(geometry, parse_bytes("--nvme", nvme), drives, tokens, filled) if nvme else None
+        answer.cpu = fit_cpu(geometry, engine.cpu_bytes, tokens, filled) if cpu else None
+        answer.nvme = fit_nvme(geometry, engine.nvme_bytes, drives, tokens, filled) if engine.nvme_bytes else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
         answer.link, answer.data_parallel = _link(answer, prefill) if prefill else None, dp
         if block_size is None:
@@ -227,8 +233,13 @@ def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_t
     )
 
 
-def _unit(text: str | None) -> int | str | None:
-    return None if text is None else parse_unit("--unit-tokens", text)
+def _engine(cpu: str | None, nvme: str | None, unit_tokens: str) -> Config:
+    """Return the settings that decide what is kept. Raises ConfigError."""
+    return Config(
+        cpu_bytes=parse_bytes("--cpu", cpu) if cpu else 0,
+        nvme_bytes=parse_bytes("--nvme", nvme) if nvme else None,
+        unit_tokens=parse_unit("--unit-tokens", unit_tokens),
+    )
 
 
 def _endurance(text: str, writes: Writes | None) -> Endurance:

@@ -35,7 +35,7 @@ from kvdisk.connector.model_weights import read_weights_early
 from kvdisk.connector.off import OWN_POLICIES, SchedulerOff, ToldOff, WorkerOff, guarded, say_off
 from kvdisk.connector.refusals import refuse_deployment, refuse_store_policy, refuse_unsupported
 from kvdisk.connector.scheduler_side import SchedulerSide
-from kvdisk.connector.sizes import least_geometry, units_of
+from kvdisk.connector.sizes import least_geometry
 from kvdisk.connector.versions import refuse_version
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.device.gds import gds_unavailable
@@ -81,7 +81,6 @@ def refuse_early(transfer: KVTransferConfig, vllm_config: VllmConfig | None) -> 
     refuse_deployment(vllm_config, transfer.kv_role)
     if vllm_config.cache_config.enable_prefix_caching is False:
         refuse_store_policy(config.store_policy, vllm_config)
-    units_of(config, vllm_config)
     if config.store_dirs or config.remote is not None:
         refuse_nameless(vllm_config)
         read_weights_early(vllm_config)

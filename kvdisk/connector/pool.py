@@ -116,6 +116,11 @@ class BlockPoolContext:
         """Return whether the prefix cache has a block now."""
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [self._groups.ids[group_of(key)]]) is not None
 
+    def find_block(self, key: BlockKey) -> int | None:
+        """See ``SchedulerContext``."""
+        found = self._pool.get_cached_block(key[:-GROUP_BYTES], [self._groups.ids[group_of(key)]])
+        return found[0].block_id if found and self.get_block(found[0].block_id).key == key else None
+
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         for block in self._pool.free_block_queue.iter_blocks_after(None):
             yield PooledBlock(block, self._geometry, self._groups, self._void)

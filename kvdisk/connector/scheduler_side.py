@@ -60,8 +60,8 @@ class SchedulerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._unit_tokens = units_of(config, vllm_config)
-        self._geometry = geometry_of(vllm_config, kv_cache_config, unit_tokens=self._unit_tokens)
+        self._units = units_of(config, vllm_config)
+        self._geometry = geometry_of(vllm_config, kv_cache_config, units=self._units)
         self._groups = GroupIds(kv_cache_config)
         refuse_store_policy(config.store_policy, vllm_config, self._geometry)
         if keeps_parts_of_states(kv_cache_config, self._geometry):
@@ -71,11 +71,12 @@ class SchedulerSide:
                 max(group.block_tokens for group in self._geometry.groups),
             )
         states = [group.block_tokens for group in self._geometry.groups if group.state_tokens is not None]
-        if isinstance(self._unit_tokens, int) and any(tokens % self._unit_tokens for tokens in states):
+        wanted = self._units.unit_tokens
+        if isinstance(wanted, int) and any(tokens % wanted for tokens in states):
             logger.warning(
                 "unit_tokens %d is left out: a hit ends with a recurrent state, which this model has after blocks of "
                 "%d tokens, and so would hardly ever end with a unit, too. kvdisk keeps vLLM's blocks.",
-                self._unit_tokens,
+                wanted,
                 min(states),
             )
         self._has_sizes = sizes_are_certain(vllm_config, kv_cache_config)
@@ -89,8 +90,7 @@ class SchedulerSide:
         """The GPU blocks of loads whose last job no plan has carried yet, by request."""
         self._controls = Controls()
         self._adapters = Adapters(vllm_config.lora_config)
-        publishes = publishes_events(vllm_config)
-        self._writer = EventWriter(self._geometry, event_groups(kv_cache_config)) if publishes else None
+        self._writer: EventWriter | None = None
         self._journal: Journal | None = None
         self._described: dict[str, int] = {}
         if recompute_failed_loads(vllm_config):
@@ -136,7 +136,7 @@ class SchedulerSide:
                 "on one."
             )
         for stages in by_worker:
-            geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages, self._unit_tokens)
+            geometry = geometry_of(self._vllm_config, self._kv_cache_config, stages, self._units)
             if self._parts is None and self._context is not None:
                 self._geometry = geometry
                 self._assemble(self._find_identity(stages))
@@ -158,9 +158,17 @@ class SchedulerSide:
     def _assemble(self, identity: Identity | None) -> None:
         assert self._context is not None
         rank = data_parallel_rank_of(self._vllm_config)
+        units = [group.block_tokens for group in self._geometry.groups]
+        if any(group.gpu_blocks > 1 for group in self._geometry.groups):
+            logger.info(
+                "kvdisk stores and loads several of vLLM's blocks as one, of %s tokens by KV-cache group: unit_tokens "
+                "sets how many.",
+                ", ".join(map(str, units)),
+            )
         self._parts = assemble_scheduler(self._config, self._geometry, self._context, identity, rank)
         self._mailbox = self._parts.mailbox
-        if self._writer is not None:
+        if publishes_events(self._vllm_config):
+            self._writer = EventWriter(self._geometry, event_groups(self._kv_cache_config))
             self._journal = self._parts.manager.publish()
 
     # -- requests ------------------------------------------------------------------------------
@@ -327,7 +335,7 @@ class SchedulerSide:
         """Answer ``has_pending_push_work``."""
         manager = self._manager
         manager.commit()
-        if manager.has_pending_work(time.monotonic()) or (self._journal is not None and self._journal.waits):
+        if manager.has_pending_work(time.monotonic()) or self._has_events:
             return True
         if self._parts is not None and self._parts.telemetry.is_due:
             return True
@@ -341,14 +349,18 @@ class SchedulerSide:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Answer ``take_events``: nothing unless the engine publishes events."""
-        if self._writer is None or self._journal is None or not self._journal.waits:
+        if self._writer is None or self._journal is None or not self._has_events:
             return []
         return self._writer.write(self._journal.take())
+
+    @property
+    def _has_events(self) -> bool:
+        return (self._journal is not None and self._journal.waits) or (self._writer is not None and self._writer.waits)
 
     def _describe(self, request: Request) -> None:
         if self._writer is not None:
             known = self._described.get(request.request_id, 0)
-            self._described[request.request_id] = self._writer.descriptions.remember(request, known)
+            self._described[request.request_id] = self._writer.remember(request, known)
 
     # -- metrics and end -----------------------------------------------------------------------
 

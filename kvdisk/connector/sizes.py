@@ -11,12 +11,12 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec
 
+from kvdisk.assembly import unit_choice
 from kvdisk.connector.deployment import hosts_of, ranks_of_stage
-from kvdisk.connector.events import publishes_events
 from kvdisk.connector.kv_groups import REACHES, has_drafter, keeps_states, payload_bytes, specs_of
 from kvdisk.connector.layout import UNQUANTISED, layers_differ
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import AUTO, Geometry, GroupGeometry, in_units, share_slots
+from kvdisk.geometry import OWN_BLOCKS, Geometry, GroupGeometry, UnitChoice
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -62,14 +62,15 @@ def geometry_of(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     stages: Sequence[Sequence[KVCacheGroupSpec]] = (),
-    unit_tokens: int | str | None = None,
+    units: UnitChoice = OWN_BLOCKS,
 ) -> Geometry:
     """Return the sizes of this engine's blocks, each of one or several of vLLM's blocks.
 
     ``stages``: the groups of each stage of a pipeline. A block has the same size on each of them,
     that of the stage which has most of its bytes. Empty: the groups of the configuration (see
     ``sizes_are_certain``). Where a worker has no layers of a group, the group's blocks have no
-    bytes. ``unit_tokens``: the setting. Raises ConfigError where no group can have such blocks.
+    bytes. ``units``: what decides how many of vLLM's blocks are one; by default one is. Raises
+    ConfigError where no group can have units of the number that is set.
     """
     groups = []
     parallel = vllm_config.parallel_config
@@ -93,11 +94,10 @@ def geometry_of(
             )
         )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)
-    if unit_tokens is not None:
-        groups = list(in_units(groups, unit_tokens))
     ranks = ranks_of_stage(vllm_config) * parallel.pipeline_parallel_size
     replicated = ranks > 1 and ranks_are_alike(vllm_config, kv_cache_config)
-    return Geometry(share_slots(groups), ranks, hash_tokens, replicated, hosts_of(vllm_config, replicated=replicated))
+    hosts = hosts_of(vllm_config, replicated=replicated)
+    return units.of(Geometry(tuple(groups), ranks, hash_tokens, replicated, hosts))
 
 
 def _volatile_tokens(vllm_config: VllmConfig) -> int:
@@ -124,19 +124,10 @@ def ranks_are_alike(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     )
 
 
-def units_of(config: Config, vllm_config: VllmConfig) -> int | str | None:
-    """Return the setting ``unit_tokens`` as far as it can be used here. Raises ConfigError where a
-    number cannot."""
-    why = ""
-    if config.store_policy not in {"on_compute", "on_preemption"}:
-        why = f"store_policy {config.store_policy!r} stores vLLM's blocks one by one"
-    elif publishes_events(vllm_config):
-        why = "KV-cache events name vLLM's blocks one by one"
-    if not why or config.unit_tokens is None:
-        return config.unit_tokens
-    if config.unit_tokens != AUTO:
-        raise ConfigError(f"unit_tokens {config.unit_tokens} cannot be used: {why}.")
-    return None
+def units_of(config: Config, vllm_config: VllmConfig) -> UnitChoice:
+    """Return what decides how many of vLLM's blocks are one."""
+    model = vllm_config.model_config
+    return unit_choice(config, 0 if model is None else model.max_model_len)
 
 
 def keeps_parts_of_states(kv_cache_config: KVCacheConfig, geometry: Geometry) -> bool:

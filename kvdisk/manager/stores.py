@@ -22,6 +22,7 @@ from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Taken, Wanted
 from kvdisk.manager.demand import Demand, Stretch
+from kvdisk.manager.free_units import FreeUnits
 from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
@@ -101,6 +102,9 @@ class StorePlanner:
         self._behind = {group.volatile_tokens for group in groups}
         """By how many tokens blocks become final behind the last that was computed."""
         self._prompt_only = any(group.prompt_only for group in groups)
+        offers_free = type(store_policy).free_offers is not StorePolicy.free_offers
+        has_units = any(group.gpu_blocks > 1 for group in groups)
+        self._free_units = FreeUnits(parts.context, parts.geometry) if has_units and offers_free else None
         self._free_back_off = BackOff()
         """The pause after offers of free blocks were refused."""
         self._left: list[_Offer] = []
@@ -218,6 +222,8 @@ class StorePlanner:
         keys, is_state = request.keys[group], self._geometry.groups[group].state_tokens is not None
         if request.tenant and (is_state or not self._store_policy.offers_all):
             self._note_tenant(keys[start:stop], request.tenant)
+        if self._free_units is not None:
+            self._free_units.reached(group, keys, start, stop)
         return self._store_policy.reached(request.request_id, keys, start, stop)
 
     def _next_blocks(
@@ -388,6 +394,8 @@ class StorePlanner:
         self._losses += 1
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
+        if self._free_units is not None:
+            self._free_units.clear()
 
     def forget(self, request: RequestState) -> None:
         """Forget what a request has computed: it has ended, or begins anew."""
@@ -484,12 +492,11 @@ class StorePlanner:
         if not is_time or self._free_back_off.holds(self._state.released, now):
             return
         self._state.taken_blocks = 0
-        found = self._store_policy.free_offers(self._context)
+        found = self._store_policy.free_offers(self._free_units or self._context)
         if not found:
             return
-        job_id, refused = self._store(
-            [self._free_offer(each.key, each.parent, each.block) for each in found], None, now
-        )
+        offers = [self._free_offer(each.key, each.parent, each.block) for each in found]
+        job_id, refused = self._store(offers, None, now)
         if job_id is not None:
             self._free_back_off.accept()
         if refused:
@@ -510,7 +517,11 @@ class StorePlanner:
             tenant = self._reached_by.get(key, 0)
             if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
                 tenant = self._catalog.tenants[row]
-        return _Offer(key, parent, (gpu_block,), group, tenant=tenant, gpu_keys=(key,))
+        offer = _Offer(key, parent, (gpu_block,), group, tenant=tenant, gpu_keys=(key,))
+        if groups[group].gpu_blocks == 1:
+            return offer
+        gpu_blocks, gpu_keys = self._free_units.find(key) if self._free_units is not None else ((), ())
+        return offer._replace(gpu_blocks=gpu_blocks, gpu_keys=gpu_keys)
 
     def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
         """Remember whose blocks these are, for when they are free: as many as the engine has, and

@@ -68,7 +68,7 @@ MODEL = {
     "num_hidden_layers": 2,
     "intermediate_size": 256,
     "vocab_size": 512,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 1 << 22,
     "torch_dtype": "float32",
     "head_dim": 32,
 }

@@ -226,6 +226,30 @@ def test_units_of_two_blocks(tiny_llama, tmp_path):
         assert counters["hit_tokens.nvme"] > 0 and not counters.get("failed_loads")
 
 
+def test_by_default_units_of_two_blocks_where_the_longest_prompt_has_many(tiny_llama, tmp_path):
+    """The engine is started for 270,000 tokens, which are 8,438 blocks. Tokens are as without
+    kvdisk."""
+    store, unit_tokens = tmp_path / "store", 2 * BLOCK_TOKENS
+    limits = {"max_model_len": 270_000, "num_gpu_blocks_override": 8500, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}
+    with EngineChild(tiny_llama, tmp_path / "plain", **LIMITS) as engine:
+        long = tokens_of(engine.generate(LONG, together=False))
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), **limits) as engine:
+        assert tokens_of(engine.generate(LONG, together=False)) == long
+        engine.reset()
+        warm = engine.generate(LONG, together=False)
+        hit_tokens = len(LONG[0]) // unit_tokens * unit_tokens
+        assert tokens_of(warm) == long and warm[0].cached == hit_tokens
+        engine.drain()
+        counters = engine.counters()
+        assert counters["hit_tokens.cpu"] >= hit_tokens and counters["loaded_blocks"] >= hit_tokens // unit_tokens
+    assert "several of vLLM's blocks as one, of 64 tokens by KV-cache group" in (tmp_path / "log").read_text()
+    assert not verify.verify_store([store]).wrong
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), **limits) as engine:
+        again = engine.generate(LONG[::-1], together=False)
+        assert tokens_of(again) == long[::-1] and again[0].cached == hit_tokens
+        assert engine.counters()["hit_tokens.nvme"] >= hit_tokens and not engine.counters().get("failed_loads")
+
+
 def _change_last_rows(model: Path, count: int) -> None:
     """Change some rows of the embedding, which lie far behind the start of that tensor."""
     file = model / "model.safetensors"

@@ -22,6 +22,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier, make_block_key
 from kvdisk.connector.tier_names import VLLM_TIERS
 from kvdisk.manager import events as journal_room
+from kvdisk.manager.requests import BlockKeys
 from kvdisk.messages import JobKind
 
 MEDIA = {"CPU": Tier.CPU, "STORAGE": Tier.NVME}
@@ -40,27 +41,44 @@ def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class View:
     """What a router believes of one engine's tiers, and that no event contradicts what it believed
-    before."""
+    before. It knows vLLM's blocks, and nothing of units."""
 
     def __init__(self) -> None:
         self.held: dict[Tier, set[bytes]] = {tier: set() for tier in MEDIA.values()}
+        self.hash_alone: dict[Tier, set[bytes]] = {tier: set() for tier in MEDIA.values()}
+        """Of those, the ones that were told without tokens."""
 
     def check(self, bench: Bench) -> None:
         """Read what was published, and compare."""
         for event in bench.published:
             if isinstance(event, AllBlocksCleared) or event.medium not in MEDIA:
                 continue  # the GPU's
-            held = self.held[MEDIA[event.medium]]
+            held, hash_alone = self.held[MEDIA[event.medium]], self.hash_alone[MEDIA[event.medium]]
             keys = {make_block_key(block_hash, event.group_idx) for block_hash in event.block_hashes}
             if isinstance(event, BlockStored):
-                assert not keys & held, "told twice"
+                assert not keys & (held - hash_alone), "told twice"
                 held |= keys
+                hash_alone -= keys
+                hash_alone |= keys if event.block_size == 0 else set()
             else:
                 assert keys <= held, "gone before it was there"
                 held -= keys
+                hash_alone -= keys
         bench.published.clear()
         for tier, held in self.held.items():
-            assert held == bench.in_tier(tier), tier
+            assert held == self._blocks_in(bench, tier), tier
+
+    def _blocks_in(self, bench: Bench, tier: Tier) -> set[bytes]:
+        """Return vLLM's blocks of what a tier has: of a unit all, or its name."""
+        geometry, members = bench.connector.scheduler._geometry, {}
+        for request in bench.known.values():
+            for group in geometry.groups:
+                keys = BlockKeys(request.block_hashes, group, geometry.hash_tokens)
+                members |= {key: keys.of_gpu(at) for at, key in enumerate(keys)}
+        stored = bench.in_tier(tier)
+        return {block for key in stored - self.hash_alone[tier] for block in members[key]} | (
+            stored & self.hash_alone[tier]
+        )
 
 
 def told(bench: Bench, medium: str = "", group: int | None = None) -> list[Any]:
@@ -143,11 +161,12 @@ EMBEDDINGS = torch.arange(len(PROMPT) * 4, dtype=torch.float32).reshape(-1, 4)
     ],
     ids=["plain", "salt", "images", "embeddings", "adapter", "all"],
 )
-def test_a_block_is_told_as_the_engine_tells_its_own(more, engines, tmp_path):
+@pytest.mark.parametrize("unit_tokens", ["off", 2 * BLOCK_TOKENS])
+def test_a_block_is_told_as_the_engine_tells_its_own(unit_tokens, more, engines, tmp_path):
     """Of two groups, one with blocks of twice the size."""
     adapter = LoRARequest(name, 1, str(write_adapter(tmp_path / name, 1))) if (name := more.get("adapter")) else None
     sizes = {"window_tokens": 3 * BLOCK_TOKENS, "window_block_tokens": 2 * BLOCK_TOKENS}
-    bench = start(engines, nvme=True, events=True, **sizes)
+    bench = start(engines, nvme=True, events=True, extra={"unit_tokens": unit_tokens}, **sizes)
     bench.sees_images()
     known = {key: value for key, value in more.items() if key != "adapter"}
     bench.serve("a", PROMPT, max_tokens=BLOCK_TOKENS, lora_request=adapter, **known)
@@ -193,18 +212,20 @@ def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(engines, mon
     View().check(bench)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_router_knows_what_is_there(seed, engines):
+@pytest.mark.parametrize(("seed", "unit_tokens"), [(0, "off"), (1, "off"), (2, 64), (3, 128)])
+def test_a_router_knows_what_is_there(seed, unit_tokens, engines):
     """Tiny tiers: copies come and leave all the time; jobs fail, the caches are reset, the engine
     starts again."""
     rng = random.Random(seed)
-    extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB"}
+    extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB", "unit_tokens": unit_tokens}
     for run in range(2):
         bench, view = engines.make(nvme=True, events=True, extra=extra), View()
         tell_all(bench)
         for number in range(40):
             first = 100 * rng.randrange(8)
-            bench.add(f"r{number}", range(first, first + rng.randrange(40, 9 * BLOCK_TOKENS)))
+            prompt = list(range(first, first + rng.randrange(40, 9 * BLOCK_TOKENS)))
+            own = rng.randrange(30, len(prompt)) if unit_tokens != "off" else len(prompt)  # prompts part anywhere
+            bench.add(f"r{number}", prompt[:own] + [token + 7 * number for token in prompt[own:]])
             bench.fail = {rng.choice([JobKind.STORE, JobKind.DEMOTE, JobKind.LOAD]): (rng.randrange(3),)}
             bench.damage = rng.choice(["payload", "late"])
             bench.run()
@@ -241,6 +262,67 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(engines):
     bench.manager._tiers.get(Tier.NVME).drop(hidden)
     bench.run()
     view.check(bench)
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+UNIT = 4 * BLOCK_TOKENS
+LONG = prompt_of(1, 2 * UNIT + 5)
+
+
+def of_units(engines, **more: Any) -> Bench:
+    bench: Bench = engines.make(nvme=True, events=True, extra={"unit_tokens": UNIT}, max_model_len=4096, **more)
+    return bench
+
+
+def test_a_unit_is_told_as_the_blocks_that_it_is(engines):
+    bench = of_units(engines)
+    request = bench.serve("a", LONG)
+    for medium in MEDIA:
+        first, second = told(bench, medium)
+        assert (first.block_hashes, second.block_hashes) == (request.block_hashes[:4], request.block_hashes[4:8])
+        assert (first.parent_block_hash, second.parent_block_hash) == (None, request.block_hashes[3])
+        assert first.token_ids + second.token_ids == LONG[: 2 * UNIT]
+        assert {first.block_size, second.block_size} == {BLOCK_TOKENS} and len(first.extra_keys) == 4
+    View().check(bench)
+
+
+def test_blocks_that_two_units_share_are_told_once_and_gone_with_the_last(engines):
+    """The prompts part after three blocks of a unit of four."""
+    bench, view = of_units(engines), View()
+    other = LONG[: 3 * BLOCK_TOKENS] + prompt_of(2, UNIT)
+    hashes = [bench.serve(name, prompt).block_hashes for name, prompt in (("a", LONG), ("b", other))]
+    of_other = told(bench, "STORAGE")[-1]
+    assert of_other.block_hashes == hashes[1][3:4] and of_other.parent_block_hash == hashes[1][2] == hashes[0][2]
+    assert of_other.token_ids == other[3 * BLOCK_TOKENS : UNIT]
+    view.check(bench)
+    catalog = bench.manager._catalog
+    for hashes_left in (hashes[0][2], None):
+        row = catalog.find(make_block_key(hashes[hashes_left is None][3], 0))
+        bench.manager._tiers.get(Tier.NVME).drop([row])
+        bench.run()
+        removed = [block for event in bench.published if event.medium == "STORAGE" for block in event.block_hashes]
+        assert (hashes[0][0] in removed) == (hashes_left is None)
+        view.check(bench)
+
+
+def test_a_unit_of_before_a_start_is_told_whole_when_its_prompt_comes(engines):
+    """Until then its name is: of its blocks nobody knows the other hashes."""
+    request = of_units(engines).serve("a", LONG)
+    engines.close()
+    bench, view = of_units(engines), View()
+    tell_all(bench)
+    assert {(event.block_hashes[0], event.block_size) for event in told(bench)} == {
+        (request.block_hashes[at], 0) for at in (3, 7)
+    }
+    view.check(bench)
+    bench.serve("b", LONG)
+    on_drive = told(bench, "STORAGE")
+    assert [event.block_hashes for event in on_drive] == [request.block_hashes[:4], request.block_hashes[4:8]]
+    assert [event.parent_block_hash for event in on_drive] == [None, request.block_hashes[3]]
+    view.check(bench)
+    bench.serve("c", LONG)
+    assert not told(bench, "STORAGE"), "once"
 
 
 # -- limits of a request ---------------------------------------------------------------------------

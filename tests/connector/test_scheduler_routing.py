@@ -28,6 +28,7 @@ from vllm.lora.request import LoRARequest
 
 from kvdisk.blocks import GROUP_BYTES, Tier
 from kvdisk.connector.versions import vllm_minor_version
+from kvdisk.manager.requests import BlockKeys
 
 GOLDEN = Path(__file__).with_name("golden_events.json")
 TOPIC = "kv@10.0.0.7@Qwen/Qwen3-8B"
@@ -104,7 +105,11 @@ def believed(router: llmd.Router, tier: Tier) -> set[int]:
 
 
 def there(bench: Bench, tier: Tier) -> set[int]:
-    return {int.from_bytes(key[:-GROUP_BYTES][-8:], "big") for key in bench.in_tier(tier)}
+    """Return vLLM's blocks that a tier has."""
+    (group,), stored = bench.connector.scheduler._geometry.groups, bench.in_tier(tier)
+    prompts = [BlockKeys(request.block_hashes, group, BLOCK_TOKENS) for request in bench.known.values()]
+    units = {key: keys.of_gpu(at) for keys in prompts for at, key in enumerate(keys)} if group.gpu_blocks > 1 else {}
+    return {int.from_bytes(one[:-GROUP_BYTES][-8:], "big") for key in stored for one in units.get(key, [key])}
 
 
 def digest(router: llmd.Router, bench: Bench, wire: Wire) -> None:
@@ -112,11 +117,12 @@ def digest(router: llmd.Router, bench: Bench, wire: Wire) -> None:
     bench.published.clear()
 
 
+@pytest.mark.parametrize("unit_tokens", ["off", 2 * BLOCK_TOKENS])
 @pytest.mark.parametrize("tokens_of_a_key", [16, BLOCK_TOKENS])
-def test_the_router_believes_what_is_there(tokens_of_a_key, engines, wire):
+def test_the_router_believes_what_is_there(tokens_of_a_key, unit_tokens, engines, wire):
     """Tiny tiers, whose copies come and leave all the time."""
     rng = random.Random(tokens_of_a_key)
-    extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB"}
+    extra = {"cpu_bytes": "200KiB", "nvme_bytes": "11MiB", "segment_bytes": "256KiB", "unit_tokens": unit_tokens}
     bench, router = engines.make(nvme=True, events=True, extra=extra), llmd.Router(tokens_of_a_key)
     for number in range(60):
         first = 100 * rng.randrange(8)
@@ -147,6 +153,22 @@ def test_after_a_restart_a_router_that_stayed_knows_the_drive_and_a_new_one_lear
     digest(new, bench, wire)
     assert believed(new, Tier.CPU) == there(bench, Tier.CPU) and len(there(bench, Tier.CPU)) == BLOCKS
     assert not believed(new, Tier.NVME), "until they are written again"
+
+
+def test_after_a_restart_of_units_a_router_learns_all_blocks_with_the_first_request_for_them(engines, wire):
+    """Of those on the drive too: their hashes are known again."""
+    extra, router = {"unit_tokens": 2 * BLOCK_TOKENS}, llmd.Router(BLOCK_TOKENS)
+    engines.make(nvme=True, events=True, extra=extra).serve("a", PROMPT)
+    engines.close()
+    bench = engines.make(nvme=True, events=True, extra=extra)
+    while bench.connector.scheduler._journal.waits:
+        bench.step()
+    digest(router, bench, wire)
+    assert not router.keys
+    bench.serve("b", PROMPT)
+    digest(router, bench, wire)
+    for tier in TIERS:
+        assert believed(router, tier) == there(bench, tier) and len(there(bench, tier)) == BLOCKS
 
 
 SALT = [("tenant",), *[()] * (BLOCKS - 1)]

@@ -5,7 +5,7 @@ compares every byte that a step reads, and that the prefix cache has."""
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from schedulers import BLOCK_TOKENS, SIZES, Bench, Engines, prompt_of
@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvdisk.blocks import Tier, group_of
 from kvdisk.errors import ConfigError
+from kvdisk.manager.store_policy import Spillover
 from kvdisk.messages import NO_BLOCK, JobKind
 
 UNIT_TOKENS = 2 * BLOCK_TOKENS
@@ -29,7 +30,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "states": {"state_tokens": UNIT_TOKENS, "other": FullAttentionSpec(block_size=BLOCK_TOKENS, **SIZES)},
     "no prefix cache": {"prefix_caching": False},
     "pipelined": {"pipelined": True},
+    "spillover": {},
+    "spillover, window": WINDOW,
+    "events": {"events": True},
 }
+POLICIES = {"plain": "on_preemption", "spillover": "spillover", "spillover, window": "spillover"}
 
 
 def make(engines: Engines, unit_tokens: int | str = UNIT_TOKENS, extra: Any = None, **more: Any) -> Bench:
@@ -122,8 +127,7 @@ def test_traffic(engines, kind):
     """Prompts that share beginnings of any length, over a GPU that is too small for them, aborted,
     failed and forgotten as it comes."""
     chance, more = random.Random(kind), dict(KINDS[kind])
-    policy = "on_compute" if kind != "plain" else "on_preemption"
-    extra = {"store_decode": True, "store_policy": policy, "cpu_bytes": "1MiB"}
+    extra = {"store_decode": True, "store_policy": POLICIES.get(kind, "on_compute"), "cpu_bytes": "1MiB"}
     num_blocks = 60 if more else 30
     bench = make(engines, **{"nvme": True, "extra": extra, "num_blocks": num_blocks, "max_batched_tokens": 96} | more)
     if {"two_sizes", "stages"} & {*more}:
@@ -168,29 +172,98 @@ def test_units_are_a_namespace_of_their_own(engines):
     assert len(loads(same, "b")) == 3
 
 
+def test_a_number_that_fits_no_group_is_refused(engines):
+    said = "unit_tokens 48 fits no KV-cache group of this model, whose blocks have 32 tokens"
+    with pytest.raises(ConfigError, match=said):
+        make(engines, 48)
+
+
+def sizes_of(bench: Bench) -> list[int]:
+    """Return the tokens of each group's units."""
+    return [group.block_tokens for group in bench.connector.scheduler._geometry.groups]
+
+
 @pytest.mark.parametrize(
-    ("extra", "engine", "said"),
+    ("max_model_len", "cpu_bytes", "kind", "found"),
     [
-        ({"unit_tokens": 48}, {}, "unit_tokens 48 fits no KV-cache group of this model, whose blocks have 32 tokens"),
-        ({"store_policy": "spillover"}, {}, "store_policy 'spillover' stores vLLM's blocks one by one"),
-        ({}, {"events": True}, "KV-cache events name vLLM's blocks one by one"),
+        (2048, "64MiB", {}, [BLOCK_TOKENS]),
+        (262_144, "64MiB", {}, [BLOCK_TOKENS]),
+        (524_288, "64MiB", {}, [2 * BLOCK_TOKENS]),
+        (1_000_000, "64MiB", {}, [128]),
+        (1_000_000, "1MiB", {}, [BLOCK_TOKENS]),
+        (1_000_000, "64MiB", WINDOW, [128, 64]),
+        (1_000_000, "64MiB", {"latent": True, "ranks": 2}, [128]),
+        (1_000_000, "128MiB", {"by_stage": True, "stages": 2}, [128]),
+        (1_000_000, "128MiB", {"two_sizes": True}, [128]),
+        (1_000_000, "64MiB", {"drafter": True, "drafts": 3, "method": "eagle"}, [128, BLOCK_TOKENS]),
+        (1_000_000, "64MiB", {"state_tokens": BLOCK_TOKENS}, [BLOCK_TOKENS] * 2),
+        (1_000_000, "64MiB", {"store_policy": "spillover"}, [128]),
+        (1_000_000, "64MiB", {"events": True}, [128]),
     ],
 )
-def test_what_units_cannot_be_had_with(engines, extra, engine, said):
-    with pytest.raises(ConfigError, match=said):
-        make(engines, extra=extra, **engine)
+def test_by_default_the_longest_prompt_and_the_tiers_room_decide(engines, max_model_len, cpu_bytes, kind, found):
+    """A prompt of 262,144 tokens has 8,192 of vLLM's blocks here."""
+    extra = {"cpu_bytes": cpu_bytes, **({"store_policy": kind.pop("store_policy")} if "store_policy" in kind else {})}
+    bench = engines.make(extra=extra, max_model_len=max_model_len, **kind)
+    if {"two_sizes", "stages"} & {*kind}:
+        tell(bench, *handshakes(bench))
+    bench.serve("a", prompt_of(1, TOKENS))
+    assert sizes_of(bench) == found
+    assert {len(move.gpu_blocks) * BLOCK_TOKENS for job in bench.jobs_of(JobKind.STORE) for move in job.moves} <= {
+        *found
+    }
 
 
-@pytest.mark.parametrize(("extra", "engine"), [({"store_policy": "spillover"}, {}), ({}, {"events": True})])
-def test_there_auto_is_one_block(engines, extra, engine):
-    bench = make(engines, "auto", extra, **engine)
-    bench.serve("a", prompt_of(1))
-    assert bench.connector.scheduler._geometry.groups[0].gpu_blocks == 1
+def test_a_short_context_has_the_names_that_it_had(engines):
+    """And so the same namespace and the same blocks."""
+    engines.make(nvme=True, extra={"unit_tokens": "off"}).warm(1, tokens=TOKENS)
+    engines.end()
+    bench = engines.make(nvme=True)
+    bench.serve("b", prompt_of(1, TOKENS))
+    assert len(loads(bench, "b")) == TOKENS // BLOCK_TOKENS
 
 
-def test_auto_goes_by_bytes_and_tokens_of_each_group(engines):
-    bench = make(engines, "auto", **WINDOW)
-    assert [group.block_tokens for group in bench.connector.scheduler._geometry.groups] == [128, 64]
+def test_another_longest_prompt_is_another_store_only_where_it_is_another_unit(engines):
+    extra = {"cpu_bytes": "64MiB", "nvme_bytes": "64MiB"}
+    engines.make(nvme=True, max_model_len=1_000_000, extra=extra).warm(1, tokens=TOKENS)
+    for max_model_len, found in ((2_000_000, TOKENS // 128), (2048, 0)):
+        engines.end()
+        bench = engines.make(nvme=True, max_model_len=max_model_len, extra=extra)
+        bench.serve("b", prompt_of(1, TOKENS))
+        assert len(loads(bench, "b")) == found, max_model_len
+
+
+def test_spillover_stores_what_the_gpu_is_about_to_drop_in_units(engines):
+    """Its blocks leave one by one, the tail of a prompt first."""
+    bench = make(engines, extra={"store_policy": "spillover"}, num_blocks=20)
+    for number in range(6):
+        bench.serve(f"first {number}", prompt_of(number, TOKENS))
+    assert {len(move.gpu_blocks) for job in bench.jobs_of(JobKind.STORE) for move in job.moves} == {2}
+    bench.forget()
+    bench.serve("next", prompt_of(0, TOKENS))
+    assert [len(blocks) for blocks in loads(bench, "next")] == [2, 2, 2]
+
+
+def test_a_policy_of_ones_own_sees_units(engines):
+    """In what a request reaches and in what is free."""
+    bench = make(engines, extra={"store_policy": f"{__name__}:Own"}, num_blocks=20)
+    bench.serve("a", prompt_of(1, TOKENS))
+    assert bench.stored() == bench.keys("a")[1:2]
+    assert Own.seen == set(bench.keys("a")[1:6:2]), "units, and no block of one"
+
+
+class Own(Spillover):
+    """Stores the first unit of each prompt at once, and notes what it sees."""
+
+    seen: ClassVar[set[Any]] = set()
+
+    def reached(self, request_id, keys, start, stop):
+        super().reached(request_id, keys, start, stop)
+        return range(start, min(stop, 1))
+
+    def free_offers(self, context):
+        Own.seen |= {block.key for block in context.iter_free_blocks() if block.key is not None}
+        return [offer for offer in super().free_offers(context) if False]
 
 
 def hit_by_the_next_turn(bench: Bench, prompts: int = 8) -> tuple[int, int]:
@@ -214,6 +287,7 @@ def hit_by_the_next_turn(bench: Bench, prompts: int = 8) -> tuple[int, int]:
 def test_beside_states_a_unit_costs_no_hit(engines, unit_tokens, retention_tokens, caplog):
     """Of a prompt vLLM keeps the state after its last whole block, and a hit must end there."""
     more = {"state_tokens": BLOCK_TOKENS, "retention_tokens": retention_tokens, "num_blocks": 200}
+    more["max_model_len"] = 1_000_000
     bench = make(engines, unit_tokens, {"cpu_bytes": "32MiB"}, **more)
     hit, asked = hit_by_the_next_turn(bench)
     assert hit > asked - 8 * BLOCK_TOKENS
@@ -224,8 +298,9 @@ def test_beside_states_a_unit_costs_no_hit(engines, unit_tokens, retention_token
 @pytest.mark.parametrize("kind", [{}, WINDOW, {"drafter": True, "drafts": 3, "method": "eagle"}, {"latent": True}])
 def test_auto_costs_half_a_unit_of_a_prompt(engines, kind):
     found = []
-    for unit_tokens in (None, "auto"):
-        bench = engines.make(extra={"cpu_bytes": "32MiB", "unit_tokens": unit_tokens}, num_blocks=200, **kind)
+    for unit_tokens in ("off", "auto"):
+        extra = {"cpu_bytes": "32MiB", "unit_tokens": unit_tokens}
+        bench = engines.make(extra=extra, num_blocks=200, max_model_len=1_000_000, **kind)
         found.append(hit_by_the_next_turn(bench)[0])
         longest = bench.connector.scheduler._geometry.alignment_tokens
         engines.end()

@@ -81,6 +81,9 @@ class FakePool:
     def is_cached(self, key: BlockKey) -> bool:
         return self.find(key) is not None
 
+    def find_block(self, key: BlockKey) -> int | None:
+        return self.find(key)
+
     def iter_free_blocks(self) -> Iterator[FakeBlock]:
         for block_id in self._free:
             yield self._blocks[block_id]

@@ -109,7 +109,13 @@ UNITS_ON_PREEMPTION = Sizes(
 UNITS_QUEUE = Sizes(
     _WINDOW_UNITS, _config(lookup_wait_s=0.5), 20, (4, 4), (6, 6), 2, _WHOLE_UNITS, 2, most_running=1, stored=3
 )
-UNIT_SIZES = (UNITS, UNITS_NVME, UNITS_WINDOW, UNITS_REMOTE, UNITS_ON_PREEMPTION, UNITS_QUEUE)
+UNITS_SPILLOVER = Sizes(_UNITS, _config(store_policy="spillover"), 10, (3,), (2,), 2, _WHOLE_UNITS)
+UNITS_SPILLOVER_WINDOW = Sizes(_WINDOW_UNITS, _config(store_policy="spillover"), 20, (3, 3), (2, 2), 2, _WHOLE_UNITS, 3)
+UNIT_SPILLOVER_SIZES = (UNITS_SPILLOVER, UNITS_SPILLOVER_WINDOW)
+UNIT_SIZES = (
+    *(UNITS, UNITS_NVME, UNITS_WINDOW, UNITS_REMOTE, UNITS_ON_PREEMPTION, UNITS_QUEUE),
+    *UNIT_SPILLOVER_SIZES,
+)
 """Two of the engine's blocks are one of kvdisk's."""
 _MEMORY_OR_ALL = (frozenset({Tier.CPU}), None)
 _STATES = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096, window_tokens=2, state_tokens=2)), RANKS, 2)

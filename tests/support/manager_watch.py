@@ -399,10 +399,14 @@ class ManagerWatch(Watch):
                 self._check_saved(job, plan, preempted)
             elif name == "spillover":
                 for move in job.moves:
-                    block = self.engine.pool.get_block(*move.gpu_blocks)
-                    assert block.key == move.key, "a block is stored under another name than it has"
+                    blocks = [self.engine.pool.get_block(block) for block in move.gpu_blocks]
+                    assert blocks[-1].key == move.key, "a block is stored under another name than it has"
+                    assert len(blocks) == self.sizes.geometry.groups[group_of(move.key)].gpu_blocks
+                    assert all(block.key is not None for block in blocks), "a unit is stored that is not all there"
                     is_again = self._is_state(move.key)  # its store failed: whoever needs it now
-                    assert block.ref_cnt == 0 or is_again, "a block is stored that was not free"
+                    keys = {block.key for block in blocks}  # there may be several of a key
+                    is_free = any(block.key in keys for block in self.engine.pool.iter_free_blocks())
+                    assert is_free or is_again, "a block is stored that was not free"
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
         owner = self.parts.transfers._records[job.id].request_id

@@ -108,10 +108,14 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks, monke
 
 
 def test_units_leave_less_to_headers_and_the_index(tmp_path):
+    """By default there are units where the longest prompt has many blocks, and the tiers room."""
     arguments = ["--model", written(tmp_path / "model", LLAMA), "--tp", "8", "--nvme", "1TiB"]
-    plain, units = run_json("size", *arguments), run_json("size", *arguments, "--unit-tokens", "auto")
-    assert [found["groups"][0]["block_tokens"] for found in (plain, units)] == [16, 64]
-    assert plain["nvme"]["blocks"] // 4 < units["nvme"]["blocks"] * 1.02
+    plain, units = run_json("size", *arguments), run_json("size", *arguments, "--max-model-len", "1000000")
+    assert [found["groups"][0]["block_tokens"] for found in (plain, units)] == [16, 128]
+    assert plain["nvme"]["blocks"] // 8 < units["nvme"]["blocks"] * 1.02
+    for more, tokens in ((["--unit-tokens", "off"], 16), (["--unit-tokens", "64"], 64), (["--cpu", "4GiB"], 64)):
+        found = run_json("size", *arguments, "--max-model-len", "1000000", *more)
+        assert found["groups"][0]["block_tokens"] == tokens, more
     assert units["nvme"]["tokens"] > plain["nvme"]["tokens"]
     refused = run_here("size", *arguments, "--unit-tokens", "24")
     assert refused.exit_code == 2 and "unit_tokens 24 fits no KV-cache group" in " ".join(refused.stderr.split())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import AUTO, Geometry, GroupGeometry, contiguous_runs, in_units, share_slots
+from kvdisk.geometry import AUTO, OFF, Geometry, GroupGeometry, UnitChoice, contiguous_runs, in_units, share_slots
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 5))
@@ -51,7 +51,7 @@ def test_recurrent_states_take_what_prompts_use():
     assert geometry.tokens_in((100, 170, 100)) == 160 * 16, "160 blocks of attention, and a state for each 16 of them"
 
 
-KIB = 1024
+KIB, MILLION = 1024, 1 << 20
 FULL, WINDOW = GroupGeometry(0, 16, 64 * KIB), GroupGeometry(0, 16, 64 * KIB, window_tokens=128)
 
 
@@ -60,10 +60,12 @@ FULL, WINDOW = GroupGeometry(0, 16, 64 * KIB), GroupGeometry(0, 16, 64 * KIB, wi
     [
         (FULL, 64, 4),
         (FULL, 16, 1),
-        (FULL, AUTO, 8),
         (FULL, 4096, 256),
-        (replace(FULL, payload_bytes=300 * KIB), AUTO, 2),
-        (replace(FULL, payload_bytes=2048 * KIB), AUTO, 1),
+        (FULL, OFF, 1),
+        (FULL, AUTO, 8),
+        (replace(FULL, payload_bytes=2048 * KIB), AUTO, 8),
+        (replace(FULL, payload_bytes=3072 * KIB), AUTO, 4),
+        (replace(FULL, block_tokens=64), AUTO, 2),
         (replace(FULL, block_tokens=256), AUTO, 1),
         (WINDOW, 64, 4),
         (WINDOW, AUTO, 4),
@@ -75,7 +77,7 @@ FULL, WINDOW = GroupGeometry(0, 16, 64 * KIB), GroupGeometry(0, 16, 64 * KIB, wi
     ],
 )
 def test_units(group, unit_tokens, count):
-    (unit,) = in_units([group], unit_tokens)
+    (unit,) = in_units([group], unit_tokens, MILLION)
     assert unit.gpu_blocks == count and unit.gpu_block_tokens == group.block_tokens
     assert (unit.block_tokens, unit.payload_bytes) == (count * group.block_tokens, count * group.payload_bytes)
 
@@ -110,10 +112,80 @@ def test_a_unit_ends_with_each_block_of_states_and_with_those_of_other_groups(si
     groups = [replace(FULL, block_tokens=tokens, payload_bytes=1024) for tokens in sizes]
     groups += [replace(FULL, block_tokens=tokens, window_tokens=2, state_tokens=tokens) for tokens in states]
     groups = [replace(group, group=at) for at, group in enumerate(groups)]
-    units = in_units(groups, unit_tokens)
+    units = in_units(groups, unit_tokens, MILLION)
     assert tuple(unit.block_tokens for unit in units) == (*found, *states)
     blocks, hits = (Geometry(tuple(each), 1, 16).alignment_tokens for each in (groups, units))
     assert hits == blocks or (not states and hits <= 128)
+
+
+def of_seven(**more):
+    """A model with six groups of windows beside one that reads all."""
+    windows = [replace(FULL, group=at, window_tokens=1024, **more) for at in range(1, 7)]
+    return [replace(FULL, **more), *windows]
+
+
+@pytest.mark.parametrize(
+    ("groups", "longest_tokens", "found"),
+    [
+        ([FULL], 0, 16),
+        ([FULL], 32_768, 16),
+        ([FULL], 131_072, 16),
+        ([FULL], 131_073, 32),
+        ([FULL], 262_144, 32),
+        ([FULL], 524_288, 64),
+        ([FULL], 1_000_000, 128),
+        ([FULL], 10_000_000, 128),
+        (of_seven(), 18_000, 16),
+        (of_seven(), 32_768, 32),
+        (of_seven(), 131_072, 128),
+        (of_seven(), 1_000_000, 128),
+        ([replace(FULL, block_tokens=64)], 524_288, 64),
+        ([replace(FULL, block_tokens=64)], 1_000_000, 128),
+        ([replace(FULL, block_tokens=48)], 1_000_000, 96),
+    ],
+)
+def test_auto_goes_by_the_longest_prompt(groups, longest_tokens, found):
+    """A prompt that long has some 8,192 units at most in all groups, unless they would be long."""
+    units = in_units(groups, AUTO, longest_tokens)
+    assert {unit.block_tokens for unit in units} == {found}
+    if found == groups[0].block_tokens:
+        assert units == tuple(groups), "a short context keeps what it has"
+    assert found > 64 or sum(-(-longest_tokens // unit.block_tokens) for unit in units) <= 8192
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "drive_bytes", "found"),
+    [
+        ((), (), 128),
+        ((0,), (0, 0), 128),
+        ((256 << 20,), (), 128),
+        ((128 << 20,), (), 64),
+        ((64 << 20,), (), 32),
+        ((16 << 20,), (), 16),
+        ((8 << 30,), (128 << 20, 0), 64),
+        ((8 << 30,), (1 << 40, 64 << 20), 32),
+    ],
+)
+def test_auto_leaves_each_tier_room_for_some_hundred_units(memory_bytes, drive_bytes, found):
+    """Of 3.5 KiB a token, with a header for each slot."""
+    plain = Geometry((replace(FULL, payload_bytes=56 * KIB),), 1, 16)
+    units = UnitChoice(AUTO, MILLION, memory_bytes, drive_bytes).of(plain)
+    assert units.groups[0].block_tokens == found
+    if found > 16:
+        assert all(size / units.slot_sizes[0] >= 400 for size in (*memory_bytes, *drive_bytes) if size)
+    ranks = Geometry(plain.groups, 4, 16)
+    times_four = UnitChoice(AUTO, MILLION, *([4 * size for size in each] for each in (memory_bytes, drive_bytes)))
+    assert times_four.of(ranks).groups == units.groups, "the bytes of all ranks"
+    shared = Geometry(plain.groups, 4, 16, replicated=True)
+    in_memory = UnitChoice(AUTO, MILLION, tuple(4 * size for size in memory_bytes), drive_bytes)
+    assert in_memory.of(shared).groups == units.groups, "MLA: a drive has one shard of a block"
+
+
+def test_states_get_the_slots_of_units_that_are_as_large():
+    """The slots are shared as ``share_slots`` says, after the units are chosen."""
+    state = replace(FULL, group=1, payload_bytes=500 * KIB, block_tokens=512, window_tokens=2, state_tokens=512)
+    units = UnitChoice(AUTO, MILLION).of(Geometry((FULL, state), 1, 16))
+    assert len(units.slot_sizes) == 1 and units.groups[0].gpu_blocks == 8
 
 
 def test_groups_that_cannot_have_a_unit_keep_their_blocks():

@@ -50,6 +50,20 @@ def test_mooncake(tmp_path):
     assert [(len(request.hashes), request.tokens) for request in whole] == [(2, 1024), (3, 1536)]
 
 
+def test_a_trace_in_units(tmp_path):
+    """A unit has the name of its last block; what is behind the last whole one never hits."""
+    path = tmp_path / "trace"
+    path.write_text('{"blocks": [1, 2, 3, 4, 5], "prompt_tokens": 75}\n{"blocks": [1, 2, 3, 9], "prompt_tokens": 64}\n')
+    trace = read_trace(path)
+    units = trace.in_units(32)
+    assert [request.hashes for request in units.requests] == [request.hashes[1::2] for request in trace.requests]
+    assert (units.tokens, trace.most_hits, units.most_hits) == (trace.tokens, 48, 32)
+    assert trace.in_units(None) is trace and trace.in_units(16).requests == trace.requests
+    for tokens, why in ((24, "not of whole blocks of 16"), (128, "has no request with a unit of 128 tokens")):
+        with pytest.raises(TraceError, match=why):
+            trace.in_units(tokens)
+
+
 def test_azure_shares_no_block(tmp_path):
     trace = read(tmp_path, AZURE)
     assert (trace.form, trace.block_tokens, trace.notes) == ("azure", 16, (NO_IDENTITY,))

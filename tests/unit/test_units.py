@@ -7,10 +7,13 @@ import pytest
 from support.fake_pool import FakePool
 from support.manager_parts import Sizes, two_tiers
 from support.small_engine import SmallEngine
+from tier_bench import TierBench
 
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry, in_units
+from kvdisk.manager.free_units import FreeUnits
 from kvdisk.manager.jobs import MoveDetail, StoreSources, Transfers
+from kvdisk.manager.requests import BlockKeys
 from kvdisk.manager.stores import _Offer
 from kvdisk.messages import JobKind, Move, Reason
 
@@ -67,3 +70,79 @@ def test_a_store_that_loses_any_block_of_a_unit_fails_for_the_whole(taken):
     assert record.failed == {(taken - 1) // 2: Reason.OVERWRITTEN}
     sources.end(record)
     assert len(sources) == 0
+
+
+# -- units of which the engine frees the blocks one by one -----------------------------------------
+
+HASHES = [bytes([at]) for at in range(24)]
+
+
+def units_of(pool: FakePool) -> list[bytes | None]:
+    """Return the free blocks' keys as a policy sees them."""
+    return [block.key for block in pool.iter_free_blocks()]
+
+
+def test_a_free_block_goes_by_its_unit_while_all_of_that_is_cached():
+    pool = FakePool(9, lambda _: None)
+    units, keys = FreeUnits(pool, GEOMETRY), BlockKeys(HASHES[:7], GEOMETRY.groups[0], 2)
+    blocks = pool.take(7)
+    for at, block in enumerate(blocks):
+        pool.cache(make_block_key(HASHES[at], 0), block)
+    pool.free_blocks(reversed(blocks))
+    assert set(units_of(units)) == {None}, "nobody has reached a unit"
+    units.reached(0, keys, 0, 3)
+    assert units_of(units) == [None, None, *(keys[at] for at in (2, 2, 1, 1, 0, 0))]
+    assert units.find(keys[1]) == (tuple(blocks[2:4]), keys.of_gpu(1))
+    pool.touch(blocks[:3])
+    assert units_of(units).count(keys[1]) == 1, "the other block of it is in use, and there"
+    assert units.find(keys[1])[0] == tuple(blocks[2:4])
+    pool.forget(blocks[2])
+    assert keys[1] not in units_of(units) and units.find(keys[1]) == ((), ())
+    units.clear()
+    assert set(units_of(units)) == {None}
+
+
+def test_of_two_units_that_share_a_block_each_is_found():
+    """The prompts part within them."""
+    pool = FakePool(9, lambda _: None)
+    units = FreeUnits(pool, GEOMETRY)
+    one, other = (BlockKeys([b"same", last], GEOMETRY.groups[0], 2) for last in (b"one", b"other"))
+    for block, name in enumerate((b"same", b"one", b"other"), start=1):
+        pool.cache(make_block_key(name, 0), block)
+    units.reached(0, one, 0, 1)
+    units.reached(0, other, 0, 1)
+    assert units_of(units)[:3] == [other[0], one[0], other[0]]
+    assert [units.find(keys[0])[0] for keys in (one, other)] == [(1, 2), (1, 3)]
+
+
+def test_what_is_known_of_units_is_bounded():
+    pool = FakePool(5, lambda _: None)
+    units, hashes = FreeUnits(pool, GEOMETRY), [number.to_bytes(2, "big") for number in range(1000)]
+    for at in range(500):
+        units.reached(0, BlockKeys(hashes, GEOMETRY.groups[0], 2), at, at + 1)
+    assert len(units._unit_of) == 2 * len(units._members) == 2 * pool.block_count
+
+
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.NVME])
+def test_spillover_stores_units_before_the_engine_takes_one_of_their_blocks(tier):
+    slots = {Tier.CPU: ((40,), ()), Tier.NVME: ((), (40,))}[tier]
+    geometry = Geometry(GEOMETRY.groups[:1], 1, 2)
+    bench = TierBench(*slots, geometry=geometry, gpu_blocks=13, store_policy="spillover")
+    bench.serve("zzx", cold=True)  # opens a file
+    for prompt in ("aabbccddeet", "ffgghhiijjt", "kkllmmnnoot"):
+        bench.serve(prompt)
+    rows = [bench.catalog.find(make_block_key(name, 0)) for name in (b"aabb", b"aabbccdd")]
+    assert all(row >= 0 and bench.catalog.readable(row, tier) for row in rows)
+    bench.serve("aabbccddeet", cold=True)
+    assert bench.stats["loaded_blocks"] == 2
+
+
+def test_a_unit_that_has_lost_a_block_before_there_was_room_is_not_stored():
+    geometry = Geometry(GEOMETRY.groups[:1], 1, 2)
+    bench = TierBench((40,), geometry=geometry, gpu_blocks=13, store_policy="spillover")
+    bench.serve("aabbccddeet")
+    keys = [make_block_key(name, 0) for name in (b"aa", b"aabb", b"aabbcc", b"aabbccdd")]
+    bench.engine.pool.forget(bench.engine.pool.find(keys[0]))
+    for prompt in ("ffgghhiijjt", "kkllmmnnoot"):
+        bench.serve(prompt)
+    assert [bench.catalog.find(keys[at]) >= 0 for at in (1, 3)] == [False, True]

@@ -31,6 +31,10 @@ worth."""
 _Names = Annotated[list[str], typer.Option(metavar="NAME,...", help="As in the configuration.")]
 
 
+_Unit = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="TOKENS", help="Of a unit, see the setting unit_tokens; by default one block."),
+]
 OfForm = Annotated[
     Form,
     typer.Option(
@@ -46,6 +50,7 @@ def replay(
         int | None,
         typer.Option(min=1, help="Tokens of a block; by default the trace's; 512 for mooncake; else 16."),
     ] = None,
+    unit_tokens: _Unit = None,
     block_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Bytes of a block; by default the trace's, or 128 KiB a token."),
@@ -93,10 +98,9 @@ def replay(
             "store_policy": split(store_policy),
         }
         _check_policies(policies)
-        trace = read_trace(path, form, block_tokens, limit, whole=whole)
-        each = trace.block_bytes or _TOKEN_BYTES * trace.block_tokens
-        if block_bytes is not None:
-            each = parse_bytes("--block-bytes", block_bytes)
+        trace = read_trace(path, form, block_tokens, limit, whole=whole).in_units(unit_tokens)
+        own = trace.block_bytes or _TOKEN_BYTES * trace.block_tokens
+        each = own if block_bytes is None else parse_bytes("--block-bytes", block_bytes)
         if not each:
             raise ConfigError("--block-bytes must be more than 0.")
         settings = _settings(trace, each, split(cpu), split(nvme), gpu, policies)

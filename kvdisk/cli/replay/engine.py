@@ -204,6 +204,10 @@ class GpuPool:
     def is_cached(self, key: BlockKey) -> bool:
         return key in self._cached
 
+    def find_block(self, key: BlockKey) -> int | None:
+        """See ``SchedulerContext``."""
+        return self._cached.get(key)
+
     def iter_free_blocks(self) -> Iterator[GpuBlock]:
         return map(self._blocks.__getitem__, self._free)
 

@@ -68,10 +68,10 @@ def parse_capacity(option: str, text: str, trace: Trace, geometry: Geometry, *, 
         return Capacity(text, slots - spare_slots(slots) if on_nvme else slots, slots)
     if blocks >= _MOST_BLOCKS:
         raise ConfigError(f"{option} {text} is more blocks than a tier can have.")
-    return Capacity(text, blocks, _slots_for(blocks) if on_nvme else blocks)
+    return Capacity(text, blocks, slots_for(blocks) if on_nvme else blocks)
 
 
-def _slots_for(blocks: int) -> int:
+def slots_for(blocks: int) -> int:
     """Return how many slots an NVMe tier needs to hold so many blocks between steps."""
     slots = blocks
     while slots and slots - spare_slots(slots) < blocks:

@@ -31,7 +31,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
@@ -122,6 +122,21 @@ class Trace:
     def longest(self) -> int:
         """Blocks of the longest prompt."""
         return max((len(request.hashes) for request in self.requests), default=0)
+
+    def in_units(self, unit_tokens: int | None) -> Trace:
+        """Return the trace with units: blocks one after the other that are found, kept and loaded
+        as one, of ``unit_tokens`` together; None: each is one block. The tokens of prompts behind
+        their last whole unit are left, and never hit. Raises TraceError."""
+        if unit_tokens is None:
+            return self
+        count, rest = divmod(unit_tokens, self.block_tokens)
+        if rest or not count:
+            raise TraceError(f"a unit of {unit_tokens} tokens is not of whole blocks of {self.block_tokens} tokens")
+        requests = [request._replace(hashes=request.hashes[count - 1 :: count]) for request in self.requests]
+        if not any(request.hashes for request in requests):
+            raise TraceError(f"{self.name} has no request with a unit of {unit_tokens} tokens")
+        block_bytes = self.block_bytes and count * self.block_bytes
+        return replace(self, block_tokens=unit_tokens, requests=requests, block_bytes=block_bytes)
 
     def token_span(self, request: TracedRequest, first: int, last: int) -> int:
         """Return the tokens of a request's blocks from ``first`` to before ``last``; the last block
