@@ -182,7 +182,7 @@ def run_fio(case: Case, engine: str, path: str) -> float:
     job = json.loads(done.stdout[start:])["jobs"][0]
     if job["read"]["io_bytes"] + job["write"]["io_bytes"] != case.total_bytes * passes:
         raise ConfigError(f"{engine} moved another number of bytes than was asked for")
-    return max(job["read"]["runtime"], job["write"]["runtime"]) / 1000 / passes
+    return float(max(job["read"]["runtime"], job["write"]["runtime"])) / 1000 / passes
 
 
 def load_extension() -> Any:
@@ -193,10 +193,11 @@ def load_extension() -> Any:
     if path is None:
         raise ConfigError("vLLM's fs_io_C is not installed here: there is no peer to compare with.")
     loader = importlib.machinery.ExtensionFileLoader("fs_io_C", path)
+    found = importlib.machinery.ModuleSpec("fs_io_C", loader, origin=path)
     try:
         import torch  # noqa: F401 - it is linked with torch's libraries, and finds them when they are loaded
 
-        loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader("fs_io_C", loader))
+        loaded = importlib.util.module_from_spec(found)
         loader.exec_module(loaded)
     except ImportError as error:
         raise ConfigError(f"vLLM's fs_io_C cannot be loaded, so that there is no peer: {error}") from None

@@ -38,7 +38,8 @@ class Figure(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[float], unit: str = "") -> Figure:
         """Return the figure of some samples."""
-        return cls(*(_rounded(pick(samples)) for pick in (statistics.median, min, max)), unit)
+        middle, least, most = statistics.median(samples), min(samples), max(samples)
+        return cls(_rounded(middle), _rounded(least), _rounded(most), unit)
 
 
 def _rounded(value: float) -> float:

@@ -63,7 +63,7 @@ def settings() -> list[Setting]:
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
     return [_setting(field.name, field.default, said.get(field.name, "")) for field in fields(Config)]
 
@@ -304,9 +304,10 @@ def _metric(metric: Metric) -> str:
 def with_metrics(text: str) -> str:
     """Return a text of Markdown with the table under each heading that names a kind replaced."""
     for kind, heading in KINDS.items():
-        pattern = re.compile(rf"(^### {heading}\n\n).*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-        assert len(pattern.findall(text)) == 1, heading
-        text = pattern.sub(lambda found, kind=kind: f"{found[1]}{_metrics_of(kind)}\n\n", text)
+        before, table = re.split(rf"(?<=^### {heading}\n\n)", text, flags=re.MULTILINE)
+        behind = re.search(r"^#|\Z", table, re.MULTILINE)
+        assert behind is not None
+        text = f"{before}{_metrics_of(kind)}\n\n{table[behind.start() :]}"
     return text.rstrip("\n") + "\n"
 
 

@@ -28,12 +28,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from figures import Record, add_json_option
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.config import Config
+from kvdisk.context import SchedulerContext
 from kvdisk.device.header import SlotIdentity, fill_header
 from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
@@ -134,7 +136,7 @@ def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str,
     start_s = time.perf_counter()
     index = make_index()
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1)
-    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
+    parts = Parts.make(config, GEOMETRY, cast(SchedulerContext, None))  # nobody asks the engine
     nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), 1 << 62), index, AdmissionPolicy())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s
