@@ -91,7 +91,8 @@ ABORT, FAILED = "abort: ", "a load that fails: "
 SLEEP = "sleep, on_reset: keep"
 PREEMPTED = "preemption"
 POLICIES = ("on_compute", "on_preemption", "spillover")
-HINTS: dict[str, dict[str, Any]] = {"prefetch": {}, "retain": {"seconds": 600}, "pin": {"seconds": 600}, "demote": {}}
+HINTS: dict[str, dict[str, Any]] = {"prefetch": {}, "pin": {"seconds": 600}, "retain": {"seconds": 600}, "demote": {}}
+HINTED = ("arrival", "a later step", "end")
 WIRE = ("to the workers: dump", "to the workers: load, on each", "to the workers: bytes")
 
 
@@ -438,13 +439,13 @@ class Engine:
             self._time(EQUAL, partial(self.side.lookup, requests[1]))
             loads = self.side.goes_on(self.step(self._output(None, 0), EQUAL))
 
-    def hint(self, name: str, action: str) -> None:
-        """Let a request for a stored prompt come and go with a KV hint."""
-        hint = KvHintAction(action, f"kv.{action}", "1.0", HINTS[action])
-        hints = KvHintsEnvelope("1.0", "hints", [hint])
-        request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), f"kv.{action}: arrival", hints)
-        self.rest(f"kv.{action}: a later step")
-        self.leave(request, f"kv.{action}: end")
+    def hint(self, name: str) -> None:
+        """Let requests for a stored prompt come and go, each with a KV hint."""
+        for action, payload in HINTS.items():
+            hints = KvHintsEnvelope("1.0", "hints", [KvHintAction(action, f"kv.{action}", "1.0", payload)])
+            request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), f"kv.{action}: arrival", hints)
+            self.rest(f"kv.{action}: a later step")
+            self.leave(request, f"kv.{action}: end")
 
     def go_wrong(self, name: str) -> None:
         """Abort a stored prompt's load; have another fail; and abort a prompt that is stored."""
@@ -586,19 +587,12 @@ def table_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
 
 Rows = dict[str, tuple[str, ...]]
 """Rows of a table: of each, whose longest call it has."""
-
-
-def of_hint(action: str) -> Rows:
-    """Return the rows of a KV hint."""
-    return {(row := f"kv.{action}: {what}"): (row,) for what in ("arrival", "a later step", "end")}
-
-
 LOOK = {"a step after a hit": (HIT + "first step", HIT + "a later step")}
 CALLS: tuple[tuple[Callable[[Engine, str], None], Rows], ...] = (
     (Engine.wait_in_queue, {PREFETCHED: (PREFETCHED,)}),
     (Engine.wait_for_room, {WAITS: (WAITS,)}),
     (Engine.meet_twice, {EQUAL: (EQUAL,)}),
-    *((partial(Engine.hint, action=action), of_hint(action)) for action in HINTS),
+    (Engine.hint, {f"kv.{action}: {what}": (f"kv.{action}: {what}",) for action in HINTS for what in HINTED}),
     (Engine.spill, {f"spillover: {row}": parts for row, parts in LOOK.items()}),
     (Engine.list_all, {f"a policy's list: {row}": parts for row, parts in LOOK.items()}),
     (Engine.clear, {f"{CLEAR}{what}": (f"{CLEAR}{what}",) for what in ("memory", "a segment", "a later step")}),
