@@ -5,12 +5,14 @@
     <!-- table: scheduler // us -->...<!-- end -->
     <!-- spread: calls // 1,048,576 tokens, 1 group -->...<!-- end -->
     <!-- measured: drive -->...<!-- end -->
+    <!-- age: drive -->...<!-- end -->
     <!-- measurements -->...<!-- end -->
 
 The first is one figure, by measurement, table, row and column. A table has all rows of one, as
 medians, or as medians with the least and the most (``spread``); columns may be named behind it,
-with commas. ``measured`` says of what commit, day and machine the figures are, and whether the code
-has changed since; ``measurements`` says that of all. ``make_docs.py`` writes the pages.
+with semicolons. ``measured`` says of what commit, day and machine the figures are, and whether the
+code has changed since, ``age`` the same without the machine, and ``measurements`` of all
+measurements. ``make_docs.py`` writes the pages.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ from figures import ROOT, Figure
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "BENCHMARKS.md", *sorted((ROOT / "docs" / "measurements").glob("*.md")))
 MARK = re.compile(
-    r"(<!-- (?:(table|spread|measured|measurements)(?:: )?)?([^<>]*?) ?-->)(.*?)(<!-- end -->)", re.DOTALL
+    r"(<!-- (?:(table|spread|measured|age|measurements)(?:: )?)?([^<>]*?) ?-->)(.*?)(<!-- end -->)", re.DOTALL
 )
 SEPARATOR = " // "
 WIDTH = 100
+NOT_YET = "Not measured yet."
 
 Records = dict[str, dict[str, Any]]
 
 
 def filled(text: str, records: Records) -> str:
     """Return a page with everything between its marks anew. Raises KeyError where a mark names what
-    is not there."""
+    is not there, in a measurement that is."""
 
     def fill(found: re.Match[str]) -> str:
         begin, kind, name, _, end = found.groups()
@@ -45,9 +48,11 @@ def filled(text: str, records: Records) -> str:
             "table": lambda: table(records, parts, spread=False),
             "spread": lambda: table(records, parts, spread=True),
             "measured": lambda: measured(records[name]),
+            "age": lambda: age(records[name]),
             "measurements": lambda: measurements(records),
         }
-        return f"{begin}\n\n{makers[kind]()}\n\n{end}"
+        missing = parts[0] not in records and kind != "measurements"
+        return f"{begin}\n\n{NOT_YET if missing else makers[kind]()}\n\n{end}"
 
     return MARK.sub(fill, text)
 
@@ -61,12 +66,13 @@ def shown(figure: Figure, *, unit: bool = True, spread: bool = False) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with three figures; integers whole."""
+    """Return a number with three figures, or two where the third is 0; integers whole."""
     if isinstance(value, int):
         return f"{value:,}"
     size = abs(value)
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3
-    return f"{value:,.{digits}f}"
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    said = f"{value:,.{digits}f}"
+    return said[:-1] if digits == 3 and said.endswith("0") else said
 
 
 def table(records: Records, name: list[str], *, spread: bool) -> str:
@@ -74,7 +80,7 @@ def table(records: Records, name: list[str], *, spread: bool) -> str:
     it."""
     measurement, title, *chosen = name
     rows = records[measurement]["tables"][title]
-    columns = chosen[0].split(", ") if chosen else figures.columns_of(rows.values())
+    columns = chosen[0].split("; ") if chosen else figures.columns_of(rows.values())
     cells = {row: {column: Figure(**found) for column, found in all_of.items()} for row, all_of in rows.items()}
     units = {cell.unit for row in cells.values() for cell in row.values()}
     common = units.pop() if len(units) == 1 else ""
@@ -90,27 +96,30 @@ def measured(record: dict[str, Any]) -> str:
     load = record["load"]
     loads = f"load {load[0]:g} before and {load[1]:g} after" if load else "load not recorded"
     others = record.get("others")
-    said = [
-        f"`{record['command']}`: {record['date'] or 'day not recorded'}, {commit_of(record)};"
-        f" {record['machine'] or 'machine not recorded'}; {loads}"
-        + ("" if others is None else f", others used {others:g} cores meanwhile")
-        + "."
-    ]
+    busy = "" if others is None else f", others used {others:g} cores meanwhile"
+    said = f"`{record['command']}` on {record['machine']}; {loads}{busy}. {age(record)}"
+    return textwrap.fill(said, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def age(record: dict[str, Any]) -> str:
+    """Return how old the figures of a record are, in sentences."""
+    said = [f"Measured {when(record)}."]
     if record["small"]:
         said.append("**A trial at a small size: these figures measure nothing.**")
-    if age := age_of(record):
-        said.append(f"**{age[0].upper()}{age[1:]}.**")
-    return textwrap.fill(" ".join(said), WIDTH, break_long_words=False, break_on_hyphens=False)
+    if changed := changed_in(record):
+        said.append(f"**{changed[0].upper()}{changed[1:]}.**")
+    return " ".join(said)
 
 
-def commit_of(record: dict[str, Any]) -> str:
-    """Return the commit that was measured, in words."""
+def when(record: dict[str, Any]) -> str:
+    """Return the day and the commit that were measured, in words."""
+    day = f"on {record['date']}" if record["date"] else "on a day that is not recorded"
     if record["commit"] is None:
-        return "commit not recorded"
-    return f"commit {record['commit'][:8]}{', with changes' if record['changed'] else ''}"
+        return f"{day}, commit not recorded"
+    return f"{day}, commit {record['commit'][:8]}{' with changes' if record['changed'] else ''}"
 
 
-def age_of(record: dict[str, Any]) -> str:
+def changed_in(record: dict[str, Any]) -> str:
     """Return in words what of the code is not what was measured; nothing where all is."""
     if record["code"] is None:
         return "the code has changed since"
@@ -123,6 +132,6 @@ def measurements(records: Records) -> str:
     lines = ["| measurement | measured | since then |", "|---|---|---|"]
     for name, record in records.items():
         small = "a trial that measures nothing; " if record["small"] else ""
-        age = age_of(record) or "the same code"
-        lines.append(f"| {name} | {record['date'] or 'day not recorded'}, {commit_of(record)} | {small}{age} |")
+        changed = changed_in(record) or "the same code"
+        lines.append(f"| {name} | {when(record)} | {small}{changed} |")
     return "\n".join(lines)

@@ -56,7 +56,8 @@ NVME_BYTES = 2 << 30
 TIER_BLOCKS = 4096
 RUNNING, NEW_BLOCKS = 100, 10
 STORED, LOADED = (1, 16, 512), (1, 16, 2000)
-SIDES = ("kvdisk", "with NVMe")
+SIDES = {"kvdisk": "vLLM", "with NVMe": "vLLM again"}
+"""Kvdisk's with one tier and with both, and what stands for vLLM in the same run."""
 
 Samples = Iterator[tuple[float, float]]
 """Processor time of kvdisk and of vLLM for the same work, in seconds."""
@@ -382,13 +383,13 @@ def main() -> int:
                     samples.append(next(each))
             gc.unfreeze()
             cells = []
-            for samples, beside in zip(taken, SIDES, strict=True):
+            for samples, (side, beside) in zip(taken, SIDES.items(), strict=True):
                 ours, theirs = ([1e6 * seconds for seconds in column] for column in zip(*samples, strict=True))
                 ratio = statistics.median(ours) / statistics.median(theirs)
                 cells += [f"{statistics.median(ours):,.1f}", f"{statistics.median(theirs):,.1f}", f"{ratio:.2f}"]
-                record.add("us", name, beside, ours)
-                record.add("us", name, f"vLLM beside {beside}", theirs)
-                record.add("us", name, f"{beside}, of vLLM", [ratio])
+                record.add("us", name, side, ours)
+                record.add("us", name, beside, theirs)
+                record.add("us", name, f"{side}, of vLLM", [ratio])
             table.add_row(name, *cells)
     console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)
