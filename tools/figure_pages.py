@@ -24,7 +24,13 @@ from typing import Any
 import figures
 from figures import ROOT, Figure
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "BENCHMARKS.md", *sorted((ROOT / "docs" / "measurements").glob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "BENCHMARKS.md",
+    DOCS / "REPLAY.md",
+    *sorted((DOCS / "measurements").glob("*.md")),
+)
 MARK = re.compile(
     r"(<!-- (?:(table|spread|measured|age|measurements)(?:: )?)?([^<>]*?) ?-->)(.*?)(<!-- end -->)", re.DOTALL
 )

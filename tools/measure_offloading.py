@@ -207,7 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("place", type=Path, help="a directory on the drive, in which one is made")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--divide", type=int, default=1, help="move so many times fewer bytes: a trial")
     options = parser.parse_args()
+    MOVED_BYTES.update({row_bytes: moved // options.divide for row_bytes, moved in MOVED_BYTES.items()})
     place = options.place.absolute() / "kvdisk-measures"
     tiers = Tiers(place)
     try:
