@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "measurements" / "figures.json"
 SOURCES = {".py", ".c", ".h"}
+CODE = ("kvdisk", "tools")
 
 
 class Figure(NamedTuple):
@@ -51,8 +52,10 @@ class Record:
     """What one run of a tool finds. ``place``: on the drive that it uses, or any directory."""
 
     def __init__(self, place: Path = ROOT) -> None:
+        from machine import Machine
+
         self.tables: dict[str, dict[str, dict[str, Figure]]] = {}
-        self._place = place
+        self._machine = Machine.here(place).without_load  # the place may be gone at the end
         self._load = os.getloadavg()[0]
         self._began_s = time.monotonic()
 
@@ -62,14 +65,12 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as ``FILE`` has it, without what only ``measure_all`` knows."""
-        from machine import Machine
-
         commit, changed = code()
         return {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "commit": commit,
             "changed": changed,
-            "machine": Machine.here(self._place).without_load,
+            "machine": self._machine,
             "load": [round(load, 1) for load in (self._load, os.getloadavg()[0])],
             "seconds": round(time.monotonic() - self._began_s),
             "tables": {
@@ -105,11 +106,11 @@ def _lines(found: Any, indent: str) -> str:
 
 
 def code() -> tuple[str | None, bool]:
-    """Return the commit of this checkout, and whether its files are others; None: no git is
-    here."""
+    """Return the commit of this checkout, and whether its code is another; None: no git is here.
+    Pages and figures may be others: a measurement before may have written them."""
     try:
         commit = _git("rev-parse", "HEAD").strip()
-        return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
+        return commit, bool(_git("status", "--porcelain", "--", *CODE))
     except (OSError, subprocess.CalledProcessError):
         return None, False
 

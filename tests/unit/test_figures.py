@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,24 @@ def test_a_record_has_each_cell_and_what_it_was_measured_on(tmp_path):
     }
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and "cores" in found["machine"] and len(found["load"]) == 2
     record.write(None)  # nobody wants it
+
+
+def test_a_commit_is_as_it_was_where_only_pages_are_others(checkout):
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@x")
+        subprocess.run(["git", *identity, *arguments], cwd=checkout, check=True, capture_output=True)
+
+    assert figures.code() == (None, False)
+    (checkout / "tools").mkdir()
+    (checkout / "tools/one.py").write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    (checkout / "figures.json").write_text("{}")
+    commit, changed = figures.code()
+    assert commit is not None and len(commit) == 40 and not changed
+    (checkout / "tools/one.py").write_text("2")
+    assert figures.code() == (commit, True)
 
 
 @pytest.mark.parametrize(
