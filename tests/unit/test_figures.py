@@ -62,11 +62,12 @@ def test_a_record_has_each_cell_and_what_it_was_measured_on(tmp_path):
     record.write(None)  # nobody wants it
 
 
-def test_a_commit_is_as_it_was_where_only_pages_are_others(checkout):
+def test_a_commit_is_as_it_was_where_only_pages_are_others(checkout, monkeypatch):
     def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=x", "-c", "user.email=x@x")
-        subprocess.run(["git", *identity, *arguments], cwd=checkout, check=True, capture_output=True)
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@x", *arguments]
+        subprocess.run(command, cwd=checkout, check=True, capture_output=True)
 
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.parent))
     assert figures.code() == (None, False)
     (checkout / "tools").mkdir()
     (checkout / "tools/one.py").write_text("1")
