@@ -93,7 +93,9 @@ PREEMPTED = "preemption"
 POLICIES = ("on_compute", "on_preemption", "spillover")
 HINTS: dict[str, dict[str, Any]] = {"prefetch": {}, "pin": {"seconds": 600}, "retain": {"seconds": 600}, "demote": {}}
 HINTED = ("arrival", "a later step", "end")
-WIRE = ("to the workers: dump", "to the workers: load, on each", "to the workers: bytes")
+WIRE = ("to the workers: dump", "to the workers: load, on each", "to the workers: MB")
+SIZES = "to the workers"
+"""The table of the last of these."""
 
 
 class Ours:
@@ -581,7 +583,8 @@ def table_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
     for row in (*ROWS, *WIRE):
         table.add_row(row, *(f"{statistics.median(column[row]):,.2f}" for column in columns))
         for name, column in zip(made, columns, strict=True):
-            record.add(title_of(tokens, groups), row, name, column[row], "MB" if row == WIRE[-1] else "ms")
+            cell = (SIZES, title_of(tokens, groups)) if row == WIRE[-1] else (title_of(tokens, groups), row)
+            record.add(*cell, name, column[row], "MB" if row == WIRE[-1] else "ms")
     return table
 
 
