@@ -94,7 +94,7 @@ def table(records: Records, name: list[str], *, spread: bool) -> str:
     for row, known in cells.items():
         found = [known.get(column) for column in columns]
         lines.append([row, *(shown(one, unit=not common, spread=spread) if one else "" for one in found)])
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
 
 
 def measured(record: dict[str, Any]) -> str:
