@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every measurement of ``tools/measure_all.py`` runs, at a size that measures nothing, and has each
-figure that a page names. Those that start engines or servers are long."""
+figure that a page names. Those that start engines or servers are long, and so is a week."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from measure_all import MEASUREMENTS, Measurement, Places
 from support.needs import need, why_no_mooncake
 
-LONG = {"first-token", "nothing-to-hit", "calls", "remote-objects", "remote-prompts", "remote-down"}
+LONG = {"first-token", "nothing-to-hit", "calls", "remote-objects", "remote-prompts", "remote-down", "week"}
 SIZES = re.compile(r"\d[\d,]*( KiB| MiB)?")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,8 +52,13 @@ def parts_of(tables: object) -> set[tuple[str, ...]]:
 def places(tmp_path) -> Places:
     trace = tmp_path / "trace.jsonl"
     lines = (
-        {"timestamp": 1000 * at, "input_length": 1024, "output_length": 8, "hash_ids": [at % 7, 100 + at % 11]}
-        for at in range(60)
+        {
+            "timestamp": 1000 * at,
+            "input_length": 1536,
+            "output_length": 8,
+            "hash_ids": [at % 7, 100 + at % 60, 1000 + at],
+        }
+        for at in range(200)
     )
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Places(tmp_path, trace)
@@ -112,6 +117,7 @@ def test_every_tool_that_a_page_names_is_run_by_a_test():
 
 
 ELSEWHERE = {
+    "figure_pages": "unit/test_figures.py",
     "compare_offloading": "connector/test_torture_compare.py",
     "compare_policies": "unit/test_measures.py",
     "demo_store": "test_docs.py",
