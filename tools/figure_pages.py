@@ -8,7 +8,8 @@
     <!-- age: drive -->...<!-- end -->
     <!-- measurements -->...<!-- end -->
 
-The first is one figure, by measurement, table, row and column. A table has all rows of one, as
+The first is one figure, by measurement, table, row and column. It never begins a line: Markdown
+would take that line for HTML. A table has all rows of one, as
 medians, or as medians with the least and the most (``spread``); columns may be named behind it,
 with semicolons. ``measured`` says of what commit, day and machine the figures are, and whether the
 code has changed since, ``age`` the same without the machine, and ``measurements`` of all

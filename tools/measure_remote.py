@@ -49,6 +49,8 @@ GETS = 4
 DEADLINE_S = 120.0
 LENGTHS = (64, 128, 256, 512, 1000, 2000, 4000)
 VOCABULARY = 4096
+WARM_TOKENS = 300
+"""Of a prompt that pays for what the first one costs."""
 DOWN, WITHOUT = "remote that is down", "no remote"
 MIB = 1 << 20
 
@@ -190,12 +192,12 @@ def measure_prompts(options: argparse.Namespace, work: Path, record: Record) -> 
     server, settings = STORES["S3"](work / "S3")
     try:
         shared = settings | {"cpu_bytes": "1GiB", "remote_admission": "all", "remote_deadline_s": DEADLINE_S}
-        longest = max(options.lengths) + 8
+        longest = max(*options.lengths, WARM_TOKENS) + 8
         found = []
         for host in ("A", "B"):
             config = shared | {"prefetch": False}
             with EngineChild(build_model(), work / host, extra_config=config, max_model_len=longest) as engine:
-                engine.generate([WARM_UP, *make_prompts(1, 1, 300, VOCABULARY)], 2)
+                engine.generate([WARM_UP, *make_prompts(1, 1, WARM_TOKENS, VOCABULARY)], 2)
                 answers = engine.generate(flat, 2, together=False)
                 engine.drain()
                 found.append(answers)
