@@ -209,7 +209,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--divide", type=int, default=1, help="move so many times fewer bytes: a trial")
     options = parser.parse_args()
-    MOVED_BYTES.update({row_bytes: moved // options.divide for row_bytes, moved in MOVED_BYTES.items()})
+    for row_bytes, moved in MOVED_BYTES.items():
+        MOVED_BYTES[row_bytes] = max(moved // options.divide, (CHUNKS + 1) * row_bytes)  # one request at least
     place = options.place.absolute() / "kvdisk-measures"
     tiers = Tiers(place)
     try:
