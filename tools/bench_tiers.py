@@ -36,8 +36,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from figures import Record, add_json_option
 from machine import Machine
 from rich.console import Console
 from rich.table import Table
@@ -68,8 +69,8 @@ FIO_BYTES = 512 << 20
 OF_FIO, OF_VLLM = "fio", "vLLM"
 QUEUE, THREADED, BUSY = "posix-aio", "posix-threads", "posix-aio, busy Python"
 KIB, MIB = 1 << 10, 1 << 20
-MOVER_BYTES = 512 << 20
-"""Of the file of the mover's way."""
+MOVER_S = 120.0
+"""How long the mover's way may be measured: fewer rounds, where the drive is slow."""
 
 Seconds = Callable[[], float]
 """Moves all bytes of a case once, and returns how long that took."""
@@ -182,7 +183,7 @@ def run_fio(case: Case, engine: str, path: str) -> float:
     job = json.loads(done.stdout[start:])["jobs"][0]
     if job["read"]["io_bytes"] + job["write"]["io_bytes"] != case.total_bytes * passes:
         raise ConfigError(f"{engine} moved another number of bytes than was asked for")
-    return max(job["read"]["runtime"], job["write"]["runtime"]) / 1000 / passes
+    return float(max(job["read"]["runtime"], job["write"]["runtime"])) / 1000 / passes
 
 
 def load_extension() -> Any:
@@ -193,10 +194,11 @@ def load_extension() -> Any:
     if path is None:
         raise ConfigError("vLLM's fs_io_C is not installed here: there is no peer to compare with.")
     loader = importlib.machinery.ExtensionFileLoader("fs_io_C", path)
+    found = importlib.machinery.ModuleSpec("fs_io_C", loader, origin=path)
     try:
         import torch  # noqa: F401 - it is linked with torch's libraries, and finds them when they are loaded
 
-        loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader("fs_io_C", loader))
+        loaded = importlib.util.module_from_spec(found)
         loader.exec_module(loaded)
     except ImportError as error:
         raise ConfigError(f"vLLM's fs_io_C cannot be loaded, so that there is no peer: {error}") from None
@@ -293,9 +295,9 @@ def measure(contenders: dict[str, Seconds], rounds: int) -> dict[str, list[float
     return found
 
 
-def ratio(mine: list[float], other: list[float]) -> float:
-    """Return how many times as fast as ``other``: the median over the rounds."""
-    return statistics.median(two / one for one, two in zip(mine, other, strict=True))
+def shares(mine: list[float], other: list[float]) -> list[float]:
+    """Return how many times as fast as ``other`` each round was."""
+    return [two / one for one, two in zip(mine, other, strict=True)]
 
 
 def best_of(found: dict[str, list[float]], kind: str) -> list[float] | None:
@@ -304,50 +306,77 @@ def best_of(found: dict[str, list[float]], kind: str) -> list[float] | None:
     return min(mine, key=statistics.median, default=None)
 
 
-def judge(goal: Goal, results: dict[Case, dict[str, list[float]]]) -> list[tuple[str, str, str]]:
-    """Return case, ratio and verdict for each case of a goal that was measured."""
-    judged = []
-    for case, found in results.items():
-        peer = best_of(found, goal.peers)
-        if peer is not None and case.block_bytes in goal.sizes and case.op in goal.ops:
-            share = ratio(found[goal.contender], peer)
-            judged.append((case.words, f"{share:.2f}", "met" if share >= goal.least else "missed"))
-    return judged
+class Verdict(NamedTuple):
+    """A goal's case, and how many times as fast the contender was in each round."""
+
+    case: str
+    shares: list[float]
+
+    def reaches(self, least: float) -> str:
+        """Return in a word whether the median does."""
+        return "met" if statistics.median(self.shares) >= least else "missed"
 
 
-def mover_rows(directory: Path, rounds: int) -> Iterator[tuple[str, str, str]]:
-    """Measure the mover's way between blocks in host memory and the drive; yield case, ratio to
-    the drive alone, and verdict. Raises ImportError without torch."""
-    from gpu_report import DRIVE, MOVES, POSIX, measure_drive
+def judge(goal: Goal, results: dict[Case, dict[str, list[float]]]) -> list[Verdict]:
+    """Return a verdict for each case of a goal that was measured."""
+    return [
+        Verdict(case.words, shares(found[goal.contender], peer))
+        for case, found in results.items()
+        if case.block_bytes in goal.sizes and case.op in goal.ops
+        if (peer := best_of(found, goal.peers)) is not None
+    ]
+
+
+def mover_verdicts(directory: Path, file_bytes: int, rounds: int) -> list[Verdict]:
+    """Measure the mover's way between blocks in host memory and a file of the drive, beside the
+    drive alone. Raises ImportError without torch, and ConfigError where a way fails."""
+    from gpu_measures import DRIVE, MOVES, POSIX, Pace, measure_drive
 
     print("through the mover", file=sys.stderr)
-    found = measure_drive(None, directory, 2 * MIB, MOVER_BYTES, "no GPU", rounds)
-    if lost := [speed for speed in found if speed.why]:
-        yield lost[0].route, lost[0].why, "not measured"
-        return
-    speeds = {(speed.route, speed.what): speed.samples for speed in found}
-    for what in MOVES[:2]:
-        pairs = zip(speeds[POSIX, what], speeds[DRIVE, what], strict=True)
-        share = statistics.median(mine / alone for mine, alone in pairs)
-        yield f"{what} 2 MiB", f"{share:.2f}", "met" if share >= MOVER_LEAST else "missed"
+    found = measure_drive(None, directory, 2 * MIB, file_bytes, "no GPU", Pace(rounds, MOVER_S))
+    if lost := next((speed for speed in found if speed.why), None):
+        raise ConfigError(f"{lost.route}: {lost.why}")
+    rates = {(speed.route, speed.what): speed.samples for speed in found}
+    return [Verdict(f"{what} 2 MiB", shares(rates[DRIVE, what], rates[POSIX, what])) for what in MOVES[:2]]
 
 
-def add_rows(table: Table, case: Case, found: dict[str, list[float]]) -> None:
-    table.add_row(case.words, style="italic")
-    best = [best_of(found, kind) for kind in (OF_FIO, OF_VLLM)]
-    for name, seconds in found.items():
-        rates = [case.total_bytes / 1e6 / each for each in seconds]
-        ratios = [f"{ratio(seconds, other):.2f}" if other else "" for other in best]
-        spread = f"{min(rates):,.0f}-{max(rates):,.0f}"
-        table.add_row(f"  {name}", f"{statistics.median(rates):,.0f}", spread, *ratios)
+class Report:
+    """The tables that are printed, and the record of their figures."""
+
+    def __init__(self, directory: Path) -> None:
+        self.record = Record(directory)
+        self.speeds = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
+        self.verdicts = Table("what", "wanted", "case", "ratio", "verdict")
+
+    def add_case(self, case: Case, found: dict[str, list[float]]) -> None:
+        """Note a case's rounds, by contender."""
+        self.speeds.add_row(case.words, style="italic")
+        best = {kind: best_of(found, kind) for kind in (OF_FIO, OF_VLLM)}
+        for name, seconds in found.items():
+            rates = [case.total_bytes / 1e6 / each for each in seconds]
+            self.record.add("MB/s", case.words, name, rates)
+            ratios = [f"{statistics.median(shares(seconds, other)):.2f}" if other else "" for other in best.values()]
+            spread = f"{min(rates):,.0f}-{max(rates):,.0f}"
+            self.speeds.add_row(f"  {name}", f"{statistics.median(rates):,.0f}", spread, *ratios)
+        self.speeds.add_section()
+
+    def add_verdict(self, what: str, least: float, one: Verdict) -> None:
+        """Note what a goal's case came to."""
+        share = f"{statistics.median(one.shares):.2f}"
+        self.verdicts.add_row(what, f"{least:g}", one.case, share, one.reaches(least))
+        row = f"{what}: {one.case}"
+        self.record.add("goals", row, "ratio", one.shares)
+        self.record.add("goals", row, "wanted", [least])
 
 
 def main(arguments: list[str]) -> int:
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("dir", type=Path, help="on the drive to measure")
     parser.add_argument("--total", default="256MiB", help="bytes of one measurement, of the file, and of memory")
     parser.add_argument("--sizes", nargs="+", default=["64KiB", "256KiB", "2MiB", "8MiB"], help="of blocks")
     parser.add_argument("--rounds", type=int, default=5)
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     total_bytes = parse_bytes("--total", options.total)
     sizes = [parse_bytes("--sizes", text) for text in options.sizes]
@@ -355,10 +384,35 @@ def main(arguments: list[str]) -> int:
     cases = [Case(op, each, total_bytes // each) for each in sizes for op in (Op.WRITE, Op.READ)]
     console = Console(highlight=False)
     console.print(Machine.here(options.dir).sentence)
-    table = Table("", "MB/s", "lowest-highest", "of fio", "of vLLM")
+    report = Report(options.dir)
+    results = measure_cases(cases, options, report, console)
+    console.print(report.speeds)
+    for goal in GOALS:
+        for one in judge(goal, results):
+            report.add_verdict(goal.what, goal.least, one)
+    failed = 0
+    try:
+        for one in mover_verdicts(options.dir, 2 * total_bytes, options.rounds):
+            report.add_verdict("through the mover, of the drive alone", MOVER_LEAST, one)
+    except ImportError as error:
+        console.print(f"the mover is left out: {error}")
+    except ConfigError as error:
+        console.print(f"the mover was not measured: {error}")
+        failed = 1
+    console.print(report.verdicts)
+    console.print(Machine.here(options.dir).sentence)
+    report.record.write(options.json)
+    return failed
+
+
+def measure_cases(
+    cases: Sequence[Case], options: argparse.Namespace, report: Report, console: Console
+) -> dict[Case, dict[str, list[float]]]:
+    """Measure devices, fio and vLLM's files in one file of the drive; return each case's rounds."""
     results: dict[Case, dict[str, list[float]]] = {}
-    memory = Arena([RUN_BYTES], [total_bytes // RUN_BYTES], pin=False).memory  # with huge pages, as a worker's
-    memory[:] = os.urandom(total_bytes)  # no drive compresses it
+    total_bytes = cases[0].total_bytes
+    memory = Arena([RUN_BYTES], [-(-total_bytes // RUN_BYTES)], pin=False).memory  # with huge pages, as a worker's
+    memory[:total_bytes] = os.urandom(total_bytes)  # no drive compresses it
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
         fd, direct = stack.enter_context(nameless_file(private, total_bytes))
@@ -384,21 +438,8 @@ def main(arguments: list[str]) -> int:
                     files = VllmFiles(extension, case, private / str(number), memory, direct)
                     contenders |= files.contenders(mine)
                 results[case] = measure(contenders, options.rounds)
-                add_rows(table, case, results[case])
-            table.add_section()
-    console.print(table)
-    verdicts = Table("what", "wanted", "case", "ratio", "verdict")
-    for goal in GOALS:
-        for row in judge(goal, results):
-            verdicts.add_row(goal.what, f"{goal.least:g}", *row)
-    try:
-        for row in mover_rows(options.dir, options.rounds):
-            verdicts.add_row("through the mover, of the drive alone", f"{MOVER_LEAST:g}", *row)
-    except ImportError as error:
-        console.print(f"the mover is left out: {error}")
-    console.print(verdicts)
-    console.print(Machine.here(options.dir).sentence)
-    return 0
+            report.add_case(case, results[case])
+    return results
 
 
 if __name__ == "__main__":

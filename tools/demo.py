@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_child import NEAR_TIE, Answer, EngineChild, EngineError, agrees, environment, vllm_device
+from figures import Record, add_json_option
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -89,7 +90,11 @@ class Pass:
 
     def ttft_s(self, asker: int) -> float:
         """Median time to first token of those who asked a document first (0) or second (1)."""
-        return statistics.median(answer.ttft_s for answer in self.answers[asker :: len(QUESTIONS)])
+        return statistics.median(self.ttfts_s(asker))
+
+    def ttfts_s(self, asker: int) -> list[float]:
+        """Return their times, document by document."""
+        return [answer.ttft_s for answer in self.answers[asker :: len(QUESTIONS)]]
 
 
 Rows = list[tuple[str, Callable[[Pass], str]]]
@@ -200,6 +205,19 @@ def table_of(passes: Sequence[Pass]) -> Table:
     return draw(passes, rows_of(passes, loaded) + stored)
 
 
+def note(passes: Sequence[Pass], record: Record) -> None:
+    """Note what the table has, and of whom it has the medians."""
+    cold = passes[1].ttft_s(0)
+    for one in passes:
+        record.add("passes", "prompt tokens", one.name, [sum(map(len, one.prompts))])
+        record.add("passes", "loaded from the CPU tier", one.name, [one.from_cpu])
+        record.add("passes", "loaded from NVMe", one.name, [one.from_nvme])
+        record.add("passes", "in the GPU prefix cache", one.name, [one.from_gpu])
+        record.add("passes", "time to first token", one.name, one.ttfts_s(0), "s")
+        record.add("passes", "of cold", one.name, [one.ttft_s(0) / cold])
+        record.add("passes", "time to first token of the 2nd user", one.name, one.ttfts_s(1), "s")
+
+
 def draw(passes: Sequence[Pass], rows: Rows) -> Table:
     """Return a table with a column for each pass."""
     table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
@@ -285,6 +303,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--nvme-bytes", default="4GiB", help="cap of the store")
     parser.add_argument("--cpu-bytes", default="1GiB", help="host memory of the CPU tier")
     parser.add_argument("--kv-gib", type=int, default=1, help="GiB of vLLM's own KV cache")
+    add_json_option(parser)
     options = parser.parse_args()
     options.store = options.store.absolute()
     return options
@@ -314,6 +333,7 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=TABLE_WIDTH)
     WORK.mkdir(exist_ok=True)
+    record = Record(WORK)
     try:
         passes = run_demo(options, console)
     except (DemoError, EngineError) as failure:
@@ -328,6 +348,8 @@ def main() -> int:
     for line in said_ready():
         console.print(line, markup=False, soft_wrap=True)
     wrong = verdict(passes)
+    note(passes, record)
+    record.write(options.json)
     for sentence in wrong:
         console.print(f"kvdisk: {sentence}", style="bold red", soft_wrap=True)
     store = options.store.relative_to(Path.cwd()) if options.store.is_relative_to(Path.cwd()) else options.store

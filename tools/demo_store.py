@@ -181,7 +181,7 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
         for segment in range(-(-len(blocks) // slot_count)):
             spec = SegmentSpec(segment, group.slot_bytes, slot_count)
             for rank in range(model.ranks):
-                create_segment(home, spec, rank, model.ranks, model.fingerprint).close()
+                create_segment(home.folder(0), spec, rank, model.ranks, model.fingerprint).close()
                 fd = os.open(home.segments_path / str(segment) / f"rank{rank}.kv", os.O_WRONLY)
                 for block in blocks[segment * slot_count : (segment + 1) * slot_count]:
                     sizes = (group.payload_bytes, rank, model.ranks)

@@ -448,7 +448,7 @@ class Run:
         self._json = options.json
         self._console = Console(width=200, markup=False, highlight=False)
         self._began_s = time.monotonic()
-        self._end_s = self._began_s + 60 * options.minutes
+        self._end_s: float = self._began_s + 60 * options.minutes
 
     @property
     def left_s(self) -> float:

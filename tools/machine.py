@@ -47,10 +47,15 @@ class Machine:
     @property
     def sentence(self) -> str:
         """The description in one line."""
+        return f"{self.without_load}, load {self.load:.1f}"
+
+    @property
+    def without_load(self) -> str:
+        """What stays as it is while something is measured."""
         return (
             f"{self.cores} cores ({self.processor or 'unknown'}), {size(self.memory_bytes)} memory,"
             f" {self.file_system or 'unknown file system'} on {self.drive or 'an unknown drive'},"
-            f" Linux {self.kernel}, Python {self.python}, load {self.load:.1f}"
+            f" Linux {self.kernel}, Python {self.python}"
         )
 
 

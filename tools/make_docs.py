@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the pages that say what the code says: docs/CONFIGURATION.md from ``Config``, docs/CLI.md
 from the help, the tables of docs/METRICS.md from ``kvdisk.stats``, and docs/MODULES.md from the
-first words of each module.
+first words of each module; and fill the figures of README, docs/BENCHMARKS.md and
+docs/measurements, which ``tools/measure_all.py`` measures.
 
 ``tests/test_docs.py`` holds them equal. What the commands print is in docs/output, which
 ``tools/make_pictures.py`` writes.
@@ -14,11 +15,15 @@ import inspect
 import json
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import figure_pages
+import figures
 import typer.main
 
 from kvdisk.cli.main import app
@@ -63,7 +68,7 @@ def settings() -> list[Setting]:
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
     return [_setting(field.name, field.default, said.get(field.name, "")) for field in fields(Config)]
 
@@ -304,9 +309,10 @@ def _metric(metric: Metric) -> str:
 def with_metrics(text: str) -> str:
     """Return a text of Markdown with the table under each heading that names a kind replaced."""
     for kind, heading in KINDS.items():
-        pattern = re.compile(rf"(^### {heading}\n\n).*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-        assert len(pattern.findall(text)) == 1, heading
-        text = pattern.sub(lambda found, kind=kind: f"{found[1]}{_metrics_of(kind)}\n\n", text)
+        before, table = re.split(rf"(?<=^### {heading}\n\n)", text, flags=re.MULTILINE)
+        behind = re.search(r"^#|\Z", table, re.MULTILINE)
+        assert behind is not None
+        text = f"{before}{_metrics_of(kind)}\n\n{table[behind.start() :]}"
     return text.rstrip("\n") + "\n"
 
 
@@ -371,7 +377,16 @@ what must hold there.
 """
 
 
-FILES = {
+# --- The figures. ---
+
+
+def with_figures(path: Path) -> str:
+    """Return a page with its figures as docs/measurements/figures.json has them."""
+    return figure_pages.filled(path.read_text(), figures.read())
+
+
+FILES: dict[Path, Callable[[], str]] = {
+    **{path: partial(with_figures, path) for path in figure_pages.PAGES},
     DOCS / "CONFIGURATION.md": configuration,
     DOCS / "MODULES.md": modules,
     DOCS / "CLI.md": command_line,

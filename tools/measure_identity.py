@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from figures import Record, add_json_option
 from rich.console import Console
 from rich.table import Table
 
@@ -70,21 +71,21 @@ def said(taken: Sequence[float]) -> str:
     return f"{statistics.median(taken):.2f} s ({min(taken):.2f} to {max(taken):.2f})"
 
 
-def measure(place: Path, size: int, distinct: int, rounds: int) -> list[str]:
-    """Return the cells of a row."""
+def measure(place: Path, size: int, distinct: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each round, by the columns of a row."""
     memory = place / "memory"
     cold = make_files(place / "cold", size, distinct)
     content = weights.content_digest
-    cells = [said(timed(lambda: content(cold), lambda: drop_pages(cold), rounds))]
+    found = {"cold": timed(lambda: content(cold), lambda: drop_pages(cold), rounds)}
     sample = timed(lambda: weights.sample_digest(cold), lambda: drop_pages(cold), rounds)
     shutil.rmtree(place / "cold")
     warm = make_files(place / "warm", size, FILE_BYTES)
-    cells.append(said(timed(lambda: content(warm), lambda: content(warm[:1]), rounds)))
+    found["warm"] = timed(lambda: content(warm), lambda: content(warm[:1]), rounds)
     time.sleep(2.5)  # a file that has just changed is not remembered
     weights.known_digest(warm, memory, worth_s=0.0)
-    cells.append(said(timed(lambda: weights.known_digest(warm, memory), lambda: None, rounds)))
+    found["remembered"] = timed(lambda: weights.known_digest(warm, memory), lambda: None, rounds)
     shutil.rmtree(place / "warm")
-    return [*cells, said(sample)]
+    return found | {"sample, cold": sample}
 
 
 def main() -> None:
@@ -94,17 +95,21 @@ def main() -> None:
     parser.add_argument("--gb", type=float, nargs="+", default=[1, 16], help="sizes of weights")
     parser.add_argument("--distinct-gb", type=float, default=48, help="most bytes that are written")
     parser.add_argument("--rounds", type=int, default=3)
+    add_json_option(parser)
     arguments = parser.parse_args()
-    place = arguments.dir / "measure-identity"
+    place, record = arguments.dir / "measure-identity", Record(arguments.dir)
     place.mkdir()
     table = Table("weights", "cold", "warm", "remembered", "sample, cold")
     try:
         for size in arguments.gb:
             row = measure(place, int(size * GB), int(arguments.distinct_gb * GB), arguments.rounds)
-            table.add_row(f"{size:g} GB", *row)
+            table.add_row(f"{size:g} GB", *map(said, row.values()))
+            for column, taken in row.items():
+                record.add("weights", f"{size:g} GB", column, taken, "s")
     finally:
         shutil.rmtree(place)
     Console(width=140).print(table)
+    record.write(arguments.json)
 
 
 if __name__ == "__main__":

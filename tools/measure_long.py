@@ -24,6 +24,7 @@ import pickle
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from unittest import mock
 
 import measure_scheduler as short
 import torch
+from figures import Record, add_json_option
 from machine import Machine
 from rich.console import Console
 from rich.table import Table
@@ -54,8 +56,8 @@ from kvdisk.geometry import AUTO, OFF, UnitChoice
 from kvdisk.manager.free_units import FreeUnits
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
-from kvdisk.manager.store_policy import NoStores, Spillover
-from kvdisk.messages import JobKind, JobResult, Report
+from kvdisk.manager.store_policy import NoStores, make_store_policy
+from kvdisk.messages import JobKind, JobResult, Reason, Report
 
 BLOCK_TOKENS, STEP_TOKENS, WINDOW_TOKENS = short.BLOCK_TOKENS, 8192, 1024
 LENGTHS, GROUPS = (131_072, 1_048_576), (1, 7)
@@ -63,6 +65,10 @@ SPARE_BLOCKS = 8192
 """By group: slots of a tier beside those of one prompt."""
 DECODED = 5
 """Blocks that a request generates."""
+IDLE_STEPS = 8
+"""Steps without tokens behind what a side was asked for."""
+ANSWER_S = 120.0
+"""How long another engine store may take to say what it has."""
 HIT = "hit: "
 ROWS = (
     "arrival",
@@ -82,14 +88,22 @@ ROWS = (
 PREFETCHED = "waits in the queue: a step"
 WAITS = "waits for room on the GPU: lookup"
 EQUAL = "waits for an equal prompt's load: lookup, step"
-PREEMPTED = "on_preemption: the victim's step"
-PIN, CLEAR, RESET = "kv.pin: ", "clear --live: ", "reset"
-WIRE = ("to the workers: dump", "- load, on each", "- MB")
+CLEAR, RESET, NEXT_DOOR, AFTER = "clear --live: ", "reset", "of another engine store: ", ", a later step"
+PREFILL, LATER, FILLS, NONE = ROWS[2], ROWS[3], ROWS[4], "a decode step that fills none"
+ABORT, FAILED = "abort: ", "a load that fails: "
+SLEEP = "sleep, on_reset: keep"
+PREEMPTED = "preemption"
+POLICIES = ("on_compute", "on_preemption", "spillover")
+HINTS: dict[str, dict[str, Any]] = {"prefetch": {}, "pin": {"seconds": 600}, "retain": {"seconds": 600}, "demote": {}}
+HINTED = ("arrival", "a later step", "end")
+WIRE = ("to the workers: dump", "to the workers: load, on each", "to the workers: MB")
+SIZES = "to the workers"
+"""The table of the last of these."""
 
 
 class Ours:
     """kvdisk's, over a CPU tier, and a store in ``store_dir`` where one is given. ``unit_tokens``:
-    the setting."""
+    the setting. ``joins``: the store of another one, beside which it has its own part."""
 
     def __init__(
         self,
@@ -100,11 +114,13 @@ class Ours:
         longest_tokens: int,
         unit_tokens: str = AUTO,
         policy: str = "on_compute",
+        *,
+        joins: Path | None = None,
     ) -> None:
         drive: dict[str, Any] = {}
         if store_dir is not None:
-            slots = 3 * blocks * 2 * short.PAYLOAD_BYTES
-            drive = {"store_dirs": (Path(tempfile.mkdtemp(dir=store_dir)),), "nvme_bytes": slots}
+            self.store = joins or Path(tempfile.mkdtemp(dir=store_dir))
+            drive = {"store_dirs": (self.store,), "nvme_bytes": 3 * blocks * 2 * short.PAYLOAD_BYTES}
         settings, units = short._settings(longest_tokens), UnitChoice(unit_tokens, longest_tokens)
         groups = geometry_of(settings, cache, units=units).groups
         size = sum(blocks // len(groups) // group.gpu_blocks * group.slot_bytes for group in groups)
@@ -141,6 +157,11 @@ class Ours:
     def settle(self, plan: Any) -> None:
         """All that a plan says is done."""
         self._side.settle(Report({job.id: JobResult() for job in plan.jobs}), set())
+
+    def fail(self, plan: Any) -> None:
+        """All that a plan says failed."""
+        failed = {job.id: dict.fromkeys(range(len(job.moves)), Reason.IO_ERROR) for job in plan.jobs}
+        self._side.settle(Report({job: JobResult(failed=moves) for job, moves in failed.items()}), set())
 
     def finish(self, request: Any) -> None:
         """Let a request go."""
@@ -305,6 +326,11 @@ class Engine:
     def serve(self, name: str) -> None:
         """Serve a prompt that nobody has seen."""
         request = self.prefill(name)
+        self.decode(request, name)
+        self.leave(request, "end")
+
+    def decode(self, request: Any, name: str) -> None:
+        """Have a request generate blocks."""
         for at in range(DECODED):
             request.append_output_token_ids([1] * BLOCK_TOKENS)
             request.num_computed_tokens += BLOCK_TOKENS - 1
@@ -313,10 +339,9 @@ class Engine:
             self.step(output, "a decode step that fills a block")
             request.num_computed_tokens += 1
         for _ in range(BLOCK_TOKENS - 1):  # what found no room is offered again
-            self.step(self._output(request, 1), "a decode step that fills none")
+            self.step(self._output(request, 1), NONE)
             request.append_output_token_ids(1)
             request.num_computed_tokens += 1
-        self.leave(request, "end")
 
     def ask(self, request: Any, row: str) -> None:
         """Look up a request whose prompt is stored whole."""
@@ -380,12 +405,19 @@ class Engine:
         while self.side.is_busy():  # until all is on NVMe that goes there, and committed
             self.step(self._output(None, 0), "idle")
 
+    def rest(self, row: str) -> None:
+        """Take steps without tokens, in which what was begun goes on."""
+        for _ in range(IDLE_STEPS):
+            self.step(self._output(None, 0), row)
+
     def preempt(self, name: str) -> None:
         """Have a prompt computed that nobody has seen, and its request preempted."""
         request = self.prefill(name)
+        self.decode(request, name)
         output = self._output(None, 0)
         output.preempted_req_ids = {request.request_id}
         self.step(output, PREEMPTED)
+        self.rest(PREEMPTED + AFTER)
         self.leave(request, "end")
 
     def wait_for_room(self, name: str) -> None:
@@ -415,22 +447,47 @@ class Engine:
             self._time(EQUAL, partial(self.side.lookup, requests[1]))
             loads = self.side.goes_on(self.step(self._output(None, 0), EQUAL))
 
-    def pin(self, name: str) -> None:
-        """Serve a stored prompt that a KV hint pins."""
-        hint = KvHintAction("pin", "kv.pin", "1.0", {"seconds": 600})
-        hints = KvHintsEnvelope("1.0", "pins", [hint])
-        request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), PIN + "arrival", hints)
-        self.leave(request, PIN + "end")
+    def hint(self, name: str) -> None:
+        """Let requests for a stored prompt come and go, each with a KV hint."""
+        for action, payload in HINTS.items():
+            hints = KvHintsEnvelope("1.0", "hints", [KvHintAction(action, f"kv.{action}", "1.0", payload)])
+            request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), f"kv.{action}: arrival", hints)
+            self.rest(f"kv.{action}: a later step")
+            self.leave(request, f"kv.{action}: end")
+
+    def go_wrong(self, name: str) -> None:
+        """Abort a stored prompt's load; have another fail; and abort a prompt that is stored."""
+        for row in (ABORT + "while it loads", FAILED + "settling"):
+            request = self.come(self.hashes(name, self.tokens // BLOCK_TOKENS), "arrival")
+            self.ask(request, HIT + "lookup")
+            self.take(request)
+            plan = self.side.plan(self._output(None, 0))
+            assert self.side.loads(plan)
+            if row.startswith(ABORT):
+                self._time(row, partial(self.side.finish, request))
+                self.side.settle(plan)
+            else:
+                self._time(row, partial(self.side.fail, plan))
+            self.rest(row + AFTER)
+            self.leave(request, "end")
+        request = self.come(self.hashes("aborted", self.tokens // BLOCK_TOKENS), "arrival")
+        while request.num_computed_tokens < self.tokens // 2:
+            self.compute(request, LATER)
+        plan = self.side.plan(self._output(request, STEP_TOKENS, self._grow(request, STEP_TOKENS)))
+        self._time(ABORT + "while it stores", partial(self.side.finish, request))
+        self.side.settle(plan)
+        self.rest(ABORT + "while it stores" + AFTER)
 
     def spill(self, name: str) -> None:
         """Serve a stored prompt under ``spillover``."""
         stores = self.side.manager._stores
-        stores._store_policy, stores._free_units = Spillover(), FreeUnits(stores._context, stores._geometry)
+        stores._store_policy = make_store_policy("spillover")
+        stores._free_units = FreeUnits(stores._context, stores._geometry)
         self.meet(name, steps=20)
 
     def list_all(self, name: str) -> None:
         """Serve a stored prompt under a policy that returns lists; memory loses it at once."""
-        self.side.manager._stores._store_policy = Listed()
+        self.side.manager._stores._store_policy = Listed()  # type: ignore[abstract]  # what is empty is meant so
         self.meet(name, steps=20, loses=True)
 
     def clear(self, _: str) -> None:
@@ -442,8 +499,31 @@ class Engine:
             self.step(self._output(None, 0), CLEAR + "a later step")
 
     def forget(self, _: str) -> None:
-        """Reset the cache."""
+        """Sleep, and reset the cache."""
+        self._time(SLEEP, self.side.manager.lose_gpu)
+        self.rest(SLEEP + AFTER)
         self._time(RESET, self.side.reset)
+        self.rest(RESET + AFTER)
+
+    def meet_next_door(self, name: str) -> None:
+        """Let another engine of this one's store serve a prompt that this one has on NVMe."""
+        other = Engine(self.tokens, self.groups)
+        other.side = Ours(*other.about, SPARE_BLOCKS * self.groups, self.side.store, self.tokens, joins=self.side.store)
+        other.taken = self.taken
+        request = other.come(other.hashes(name, self.tokens // BLOCK_TOKENS), NEXT_DOOR + "arrival")
+        until_s, found = time.monotonic() + ANSWER_S, 0
+        while found < self.tokens and time.monotonic() < until_s:
+            found = other._time(NEXT_DOOR + "lookup", partial(other.side.lookup, request))
+            other.step(other._output(None, 0), NEXT_DOOR + "a step that waits")
+            time.sleep(0.02)  # the file is read by another process
+        assert found == self.tokens, f"{found:,} tokens hit next door"
+        other.take(request)
+        self.taken[NEXT_DOOR + "planning"] += self.taken.pop(HIT + "planning")
+        goes_on = True
+        while goes_on:
+            goes_on = other.side.goes_on(other.step(other._output(None, 0), NEXT_DOOR + "a step that loads"))
+        other.leave(request, NEXT_DOOR + "end")
+        other.side.close()
 
 
 class Listed(NoStores):
@@ -491,8 +571,13 @@ def sides(store_dir: Path) -> dict[str, tuple[Callable[[Engine, int], Any], bool
     }
 
 
-def table_of(tokens: int, groups: int, rounds: int) -> Table:
-    """Measure all sides; return a table of milliseconds."""
+def title_of(tokens: int, groups: int) -> str:
+    """Return what a table is of."""
+    return f"{tokens:,} tokens, {groups} group{'s'[: groups > 1]}"
+
+
+def table_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
+    """Measure all sides; note and return a table of milliseconds."""
     columns = []
     with tempfile.TemporaryDirectory() as directory:
         made = sides(Path(directory))
@@ -501,30 +586,61 @@ def table_of(tokens: int, groups: int, rounds: int) -> Table:
             for _ in range(rounds):
                 results.append(_result(measure(tokens, groups, make, is_nvme=is_nvme)))
                 gc.collect()
-            columns.append({row: statistics.median(each[row] for each in results) for row in results[0]})
-    table = Table(f"ms: {tokens:,} tokens, {groups} group{'s'[: groups > 1]}", *made)
+            columns.append({row: [1e3 * each[row] for each in results] for row in results[0]})
+    table = Table("ms: " + title_of(tokens, groups), *made)
     for row in (*ROWS, *WIRE):
-        table.add_row(row, *(f"{1e3 * column[row]:,.2f}" for column in columns))
+        table.add_row(row, *(f"{statistics.median(column[row]):,.2f}" for column in columns))
+        for name, column in zip(made, columns, strict=True):
+            cell = (SIZES, title_of(tokens, groups)) if row == WIRE[-1] else (title_of(tokens, groups), row)
+            record.add(*cell, name, column[row], "MB" if row == WIRE[-1] else "ms")
     return table
 
 
-CALLS: tuple[tuple[Callable[[Engine, str], None], dict[str, tuple[str, ...]]], ...] = (
+Rows = dict[str, tuple[str, ...]]
+"""Rows of a table: of each, whose longest call it has."""
+LOOK = {"a step after a hit": (HIT + "first step", HIT + "a later step")}
+CALLS: tuple[tuple[Callable[[Engine, str], None], Rows], ...] = (
     (Engine.wait_in_queue, {PREFETCHED: (PREFETCHED,)}),
     (Engine.wait_for_room, {WAITS: (WAITS,)}),
     (Engine.meet_twice, {EQUAL: (EQUAL,)}),
-    (Engine.pin, {PIN + "arrival": (PIN + "arrival",), PIN + "end": (PIN + "end",)}),
-    (Engine.spill, {"spillover: a step after a hit": (HIT + "first step", HIT + "a later step")}),
-    (Engine.list_all, {"a policy's list: a step after a hit": (HIT + "first step", HIT + "a later step")}),
+    (Engine.hint, {f"kv.{action}: {what}": (f"kv.{action}: {what}",) for action in HINTS for what in HINTED}),
+    (Engine.spill, {f"spillover: {row}": parts for row, parts in LOOK.items()}),
+    (Engine.list_all, {f"a policy's list: {row}": parts for row, parts in LOOK.items()}),
     (Engine.clear, {f"{CLEAR}{what}": (f"{CLEAR}{what}",) for what in ("memory", "a segment", "a later step")}),
-    (Engine.forget, {RESET: (RESET,)}),
+    (Engine.forget, {row: (row,) for each in (SLEEP, RESET) for row in (each, each + AFTER)}),
+    (
+        Engine.go_wrong,
+        {
+            row: (row,)
+            for each in (ABORT + "while it loads", FAILED + "settling", ABORT + "while it stores")
+            for row in (each, each + AFTER)
+        },
+    ),
 )
-"""What an engine does once it has met a prompt, and the rows of that: of each, whose longest call
-it has."""
+"""What an engine does once it has met a prompt, and the rows of that."""
+IN_A_STORE: tuple[Callable[[Engine, str], None], Rows] = (
+    Engine.meet_next_door,
+    {
+        f"{NEXT_DOOR}{what}": (f"{NEXT_DOOR}{what}",)
+        for what in ("arrival", "lookup", "a step that waits", "planning", "a step that loads", "end")
+    },
+)
+"""The same, where there is a store."""
+SERVED: Rows = {
+    "arrival": ("arrival",),
+    "lookup": (ROWS[1],),
+    "a prefill step": (PREFILL, LATER),
+    "a decode step": (FILLS, NONE),
+    PREEMPTED: (PREEMPTED,),
+    PREEMPTED + AFTER: (PREEMPTED + AFTER,),
+    "end": ("end",),
+}
+"""Of a prompt that nobody has seen, under each policy."""
 
 
-def calls_of(tokens: int, groups: int, rounds: int) -> Table:
-    """Measure ``CALLS`` and a preemption; return a table of milliseconds: the median, and the least
-    and most, of the longest of each round."""
+def calls_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
+    """Measure ``CALLS``, and each store policy; note and return a table of milliseconds: the
+    median, and the least and most, of the longest of each round."""
     found: dict[str, list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for at, store_dir in enumerate((None, Path(directory))):
@@ -533,25 +649,29 @@ def calls_of(tokens: int, groups: int, rounds: int) -> Table:
                 return Ours(*engine.about, blocks, where, engine.tokens, policy=policy)
 
             for _ in range(rounds):
-                for call, rows in CALLS:
+                for call, rows in CALLS if store_dir is None else (*CALLS, IN_A_STORE):
                     engine = filled(tokens, groups, make)
                     call(engine, "prompt" if store_dir is None else "filler")
                     _note(engine, rows, found, at)
-                engine = filled(tokens, groups, partial(make, policy="on_preemption"), Engine.preempt)
-                _note(engine, {PREEMPTED: (PREEMPTED,)}, found, at)
-    table = Table(f"ms: {tokens:,} tokens, {groups} group{'s'[: groups > 1]}", "kvdisk", "with NVMe")
+                for policy in POLICIES:
+                    engine = filled(tokens, groups, partial(make, policy=policy), Engine.preempt)
+                    _note(engine, {f"{policy}: {row}": parts for row, parts in SERVED.items()}, found, at)
+    table = Table("ms: " + title_of(tokens, groups), *short.SIDES)
     for row, both in found.items():
-        cells = [
-            f"{1e3 * statistics.median(taken):,.1f} ({1e3 * min(taken):,.1f} to {1e3 * max(taken):,.1f})"
-            if taken
-            else ""
-            for taken in both
-        ]
-        table.add_row(row, *cells)
+        table.add_row(row, *(_cell(taken) for taken in both))
+        for side, taken in zip(short.SIDES, both, strict=True):
+            if taken:
+                record.add(title_of(tokens, groups), row, side, [1e3 * seconds for seconds in taken], "ms")
     return table
 
 
-def _note(engine: Engine, rows: dict[str, tuple[str, ...]], found: dict[str, list[list[float]]], at: int) -> None:
+def _cell(taken: Sequence[float]) -> str:
+    if not taken:
+        return ""
+    return f"{1e3 * statistics.median(taken):,.1f} ({1e3 * min(taken):,.1f} to {1e3 * max(taken):,.1f})"
+
+
+def _note(engine: Engine, rows: Rows, found: dict[str, list[list[float]]], at: int) -> None:
     """Take an engine's longest call of each row, and end it."""
     gc.unfreeze()
     engine.side.close()
@@ -574,13 +694,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
     parser.add_argument("--calls", action="store_true", help="the calls that only some circumstances bring")
+    add_json_option(parser)
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=120)
-    load = os.getloadavg()[0]
+    load, record = os.getloadavg()[0], Record()
     for tokens in options.tokens:
         for groups in options.groups:
-            console.print((calls_of if options.calls else table_of)(tokens, groups, options.rounds))
+            console.print((calls_of if options.calls else table_of)(tokens, groups, options.rounds, record))
     console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
+    record.write(options.json)
     return 0
 
 

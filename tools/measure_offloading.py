@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,11 @@ def best_threads(tiers: Tiers, row_bytes: int) -> dict[str, int]:
     return {what: max(found, key=lambda threads: found[threads][at]) for at, what in enumerate(("store", "load"))}
 
 
+def rate(tier: Callable[[], dict[str, Any]], row_bytes: int, busy_s: float, at: int) -> float:
+    """Return the rate of stores (0) or loads (1) of a new tier."""
+    return rates(tier(), row_bytes, busy_s)[at]
+
+
 def ratio(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, float]:
     """Return the medians of both, and of their ratios, in alternation."""
     pairs = [(ours(), theirs()) for _ in range(rounds)]
@@ -201,7 +207,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("place", type=Path, help="a directory on the drive, in which one is made")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--divide", type=int, default=1, help="move so many times fewer bytes: a trial")
     options = parser.parse_args()
+    for row_bytes, moved in MOVED_BYTES.items():
+        MOVED_BYTES[row_bytes] = max(moved // options.divide, (CHUNKS + 1) * row_bytes)  # one request at least
     place = options.place.absolute() / "kvdisk-measures"
     tiers = Tiers(place)
     try:
@@ -212,10 +221,8 @@ def main() -> None:
                 for at, what in enumerate(("store", "load")):
                     mine, other, times = ratio(
                         options.rounds,
-                        lambda row_bytes=row_bytes, busy_s=busy_s, at=at: rates(tiers.kvdisk(), row_bytes, busy_s)[at],
-                        lambda row_bytes=row_bytes, busy_s=busy_s, at=at, threads=best[what]: rates(
-                            tiers.fs(threads), row_bytes, busy_s
-                        )[at],
+                        partial(rate, tiers.kvdisk, row_bytes, busy_s, at),
+                        partial(rate, partial(tiers.fs, best[what]), row_bytes, busy_s, at),
                     )
                     print(
                         f"| {row_bytes >> 10} KiB | {busy} | {what} | {mine / 2**30:.2f} "

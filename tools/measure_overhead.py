@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from demo import WORK, DemoError, build_model
 from engine_child import EngineChild, EngineError
+from figures import Record, add_json_option
 from machine import Machine
 from rich.console import Console
 from rich.table import Table
@@ -107,6 +108,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layout", choices=("inproc", "own"), default="inproc")
     parser.add_argument("--nvme-bytes", default="4GiB")
     parser.add_argument("--cpu-bytes", default="1GiB")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -144,12 +146,18 @@ def run_pair(
     console.print(f"pair {pair + 1} left {used_bytes / 2**20:,.0f} MiB of blocks on NVMe")
 
 
-def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path, console: Console) -> None:
-    """Print what was measured."""
+def report(options: argparse.Namespace, turns: dict[str, list[Turn]], record: Record, console: Console) -> None:
+    """Note and print what was measured."""
     tokens = options.requests * (options.prompt_tokens + options.max_tokens)
     rounds = list(zip(turns[CONNECTED], turns[ALONE], strict=True))
     ratios = [alone.work_s / connected.work_s for connected, alone in rounds]
-    cpu_ratio = statistics.median(connected.cpu_s / alone.cpu_s for connected, alone in rounds)
+    cpu_ratios = [connected.cpu_s / alone.cpu_s for connected, alone in rounds]
+    for name, taken in turns.items():
+        record.add("turns", name, "tokens/s", [round(tokens / turn.work_s) for turn in taken])
+        record.add("turns", name, "drain", [turn.drain_s for turn in taken], "s")
+        record.add("turns", name, "processor time", [turn.cpu_s for turn in taken], "s")
+    record.add("of vLLM alone", "throughput", "ratio", ratios)
+    record.add("of vLLM alone", "processor time", "ratio", cpu_ratios)
     console.print()
     console.print(table_of(turns, tokens))
     console.print(
@@ -157,12 +165,12 @@ def report(options: argparse.Namespace, turns: dict[str, list[Turn]], work: Path
         f" (median of {len(ratios)} rounds, {options.pairs} pairs of engines; {min(ratios):.3f} to {max(ratios):.3f})."
     )
     if options.layout == "inproc":
-        console.print(f"CPU time with kvdisk is {cpu_ratio:.3f} of vLLM alone (median of rounds).")
+        ratio = statistics.median(cpu_ratios)
+        console.print(f"CPU time with kvdisk is {ratio:.3f} of vLLM alone (median of rounds).")
     console.print(
         f"A turn: {options.requests} prompts of {options.prompt_tokens:,} tokens, {options.max_tokens} tokens decoded,"
         f" {options.concurrent} at once, layout {options.layout}."
     )
-    console.print(Machine.here(work).sentence)
 
 
 def main() -> int:
@@ -171,8 +179,10 @@ def main() -> int:
     console = Console(highlight=False, soft_wrap=True)
     WORK.mkdir(exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="overhead-", dir=options.store_parent or WORK))
+    record = Record(work)
     try:
-        report(options, measure(options, work, console), work, console)
+        report(options, measure(options, work, console), record, console)
+        console.print(Machine.here(work).sentence)
     except (DemoError, EngineError) as failure:
         console.print(f"kvdisk: {failure}", markup=False)
         return 1
@@ -181,6 +191,7 @@ def main() -> int:
         for store in work.glob("*/store"):
             shutil.rmtree(store)
     shutil.rmtree(work)
+    record.write(options.json)
     return 0
 
 

@@ -32,6 +32,7 @@ import psutil
 from demo import WARM_UP, WORK, build_model
 from demo_remote import STORES
 from engine_child import EngineChild
+from figures import Record, add_json_option
 from machine import Machine
 from measure_overhead import make_prompts, take_turn
 from rich.console import Console
@@ -48,6 +49,8 @@ GETS = 4
 DEADLINE_S = 120.0
 LENGTHS = (64, 128, 256, 512, 1000, 2000, 4000)
 VOCABULARY = 4096
+WARM_TOKENS = 300
+"""Of a prompt that pays for what the first one costs."""
 DOWN, WITHOUT = "remote that is down", "no remote"
 MIB = 1 << 20
 
@@ -122,8 +125,8 @@ def mooncake_alone(settings: dict[str, Any]) -> Mover:
     return move
 
 
-def measure_objects(options: argparse.Namespace, work: Path, console: Console) -> None:
-    """Print a table of both clients."""
+def measure_objects(options: argparse.Namespace, work: Path, record: Record) -> Table:
+    """Return a table of both clients."""
     table = Table("", "tier MB/s", "lowest to highest", "alone MB/s", "lowest to highest", "ratio", "CPU ms/MiB")
     for name in STORES:
         server, settings = STORES[name](work / name)
@@ -131,18 +134,21 @@ def measure_objects(options: argparse.Namespace, work: Path, console: Console) -
             objects = open_remote(Config.from_mapping(settings | {"remote_deadline_s": DEADLINE_S}))
             alone = obstore_alone(settings) if name == "S3" else mooncake_alone(settings)
             for byte_count, count in BATCHES:
-                for op, row in measure_batch(through_tier(objects), alone, byte_count, count, options.rounds):
-                    table.add_row(f"{name} {op.value} {byte_count >> 10} KiB x {count}", *row)
+                taken = measure_batch(through_tier(objects), alone, byte_count, count, options.rounds)
+                for op in (ObjectOp.PUT, ObjectOp.GET):
+                    what = f"{name} {op.value} {byte_count >> 10} KiB x {count}"
+                    both = taken[op, "tier"], taken[op, "alone"]
+                    table.add_row(what, *note_batch(record, what, *both, byte_count * count / MIB))
             objects.close()
         finally:
             server.kill()
-    console.print(table)
+    return table
 
 
 def measure_batch(
     tier: Mover, alone: Mover, byte_count: int, count: int, rounds: int
-) -> list[tuple[ObjectOp, list[str]]]:
-    """Move one batch with both, in turn; return the rows of PUT and GET."""
+) -> dict[tuple[ObjectOp, str], list[Moved]]:
+    """Move one batch with both, in turn; return the rounds of each, by direction."""
     taken: dict[tuple[ObjectOp, str], list[Moved]] = {}
     memory = memoryview(np.random.default_rng(1).bytes(byte_count * count))
     target = memoryview(bytearray(byte_count * count))
@@ -160,48 +166,57 @@ def measure_batch(
                 moved = Moved((time.perf_counter() - start_s) / passes, (cpu_s() - used_s) / passes)
                 if number:
                     taken.setdefault((op, who), []).append(moved)
-    mib = byte_count * count / MIB
-    rows = []
-    for op in (ObjectOp.PUT, ObjectOp.GET):
-        ours, theirs = taken[op, "tier"], taken[op, "alone"]
-        ratio = statistics.median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
-        cpu = [1000 * statistics.median(each.cpu_s for each in moved) / mib for moved in (ours, theirs)]
-        rows.append((op, [*rates(ours, mib), *rates(theirs, mib), f"{ratio:.2f}", f"{cpu[0]:.2f}, alone {cpu[1]:.2f}"]))
-    return rows
+    return taken
 
 
-def rates(moved: Sequence[Moved], mib: float) -> tuple[str, str]:
-    """Return the median, and the range, in MB/s."""
-    found = [mib * MIB / 1e6 / each.seconds for each in moved]
-    return f"{statistics.median(found):,.0f}", f"{min(found):,.0f} to {max(found):,.0f}"
+def note_batch(record: Record, what: str, ours: Sequence[Moved], theirs: Sequence[Moved], mib: float) -> list[str]:
+    """Note the rounds of a batch; return the cells of its row."""
+    cells: list[str] = []
+    ratios = [b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)]
+    medians = []
+    for name, moved in (("tier", ours), ("alone", theirs)):
+        rates = [mib * MIB / 1e6 / each.seconds for each in moved]
+        cpu_ms = [1000 * each.cpu_s / mib for each in moved]
+        record.add("objects", what, f"{name}, MB/s", rates)
+        record.add("objects", what, f"{name}, processor ms a MiB", cpu_ms)
+        cells += [f"{statistics.median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}"]
+        medians.append(statistics.median(cpu_ms))
+    record.add("objects", what, "tier, of alone", ratios)
+    return [*cells, f"{statistics.median(ratios):.2f}", f"{medians[0]:.2f}, alone {medians[1]:.2f}"]
 
 
-def measure_prompts(options: argparse.Namespace, work: Path, console: Console) -> None:
-    """Print the time to first token by the length of the prompt: computed, and loaded from S3."""
-    prompts = [make_prompts(length, options.rounds, length, VOCABULARY) for length in LENGTHS]
+def measure_prompts(options: argparse.Namespace, work: Path, record: Record) -> Table:
+    """Return the time to first token by the length of the prompt: computed, and loaded from S3."""
+    prompts = [make_prompts(length, options.rounds, length, VOCABULARY) for length in options.lengths]
     flat = [prompt for each in prompts for prompt in each]
     server, settings = STORES["S3"](work / "S3")
     try:
         shared = settings | {"cpu_bytes": "1GiB", "remote_admission": "all", "remote_deadline_s": DEADLINE_S}
-        limits = {"max_model_len": LENGTHS[-1] + 8}
+        longest = max(*options.lengths, WARM_TOKENS) + 8
         found = []
         for host in ("A", "B"):
-            with EngineChild(build_model(), work / host, extra_config=shared | {"prefetch": False}, **limits) as engine:
-                engine.generate([WARM_UP, *make_prompts(1, 1, 300, VOCABULARY)], 2)
+            config = shared | {"prefetch": False}
+            with EngineChild(build_model(), work / host, extra_config=config, max_model_len=longest) as engine:
+                engine.generate([WARM_UP, *make_prompts(1, 1, WARM_TOKENS, VOCABULARY)], 2)
                 answers = engine.generate(flat, 2, together=False)
                 engine.drain()
                 found.append(answers)
     finally:
         server.kill()
     table = Table("prompt tokens", "loaded", "computed", "from S3", "ratio")
-    for at, length in enumerate(LENGTHS):
+    for at, length in enumerate(options.lengths):
         part = slice(at * options.rounds, (at + 1) * options.rounds)
         computed, loaded = ([answer.ttft_s for answer in answers[part]] for answers in found)
         cached = statistics.median(answer.cached for answer in found[1][part])
         times = [statistics.median(each) for each in (computed, loaded)]
         table.add_row(f"{length:,}", f"{cached:,.0f}", *(f"{s:.3f} s" for s in times), f"{times[1] / times[0]:.2f}")
-    console.print(table)
+        row = f"{length:,} tokens"
+        record.add("prompts", row, "loaded", [cached])
+        record.add("prompts", row, "computed", computed, "s")
+        record.add("prompts", row, "from S3", loaded, "s")
+        record.add("prompts", row, "ratio", [times[1] / times[0]])
     assert [answer.tokens for answer in found[0]] == [answer.tokens for answer in found[1]], "other tokens"
+    return table
 
 
 def watch_steps(llm: Any) -> None:
@@ -225,12 +240,12 @@ def longest_step_s(llm: Any) -> float:
     return found
 
 
-def measure_down(options: argparse.Namespace, work: Path, console: Console) -> None:
-    """Print throughput and longest steps with a remote that is down, and without one."""
+def measure_down(options: argparse.Namespace, work: Path, record: Record) -> Table:
+    """Return throughput and longest steps with a remote that is down, and without one."""
     own = {"cpu_bytes": "1GiB", "nvme_bytes": "4GiB", "segment_bytes": "256MiB"}
     there = {"aws_endpoint": "http://127.0.0.1:9", "aws_region": "x", "aws_access_key_id": "x"}
     remote = {"remote": "s3://kvdisk/x", "remote_options": there | {"aws_secret_access_key": "x"}}
-    limits = {"max_model_len": 1040, "max_num_seqs": 8}
+    limits: dict[str, Any] = {"max_model_len": 1040, "max_num_seqs": 8}
     ratios, cpu, steps = [], [], {DOWN: [0.0], WITHOUT: [0.0]}
     model = build_model()
     with (
@@ -251,11 +266,14 @@ def measure_down(options: argparse.Namespace, work: Path, console: Console) -> N
             if number:
                 ratios.append(taken[WITHOUT].work_s / taken[DOWN].work_s)
                 cpu.append(taken[DOWN].cpu_s / taken[WITHOUT].cpu_s)
-                console.print(f"round {number}: throughput {ratios[-1]:.3f}, CPU time {cpu[-1]:.3f} of without remote")
-    for what, found in (("Throughput", ratios), ("CPU time", cpu)):
-        console.print(f"{what} is {statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f}).")
+    table = Table("", "median", "lowest to highest")
+    for what, found in (("throughput, of no remote", ratios), ("processor time, of no remote", cpu)):
+        table.add_row(what, f"{statistics.median(found):.3f}", f"{min(found):.3f} to {max(found):.3f}")
+        record.add("down", what, "ratio", found)
     for name, found in steps.items():
-        console.print(f"Longest step with {name}: {1000 * max(found):.0f} ms")
+        table.add_row(f"longest step, {name}", f"{1000 * max(found):.0f} ms", "")
+        record.add("down", f"longest step, {name}", "ms", [1000 * max(found)])
+    return table
 
 
 PARTS = {"objects": measure_objects, "prompts": measure_prompts, "down": measure_down}
@@ -267,14 +285,18 @@ def main() -> int:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=16, help="of a turn of 'down'")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of 'prompts', in tokens")
+    add_json_option(parser)
     options = parser.parse_args()
     console = Console(highlight=False, width=130)
     WORK.mkdir(exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="remote-", dir=WORK))
+    record = Record(work)
     for part in options.parts:
         (work / part).mkdir()
-        PARTS[part](options, work / part, console)
+        console.print(PARTS[part](options, work / part, record))
     console.print(Machine.here(work).sentence, soft_wrap=True)
+    record.write(options.json)
     shutil.rmtree(work)
     return 0
 

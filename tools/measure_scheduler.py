@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from figures import Record, add_json_option
 from machine import Machine
 from rich.console import Console
 from rich.table import Table
@@ -55,6 +56,8 @@ NVME_BYTES = 2 << 30
 TIER_BLOCKS = 4096
 RUNNING, NEW_BLOCKS = 100, 10
 STORED, LOADED = (1, 16, 512), (1, 16, 2000)
+SIDES = {"kvdisk": "vLLM", "with NVMe": "vLLM again"}
+"""Kvdisk's with one tier and with both, and what stands for vLLM in the same run."""
 
 Samples = Iterator[tuple[float, float]]
 """Processor time of kvdisk and of vLLM for the same work, in seconds."""
@@ -337,7 +340,7 @@ def reasons(blocks: int) -> Samples:
         taken_s, answer = timed(partial(tell_why, *asked))
         return answer
 
-    hits._why = tell_why_timed
+    hits._why = tell_why_timed  # type: ignore[method-assign, assignment]  # timed, and else as it is
     while True:
         request, output = sides.prefill(blocks)
         manager._history.count(make_block_keys(request.block_hashes[:blocks], 0), 0, blocks, 0)
@@ -364,9 +367,10 @@ def main() -> int:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
+    add_json_option(parser)
     options = parser.parse_args()
     table = Table("us: median", "kvdisk", "vLLM", "ratio", "with NVMe", "vLLM", "ratio")
-    load = os.getloadavg()[0]
+    load, record = os.getloadavg()[0], Record()
     with tempfile.TemporaryDirectory() as directory:
         for name, measure in rows():
             both = [measure(None), measure(Path(directory))]
@@ -380,19 +384,25 @@ def main() -> int:
                     samples.append(next(each))
             gc.unfreeze()
             cells = []
-            for samples in taken:
-                ours, theirs = (1e6 * statistics.median(column) for column in zip(*samples, strict=True))
-                cells += [f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}"]
+            for samples, (side, beside) in zip(taken, SIDES.items(), strict=True):
+                ours, theirs = ([1e6 * seconds for seconds in column] for column in zip(*samples, strict=True))
+                ratio = statistics.median(ours) / statistics.median(theirs)
+                cells += [f"{statistics.median(ours):,.1f}", f"{statistics.median(theirs):,.1f}", f"{ratio:.2f}"]
+                record.add("us", name, side, ours)
+                record.add("us", name, beside, theirs)
+                record.add("us", name, f"{side}, of vLLM", [ratio])
             table.add_row(name, *cells)
     console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)
     for blocks in STORED[1:]:
         samples = list(islice(reasons(blocks), 8, 8 + options.rounds))
         reason_s, all_s = (statistics.median(column) for column in zip(*samples, strict=True))
+        record.add("reasons", f"{blocks} blocks", "of lookup and step", [100 * reason_s / all_s], "%")
         console.print(
             f"Why {blocks} blocks missed: {1e6 * reason_s:.1f} us, {reason_s / all_s:.2%} of lookup and step."
         )
     console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
+    record.write(options.json)
     return 0
 
 

@@ -28,11 +28,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+from figures import Record, add_json_option
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.config import Config
+from kvdisk.context import SchedulerContext
 from kvdisk.device.header import SlotIdentity, fill_header
 from kvdisk.device.home import Home
 from kvdisk.device.paths import sum_of_file
@@ -133,7 +136,7 @@ def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str,
     start_s = time.perf_counter()
     index = make_index()
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1)
-    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
+    parts = Parts.make(config, GEOMETRY, cast(SchedulerContext, None))  # nobody asks the engine
     nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), 1 << 62), index, AdmissionPolicy())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s
@@ -230,33 +233,46 @@ def in_a_child(path: Path, block_count: int, *, after_kill: bool) -> dict[str, f
     return found
 
 
-def say(what: str, values: Sequence[float], digits: int = 2) -> None:
-    """Print median, lowest and highest."""
+def say(record: Record, what: str, values: Sequence[float], unit: str, digits: int = 2) -> None:
+    """Note and print median, lowest and highest."""
+    record.add("store", what, "figure", values, unit)
     middle, lowest, highest = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     load = os.getloadavg()[0]
-    print(f"{what}: median {middle}, lowest {lowest}, highest {highest} of {len(values)} (load {load:.1f})", flush=True)
+    print(
+        f"{what}, {unit}: median {middle}, lowest {lowest}, highest {highest} of {len(values)} (load {load:.1f})",
+        flush=True,
+    )
 
 
-def show_openings(path: Path, block_count: int, rounds: int) -> None:
+def show_openings(path: Path, block_count: int, rounds: int, record: Record) -> None:
     """Measure openings after both ends, and lookups."""
     for after_kill, end in ((False, "a clean end"), (True, "a kill")):
         found = [in_a_child(path, block_count, after_kill=after_kill) for _ in range(rounds)]
-        say(f"open after {end}, s", [one["open_s"] for one in found])
-        say("RAM of a block, bytes", [one["ram_bytes"] for one in found], 0)
-        say("full collection of garbage, ms more than without a store", [one["pause_ms"] for one in found])
-        say("a step of the NVMe tier, us (median of each)", [one["step_us"] for one in found], 1)
-        say(f"lookup of an own block, by prompts of {LOOKED_UP:,} blocks, us", [f["hit_us"] for f in found])
+        say(record, f"open after {end}", [one["open_s"] for one in found], "s")
+        say(record, f"memory of a block, after {end}", [one["ram_bytes"] for one in found], "bytes", 0)
+        pauses = [one["pause_ms"] for one in found]
+        say(record, f"full collection of garbage, beyond that without a store, after {end}", pauses, "ms")
+        say(record, f"a step of the NVMe tier, after {end}", [one["step_us"] for one in found], "us", 1)
+        looked_up = f"lookup of a block in prompts of {LOOKED_UP:,} blocks, after {end}"
+        say(record, looked_up, [one["hit_us"] for one in found], "us")
 
 
-def show_rebuild(directory: Path, header_count: int, rounds: int) -> None:
+def show_rebuild(directory: Path, header_count: int, rounds: int, record: Record) -> None:
     """Measure a rebuild of a home of one rank with so many headers, each in the drive and not in
     memory."""
     logging.getLogger("kvdisk").setLevel(logging.ERROR)  # a rebuild warns
     home = home_of_headers(directory / "store", -(-header_count // SEGMENT_SLOTS))
     found = [rebuild(home) for _ in range(rounds)]
     home.close(clean=False)
-    say("rebuild, us a header", [wall for wall, _ in found])
-    say("rebuild, us of processor time a header", [cpu for _, cpu in found])
+    say(record, "rebuild, a header", [wall for wall, _ in found], "us")
+    say(record, "rebuild, processor time of a header", [cpu for _, cpu in found], "us")
+
+
+def show_memory(block_count: int, record: Record) -> None:
+    """Measure what the scheduler holds of so many blocks."""
+    found = measure_tier(lambda: GivenIndex(block_count), block_count)
+    say(record, "memory of a block", [found["ram_bytes"]], "bytes", 0)
+    say(record, "full collection of garbage, beyond that without a store", [found["pause_ms"]], "ms")
 
 
 def main() -> None:
@@ -267,22 +283,26 @@ def main() -> None:
     parser.add_argument("--headers", type=int, default=100_000, help="of the rebuild; 64 KiB of the drive for each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="only what the scheduler holds, without a drive")
+    add_json_option(parser)
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--after-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(measure_tier(lambda: GivenIndex(options.blocks), options.blocks)))
+        record = Record(options.dir)
+        show_memory(options.blocks, record)
+        record.write(options.json)
         return
     if options.open:
         print(json.dumps(measure_opening(options.open, options.blocks, options.after_kill)))
         return
-    block_count = options.blocks
+    block_count, record = options.blocks, Record(options.dir)
     print(f"{block_count:,} blocks, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         path = Path(directory) / "index"
         build(path, block_count)
-        show_openings(path, block_count, options.rounds)
-        show_rebuild(Path(directory), options.headers, options.rounds)
+        show_openings(path, block_count, options.rounds, record)
+        show_rebuild(Path(directory), options.headers, options.rounds, record)
+    record.write(options.json)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ def _take_in(
 ) -> Failure | None:
     """Keep what a child sends, until it has ended or the time is over."""
     began_s = time.monotonic()
+    failure: Failure | None
     while receiver.poll(max(0.0, deadline_s - time.monotonic())):
         try:
             found, failure, more = receiver.recv()

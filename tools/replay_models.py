@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from figures import Record, add_json_option
 from rich.console import Console
 from rich.table import Table
 
@@ -300,7 +301,8 @@ def main() -> None:
     parser.add_argument("--nvme", default="1%,5%,10%,25%,50%", help="rooms, as kvdisk replay has them")
     parser.add_argument("--models", nargs="*", default=["lru", "arc", "belady"])
     parser.add_argument("--picture", type=Path, help="an SVG to draw")
-    options = parser.parse_args()
+    add_json_option(parser)
+    options, record = parser.parse_args(), Record()
     trace, config = read_trace(options.trace), Config()
     geometry, none = make_geometry(trace, 1 << 20), Capacity("0", 0, 0)
     rooms = [parse_capacity("--nvme", text, trace, geometry, on_nvme=True) for text in split([options.nvme])]
@@ -309,15 +311,19 @@ def main() -> None:
     table = Table("room", "policy", "hits", "of blocks", "written blocks")
     found = []
     for run in run_all(trace, settings, 1 << 20, 2, lambda _: None).runs:
-        figures = [Figure(run.policy, run.hit_rate, run.hit_blocks_rate, run.written_blocks)]
-        figures += figures_of(trace, run.room, options.models)
-        found.append((100 * run.room.blocks / trace.distinct, figures))
-        for one in figures:
+        here = [Figure(run.policy, run.hit_rate, run.hit_blocks_rate, run.written_blocks)]
+        here += figures_of(trace, run.room, options.models)
+        found.append((100 * run.room.blocks / trace.distinct, here))
+        for at, one in enumerate(here):
             shares = (f"{100 * share:.2f} %" for share in (one.hit_tokens, one.hit_blocks))
             table.add_row(run.room.given, one.policy, *shares, f"{one.written:,}")
+            name = one.policy if at else "kvdisk"
+            record.add("hits of blocks", run.room.given, name, [100 * one.hit_blocks], "%")
+            record.add("blocks written", run.room.given, name, [one.written])
     Console().print(table)
     if options.picture:
         draw(found, options.picture)
+    record.write(options.json)
 
 
 if __name__ == "__main__":

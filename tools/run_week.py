@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import Record, add_json_option
 from machine import Machine
 from make_traces import FAMILIES, Writer, make_events
 from rich.console import Console
@@ -164,7 +165,7 @@ def _of_family(
     first_s, last_s = events[0].time_s, events[-1].time_s
     for time_s, text in events:
         at = (time_s - first_s) / max(1.0, last_s - first_s) + rng.random() * 1e-6
-        limits, hints = NO_LIMITS, ()
+        limits, hints = NO_LIMITS, tuple[KVHint, ...]()
         luck = rng.random()
         if luck < 0.02:
             limits = RequestLimits(most_load_tokens=rng.choice((0, 4096)), store_limit_tokens=rng.choice((None, 8192)))
@@ -439,8 +440,8 @@ def run_week(
 # -- what is printed ---------------------------------------------------------------------------
 
 
-def show(week: Week, console: Console) -> None:
-    """Print what happened, the figures, and the times."""
+def show(week: Week, console: Console, record: Record) -> None:
+    """Note and print what happened, the figures, and the times."""
     told = ", ".join(f"{count:,} {name}" for name, count in sorted((week.counts + week.faults).items()))
     console.print(f"{week.lives} lives: {told}.")
     table = Table("at the end of an hour", "most of day 2", "median of the last", "most")
@@ -452,6 +453,11 @@ def show(week: Week, console: Console) -> None:
                 for each in (one.second, one.last, one.most)
             ]
             table.add_row(("[red]" if one.has_grown else "") + one.name.replace("[]", "\\[]"), *figures)
+        shown = {"most of day 2": one.second, "median of the last": one.last, "most": one.most}
+        for column, value in shown.items() if one.is_bytes else ():
+            record.add("sizes", one.name, column, [value / unit], "MiB")
+    record.add("compared", "figures", "count", [len(week.series())])
+    record.add("compared", "grown", "count", [sum(one.has_grown for one in week.series())])
     console.print(table)
     table = Table("us of processor time", "calls", "median: day 2", "last day", "p99: day 2", "last day", "most")
     samples = week.samples
@@ -466,6 +472,10 @@ def show(week: Week, console: Console) -> None:
             for day in days
         ]
         table.add_row(kind, *cells, f"{max(each['most'] for each in of_all):,.0f}")
+        for figure in ("median", "p99"):
+            for day, hours in zip(("day 2", "last day"), days, strict=True):
+                if hours:
+                    record.add("us", kind, f"{figure}, {day}", [each[figure] for each in hours])
     console.print(table)
 
 
@@ -478,6 +488,7 @@ def main() -> int:
     for name in ("block_tokens", "nvme_blocks", "cpu_blocks", "days", "seed"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(WeekSettings, name))
     parser.add_argument("--lives", action="store_true", help="start the manager anew every 4 hours of all days")
+    add_json_option(parser)
     options = parser.parse_args()
     names = ("requests", "block_tokens", "nvme_blocks", "cpu_blocks", "lives", "seed", "days")
     settings = WeekSettings(**{name: getattr(options, name) for name in names})
@@ -496,9 +507,10 @@ def main() -> int:
         console.print(f"{said}, {memory:,.0f} MiB")
 
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
-        began_s = time.monotonic()
+        began_s, record = time.monotonic(), Record(Path(directory))
         week, wrong = run_week(settings, Path(directory), note)
-        show(week, console)
+        show(week, console, record)
+        record.write(options.json)
         console.print(f"{time.monotonic() - began_s:,.0f} s. {Machine.here(Path(directory)).sentence}")
     for one in wrong:
         console.print(f"[red]{one}")

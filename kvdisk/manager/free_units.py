@@ -87,31 +87,31 @@ class FreeUnits:
         return self._context.block_count
 
     @property
-    def free_count(self) -> int:  # noqa: D102 - the protocol's, here and below
+    def free_count(self) -> int:
         return self._context.free_count
 
     @property
-    def caches(self) -> bool:  # noqa: D102
+    def caches(self) -> bool:
         return self._context.caches
 
     @property
-    def step_blocks(self) -> int:  # noqa: D102
+    def step_blocks(self) -> int:
         return self._context.step_blocks
 
-    def get_block(self, block_id: int) -> KVCacheBlockView:  # noqa: D102
+    def get_block(self, block_id: int) -> KVCacheBlockView:
         return self._context.get_block(block_id)
 
-    def watch(self, block_ids: Sequence[int]) -> None:  # noqa: D102
+    def watch(self, block_ids: Sequence[int]) -> None:
         self._context.watch(block_ids)
 
-    def unwatch(self, block_ids: Sequence[int]) -> None:  # noqa: D102
+    def unwatch(self, block_ids: Sequence[int]) -> None:
         self._context.unwatch(block_ids)
 
-    def take_reused(self) -> Sequence[int]:  # noqa: D102
+    def take_reused(self) -> Sequence[int]:
         return self._context.take_reused()
 
-    def is_cached(self, key: BlockKey) -> bool:  # noqa: D102
+    def is_cached(self, key: BlockKey) -> bool:
         return self._context.is_cached(key)
 
-    def find_block(self, key: BlockKey) -> int | None:  # noqa: D102
+    def find_block(self, key: BlockKey) -> int | None:
         return self._context.find_block(key)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +23,9 @@ GOAL = Goal("the queue, of fio", (2 * MIB,), (Op.WRITE,), QUEUE, OF_FIO, 0.9)
 )
 def test_a_goal_is_judged_by_the_rounds_ratios_to_the_fastest_peer(seconds, ratio, verdict):
     found = {QUEUE: seconds, "fio io_uring": [1.0, 2.0, 4.0], "fio libaio": [10.0, 20.0, 40.0]}
-    assert judge(GOAL, {WRITE: found}) == [("write 2 MiB x 8", ratio, verdict)]
+    (judged,) = judge(GOAL, {WRITE: found})
+    assert judged.case == "write 2 MiB x 8" and f"{statistics.median(judged.shares):.2f}" == ratio
+    assert judged.reaches(GOAL.least) == verdict
 
 
 def test_other_sizes_and_directions_and_what_has_no_peer_are_not_judged():

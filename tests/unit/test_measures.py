@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every measurement of ``tools/measure_all.py`` runs, at a size that measures nothing, and has each
+figure that a page names. Those that start engines or servers are long, and so is a week."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import figure_pages
+import measure_all
+import pytest
+from measure_all import MEASUREMENTS, Measurement, Places
+from support.needs import need, why_no_mooncake
+
+LONG = {"first-token", "nothing-to-hit", "calls", "remote-objects", "remote-prompts", "remote-down", "week"}
+SIZES = re.compile(r"\d[\d,]*( KiB| MiB)?")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def marked(one: Measurement) -> list[list[str]]:
+    """Return the names of the figures and tables that pages take from a measurement."""
+    found = [
+        mark.split(" // ")
+        for path in figure_pages.PAGES
+        for _, _, mark, _, _ in figure_pages.MARK.findall(path.read_text())
+    ]
+    return [parts[1:] for parts in found if parts[0] == one.name and len(parts) > 1]
+
+
+def without_sizes(name: str) -> str:
+    """Return a name that is the same at any size."""
+    return SIZES.sub("#", name).replace("groups", "group")
+
+
+def parts_of(tables: object) -> set[tuple[str, ...]]:
+    """Return the name of each table, row and column of a record, without sizes."""
+    found: set[tuple[str, ...]] = set()
+    assert isinstance(tables, dict)
+    for table, rows in tables.items():
+        found.add((without_sizes(table),))
+        for row, cells in rows.items():
+            found |= {(without_sizes(table), without_sizes(row), without_sizes(column)) for column in cells}
+    return found
+
+
+@pytest.fixture
+def places(tmp_path) -> Places:
+    trace = tmp_path / "trace.jsonl"
+    lines = (
+        {
+            "timestamp": 1000 * at,
+            "input_length": 1536,
+            "output_length": 8,
+            "hash_ids": [at % 7, 100 + at % 60, 1000 + at],
+        }
+        for at in range(200)
+    )
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Places(tmp_path, trace)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(each, marks=[pytest.mark.torture] * (each.name in LONG)) for each in MEASUREMENTS],
+    ids=lambda each: each.name,
+)
+def test_a_measurement_runs_and_has_what_the_pages_name(one, places):
+    if one.name == "remote-objects":
+        need(why_no_mooncake())
+    record = measure_all.measure(one, places, small=True)
+    assert record["small"] and record["tables"] and set(record["code"]) == set(one.code)
+    found = parts_of(record["tables"])
+    for names in marked(one):
+        if len(names) == 3:
+            assert tuple(map(without_sizes, names)) in found, names
+        else:
+            assert (without_sizes(names[0]),) in found, names
+            columns = {column for _, _, column in (part for part in found if len(part) == 3)}
+            assert {without_sizes(each) for each in names[1].split("; ")} <= columns if names[1:] else True
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("compare_policies", "TRACE --families"),
+        ("replay_states", "TRACE --room 30"),
+        pytest.param("measure_offloading", "DIR --rounds 1 --divide 16", marks=pytest.mark.torture),
+    ],
+)
+def test_a_tool_that_writes_no_figures_runs(tool, arguments, places):
+    said = run_tool(tool, places.arguments(arguments))
+    assert {"compare_policies": "**trace**", "replay_states": "30 %  learned", "measure_offloading": "Chunks that hit"}[
+        tool
+    ] in said
+
+
+def run_tool(tool: str, arguments: list[str]) -> str:
+    """Run a tool; return what it prints."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_tool_that_a_page_names_is_run_by_a_test():
+    known = {one.tool for one in MEASUREMENTS} | NOT_RUN.keys()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for tool in set(re.findall(r"\btools/(\w+)\.py", path.read_text())) - known:
+            named = tool in ELSEWHERE and re.search(rf"\b{tool}\b", (ROOT / "tests" / ELSEWHERE[tool]).read_text())
+            assert named, f"{path.name}: no test runs tools/{tool}.py"
+
+
+ELSEWHERE = {
+    "figure_pages": "unit/test_figures.py",
+    "compare_offloading": "connector/test_torture_compare.py",
+    "compare_policies": "unit/test_measures.py",
+    "demo_store": "test_docs.py",
+    "gpu_report": "unit/test_gpu_report.py",
+    "install": "unit/test_install.py",
+    "make_docs": "test_docs.py",
+    "make_traces": "unit/test_make_traces.py",
+    "measure_all": "unit/test_figures.py",
+    "measure_offloading": "unit/test_measures.py",
+    "mutate": "unit/test_mutate.py",
+    "replay_states": "unit/test_measures.py",
+}
+"""The tests of the tools that are no measurement."""
+NOT_RUN = {"make_pictures": "it needs a browser, and /nvme"}
