@@ -181,7 +181,7 @@ def run_fio(case: Case, engine: str, path: str) -> float:
     job = json.loads(done.stdout[start:])["jobs"][0]
     if job["read"]["io_bytes"] + job["write"]["io_bytes"] != case.total_bytes * passes:
         raise ConfigError(f"{engine} moved another number of bytes than was asked for")
-    return max(job["read"]["runtime"], job["write"]["runtime"]) / 1000 / passes
+    return float(max(job["read"]["runtime"], job["write"]["runtime"]) / 1000 / passes)
 
 
 def load_extension() -> Any:
@@ -195,7 +195,9 @@ def load_extension() -> Any:
     try:
         import torch  # noqa: F401 - it is linked with torch's libraries, and finds them when they are loaded
 
-        loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader("fs_io_C", loader))
+        found = importlib.util.spec_from_loader("fs_io_C", loader)
+        assert found is not None
+        loaded = importlib.util.module_from_spec(found)
         loader.exec_module(loaded)
     except ImportError as error:
         raise ConfigError(f"vLLM's fs_io_C cannot be loaded, so that there is no peer: {error}") from None
@@ -317,10 +319,10 @@ def judge(goal: Goal, results: dict[Case, dict[str, list[float]]]) -> list[tuple
 def mover_rows(directory: Path, rounds: int) -> Iterator[tuple[str, str, str]]:
     """Measure the mover's way between blocks in host memory and the drive; yield case, ratio to
     the drive alone, and verdict. Raises ImportError without torch."""
-    from gpu_report import DRIVE, MOVES, POSIX, measure_drive
+    from gpu_measures import DRIVE, MOVES, POSIX, Pace, measure_drive
 
     print("through the mover", file=sys.stderr)
-    found = measure_drive(None, directory, 2 * MIB, MOVER_BYTES, "no GPU", rounds)
+    found = measure_drive(None, directory, 2 * MIB, MOVER_BYTES, "no GPU", Pace(rounds, 1e9))
     if lost := [speed for speed in found if speed.why]:
         yield lost[0].route, lost[0].why, "not measured"
         return

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,10 @@ def mooncake_settings(directory: Path) -> tuple[MooncakeStore, dict[str, Any]]:
     return store, {"remote": store.url}
 
 
-STORES = {"S3": s3_settings, "Mooncake": mooncake_settings}
+STORES: dict[str, Callable[[Path], tuple[S3Server | MooncakeStore, dict[str, Any]]]] = {
+    "S3": s3_settings,
+    "Mooncake": mooncake_settings,
+}
 
 
 @contextmanager

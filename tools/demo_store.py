@@ -27,7 +27,7 @@ from kvdisk.blocks import BlockKey, Slot, make_block_key
 from kvdisk.cli.why import chain_hashes
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.device.home import Home
-from kvdisk.device.segment import create_segment
+from kvdisk.device.segment import DriveFolder, create_segment
 from kvdisk.device.store import Store
 from kvdisk.device.uses import USES_RECORD, write_uses
 from kvdisk.engine_store import describe_geometry
@@ -181,7 +181,7 @@ def fill(home: Home, model: Model, prompts: Prompts, slot_count: int, *, dropped
         for segment in range(-(-len(blocks) // slot_count)):
             spec = SegmentSpec(segment, group.slot_bytes, slot_count)
             for rank in range(model.ranks):
-                create_segment(home, spec, rank, model.ranks, model.fingerprint).close()
+                create_segment(DriveFolder(home.path), spec, rank, model.ranks, model.fingerprint).close()
                 fd = os.open(home.segments_path / str(segment) / f"rank{rank}.kv", os.O_WRONLY)
                 for block in blocks[segment * slot_count : (segment + 1) * slot_count]:
                     sizes = (group.payload_bytes, rank, model.ranks)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from kvdisk.worker.copier import CudaLanes as Lanes
     from kvdisk.worker.copier import HostCopier
+    from kvdisk.worker.copier_base import Event as Copied
 
 MIB = 1 << 20
 STAGING_BYTES = 128 * MIB
@@ -160,7 +161,7 @@ def device_of(lanes: Lanes | None) -> torch.device:
 
 
 def on_gpu(lanes: Lanes | None) -> bool:
-    return device_of(lanes).type == "cuda"
+    return bool(device_of(lanes).type == "cuda")
 
 
 def settle(lanes: Lanes | None) -> None:
@@ -299,13 +300,18 @@ def measure_both(lanes: Lanes, shape: Shape, block_bytes: int, total_bytes: int,
             yield speed
 
 
+def await_end(copy: Copied | None) -> None:
+    assert copy is not None, "nothing was to be copied"
+    copy.synchronize()
+
+
 def measure_copies(
     lanes: Lanes | None, shape: Shape, block_bytes: int, total_bytes: int, pace: Pace, cache_bytes: int = 0
 ) -> list[Speed]:
     """Return the copier's speeds both ways, between blocks on the GPU and pinned slots in another
     order. ``cache_bytes``: of the GPU's blocks, if more than are moved: half of these lie at each
     end. Raises WrongBytesError."""
-    from kvdisk.worker.copier import Slots
+    from kvdisk.worker.copier_base import Slots
 
     count = max(2, total_bytes // block_bytes)
     layers = make_layers(lanes, shape, block_bytes, max(count, cache_bytes // block_bytes))
@@ -317,8 +323,8 @@ def measure_copies(
         blocks = [original.blocks[at] for at in order]
         slots = Slots(arena, 0, [indices[at] for at in order])
         ways = {
-            "gather": lambda: copier.gather(0, blocks, slots).synchronize(),
-            "scatter": lambda: copier.scatter(0, slots, blocks).synchronize(),
+            "gather": lambda: await_end(copier.gather(0, blocks, slots)),
+            "scatter": lambda: await_end(copier.scatter(0, slots, blocks)),
         }
         size = geometry.groups[0].payload_bytes
         found = measure_ways(f"copy, {shape.name}", ways, block_bytes, count * size, pace)
@@ -408,6 +414,10 @@ class OneSegment:
 
     def drop_segment(self, spec: SegmentSpec) -> None:
         """See ``SegmentFiles``."""
+
+    def give_back(self) -> tuple[int, ...]:
+        """See ``SegmentFiles``: nobody else removes its file."""
+        return ()
 
     def close(self) -> None:
         """See ``SegmentFiles``."""
@@ -521,7 +531,7 @@ def drive_route(
     with ExitStack() as undo:
         staging = undo.enter_context(closing(Arena(geometry.slot_sizes, slots, pin=on_gpu(lanes))))
         staging.await_pinned()
-        way = Direct(GpuStaging(geometry.slot_sizes, slots, lanes), every, every) if direct else None
+        way = Direct(GpuStaging(geometry.slot_sizes, slots, lanes), every, every) if direct else None  # type: ignore[arg-type]
         copier = make_copier(lanes, layers)
         resources = Resources(
             geometry, 0, {}, staging, copier, make(), OneSegment(directory), way, checksum_threads=max(THREADS)

@@ -60,7 +60,7 @@ def settings() -> list[Setting]:
     (tree,) = ast.parse(inspect.getsource(Config)).body
     assert isinstance(tree, ast.ClassDef)
     said = {
-        field.target.id: inspect.cleandoc(text.value.value)
+        field.target.id: inspect.cleandoc(str(text.value.value))
         for field, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
@@ -304,9 +304,11 @@ def _metric(metric: Metric) -> str:
 def with_metrics(text: str) -> str:
     """Return a text of Markdown with the table under each heading that names a kind replaced."""
     for kind, heading in KINDS.items():
+        table = f"{_metrics_of(kind)}\n\n"
         pattern = re.compile(rf"(^### {heading}\n\n).*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
         assert len(pattern.findall(text)) == 1, heading
-        text = pattern.sub(lambda found, kind=kind: f"{found[1]}{_metrics_of(kind)}\n\n", text)
+        begin, end = next(found.span() for found in pattern.finditer(text))
+        text = f"{text[:begin]}### {heading}\n\n{table}{text[end:]}"
     return text.rstrip("\n") + "\n"
 
 

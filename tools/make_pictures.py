@@ -29,7 +29,8 @@ from pathlib import Path
 from demo_store import LARGE, LLAMA_8B, SMALL, branching_block, demo_store, prompt_of
 from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
-from rich.console import CONSOLE_SVG_FORMAT, Console
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 from rich.text import Text
 from support import ENVIRONMENT
 from support.s3_server import S3Server

@@ -418,12 +418,12 @@ class Engine:
 
     def spill(self, name: str) -> None:
         """Serve a stored prompt under ``spillover``."""
-        self.side.manager._stores._store_policy = Spillover()
+        self.side.manager._stores._store_policy = Spillover()  # type: ignore[abstract]
         self.meet(name, steps=20)
 
     def list_all(self, name: str) -> None:
         """Serve a stored prompt under a policy that returns lists; memory loses it at once."""
-        self.side.manager._stores._store_policy = Listed()
+        self.side.manager._stores._store_policy = Listed()  # type: ignore[abstract]
         self.meet(name, steps=20, loses=True)
 
     def clear(self, _: str) -> None:

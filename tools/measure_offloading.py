@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,11 @@ def best_threads(tiers: Tiers, row_bytes: int) -> dict[str, int]:
     return {what: max(found, key=lambda threads: found[threads][at]) for at, what in enumerate(("store", "load"))}
 
 
+def rate(make: Callable[[], Any], row_bytes: int, busy_s: float, at: int) -> float:
+    """Return one of a tier's rates."""
+    return rates(make(), row_bytes, busy_s)[at]
+
+
 def ratio(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, float]:
     """Return the medians of both, and of their ratios, in alternation."""
     pairs = [(ours(), theirs()) for _ in range(rounds)]
@@ -212,10 +218,8 @@ def main() -> None:
                 for at, what in enumerate(("store", "load")):
                     mine, other, times = ratio(
                         options.rounds,
-                        lambda row_bytes=row_bytes, busy_s=busy_s, at=at: rates(tiers.kvdisk(), row_bytes, busy_s)[at],
-                        lambda row_bytes=row_bytes, busy_s=busy_s, at=at, threads=best[what]: rates(
-                            tiers.fs(threads), row_bytes, busy_s
-                        )[at],
+                        partial(rate, tiers.kvdisk, row_bytes, busy_s, at),
+                        partial(rate, partial(tiers.fs, best[what]), row_bytes, busy_s, at),
                     )
                     print(
                         f"| {row_bytes >> 10} KiB | {busy} | {what} | {mine / 2**30:.2f} "

@@ -183,7 +183,7 @@ def measure_prompts(options: argparse.Namespace, work: Path, console: Console) -
     server, settings = STORES["S3"](work / "S3")
     try:
         shared = settings | {"cpu_bytes": "1GiB", "remote_admission": "all", "remote_deadline_s": DEADLINE_S}
-        limits = {"max_model_len": LENGTHS[-1] + 8}
+        limits: dict[str, Any] = {"max_model_len": LENGTHS[-1] + 8}
         found = []
         for host in ("A", "B"):
             with EngineChild(build_model(), work / host, extra_config=shared | {"prefetch": False}, **limits) as engine:
@@ -230,7 +230,7 @@ def measure_down(options: argparse.Namespace, work: Path, console: Console) -> N
     own = {"cpu_bytes": "1GiB", "nvme_bytes": "4GiB", "segment_bytes": "256MiB"}
     there = {"aws_endpoint": "http://127.0.0.1:9", "aws_region": "x", "aws_access_key_id": "x"}
     remote = {"remote": "s3://kvdisk/x", "remote_options": there | {"aws_secret_access_key": "x"}}
-    limits = {"max_model_len": 1040, "max_num_seqs": 8}
+    limits: dict[str, Any] = {"max_model_len": 1040, "max_num_seqs": 8}
     ratios, cpu, steps = [], [], {DOWN: [0.0], WITHOUT: [0.0]}
     model = build_model()
     with (

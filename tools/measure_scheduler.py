@@ -336,7 +336,7 @@ def reasons(blocks: int) -> Samples:
         taken_s, answer = timed(partial(tell_why, *asked))
         return answer
 
-    hits._why = tell_why_timed
+    hits._why = tell_why_timed  # type: ignore[assignment,method-assign]
     while True:
         request, output = sides.prefill(blocks)
         manager._history.count(make_block_keys(request.block_hashes[:blocks], 0), 0, blocks, 0)

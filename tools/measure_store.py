@@ -133,7 +133,7 @@ def measure_tier(make_index: Callable[[], Index], block_count: int) -> dict[str,
     start_s = time.perf_counter()
     index = make_index()
     config = Config(store_dirs=(Path("/nowhere"),), nvme_bytes=1)
-    parts = Parts.make(config, GEOMETRY, None)  # nobody asks the engine
+    parts = Parts.make(config, GEOMETRY, None)  # type: ignore[arg-type] # nobody asks the engine
     nvme = NvmeSpace(parts, NvmeLayout(0, (SEGMENT_SLOTS,), 1 << 62), index, AdmissionPolicy())
     nvme.restore("0" * 32, bytes(32))
     open_s = time.perf_counter() - start_s

@@ -169,7 +169,7 @@ def _of_family(
     first_s, last_s = events[0].time_s, events[-1].time_s
     for time_s, text in events:
         at = (time_s - first_s) / max(1.0, last_s - first_s) + rng.random() * 1e-6
-        limits, hints = NO_LIMITS, ()
+        limits, hints = NO_LIMITS, tuple[KVHint, ...]()
         luck = rng.random()
         if luck < 0.02:
             limits = RequestLimits(most_load_tokens=rng.choice((0, 4096)), store_limit_tokens=rng.choice((None, 8192)))

@@ -537,7 +537,7 @@ class Engine:
 
     def _schedule_running(self, preempted: list[str]) -> list[tuple[Request, int]]:
         """Return what runs in this step, each with the tokens whose KV is there when it is over."""
-        scheduled = []
+        scheduled: list[tuple[Request, int]] = []
         for request in list(self.running):
             if request not in self.running:
                 continue

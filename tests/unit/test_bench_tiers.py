@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import bench_tiers
 import pytest
 from bench_tiers import GOALS, MIB, OF_FIO, QUEUE, Case, Goal, device_contenders, judge
 
@@ -37,3 +38,10 @@ def test_goals_name_contenders_that_are_measured():
     for device, way in zip(devices, (aio.KernelQueue.way, posix._ThreadQueue.way), strict=True):
         device.name = f"posix-{way}"
     assert {goal.contender for goal in GOALS} <= device_contenders(WRITE, devices, 0, memoryview(b"")).keys()
+
+
+def test_the_movers_way_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_tiers, "MOVER_BYTES", 8 * MIB)
+    rows = list(bench_tiers.mover_rows(tmp_path, 1))
+    assert [case for case, *_ in rows] == ["store 2 MiB", "load 2 MiB"]
+    assert all(float(ratio) > 0 and verdict in {"met", "missed"} for _, ratio, verdict in rows)
