@@ -19,8 +19,9 @@ SHARD ?=
 PORT ?= 8000
 
 BIN := .venv/bin
-# Two files of tests at a time, the long ones first: most of what they do is waiting.
-ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
+# So many files of tests at a time, the long ones first. On two cores the third runs while others wait.
+AT_A_TIME ?= 3
+ON_TWO_CORES = -n $(AT_A_TIME) --dist loadfile --no-loadscope-reorder
 ONE_SHARD = $(if $(SHARD),--shard "$(SHARD)")
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # The Python of the environment that install-device made for DEVICE, which has printed all messages already.
@@ -68,8 +69,7 @@ torture-cuda: install-dev ## the long tests of the CUDA path, in parts with SHAR
 	$(call on_fake_gpu,torture,$(ONE_SHARD))
 
 torture: install-dev ## the long tests, or with SHARD=2/6 the second sixth of them; see docs/TESTING.md
-	@# Three at a time, since many wait for drives and processes.
-	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m "torture and not fake_gpu" --durations 12 $(ONE_SHARD)
+	@$(BIN)/python -m pytest $(ON_TWO_CORES) -m "torture and not fake_gpu" --durations 12 $(ONE_SHARD)
 
 test-next: install-dev ## the scheduler's, hooks' and engine's tests on the other supported vLLM; part of torture
 	@$(BIN)/python -m pytest -m torture tests/connector/test_torture_next_vllm.py
