@@ -33,6 +33,7 @@ APART = frozenset(
         "tests/fake_gpu/test_planted_faults.py",
         "tests/fake_gpu/test_traffic.py",
         "tests/test_planted_invariants.py",
+        "tests/test_torture_tools.py",
         "tests/unit/test_run_week.py",
     }
 )
