@@ -13,12 +13,16 @@ FILES ?=
 MINUTES ?= 30
 # Where the comparison writes: a directory on the drive.
 DIR ?=
+# Which part of the long tests, as 2/6: all of them without.
+SHARD ?=
 # Where the server listens.
 PORT ?= 8000
 
 BIN := .venv/bin
-# Two files of tests at a time: most of what they do is waiting.
-ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
+# So many files of tests at a time, the long ones first. On two cores the third runs while others wait.
+AT_A_TIME ?= 3
+ON_TWO_CORES = -n $(AT_A_TIME) --dist loadfile --no-loadscope-reorder
+ONE_SHARD = $(if $(SHARD),--shard "$(SHARD)")
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # The Python of the environment that install-device made for DEVICE, which has printed all messages already.
 ON_DEVICE = "$$($(INSTALL) --device "$(DEVICE)" --where 2>/dev/null)/bin/python"
@@ -27,7 +31,7 @@ quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 
 # Runs the tests of the CUDA path that are as given; where its environment cannot be had, the installer says so.
 on_fake_gpu = @$(INSTALL) --fake-gpu; code=$$?; [ $$code -ne 75 ] || exit 0; [ $$code -eq 0 ] || exit $$code; \
-	.venv-cuda/bin/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "(gpu or fake_gpu) and $(1)" tests/gpu tests/fake_gpu; \
+	.venv-cuda/bin/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "(gpu or fake_gpu) and $(1)" $(2) tests/gpu tests/fake_gpu; \
 	code=$$?; [ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
 .PHONY: help install install-device install-dev check test test-cuda torture torture-cuda test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
@@ -61,12 +65,11 @@ test: check ## the checks and every short test that needs no GPU
 test-cuda: install-dev ## the CUDA path on PyTorch's CUDA build and a GPU of host memory; downloads 0.8 GB
 	$(call on_fake_gpu,not torture)
 
-torture-cuda: install-dev ## the long tests of the CUDA path
-	$(call on_fake_gpu,torture)
+torture-cuda: install-dev ## the long tests of the CUDA path, in parts with SHARD=1/2
+	$(call on_fake_gpu,torture,$(ONE_SHARD))
 
-torture: install-dev ## the long tests; see docs/TESTING.md
-	@# Three at a time, since many wait for drives and processes.
-	@$(BIN)/python -m pytest $(ON_TWO_CORES) -n 3 -m "torture and not fake_gpu" --durations 12
+torture: install-dev ## the long tests, or with SHARD=2/6 the second sixth of them; see docs/TESTING.md
+	@$(BIN)/python -m pytest $(ON_TWO_CORES) -m "torture and not fake_gpu" --durations 12 $(ONE_SHARD)
 
 test-next: install-dev ## the scheduler's, hooks' and engine's tests on the other supported vLLM; part of torture
 	@$(BIN)/python -m pytest -m torture tests/connector/test_torture_next_vllm.py

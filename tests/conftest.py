@@ -12,8 +12,15 @@ from hypothesis import settings
 from support.mooncake_store import MooncakeStore
 from support.needs import need, pytest_terminal_summary, why_no_mooncake, why_no_queue, why_not_compiled
 from support.s3_server import S3Server
+from support.units_of_work import pytest_addoption, pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
-__all__ = ["pytest_terminal_summary"]  # pytest looks for it here
+# pytest looks for these here
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_terminal_summary",
+    "pytest_xdist_make_scheduler",
+]
 
 # No deadline: two shared cores make no promise. Where every change is tested, the same examples
 # each time, so that a change is judged by what it changed; elsewhere new ones, and a failure prints

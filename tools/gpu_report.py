@@ -453,7 +453,7 @@ class Run:
     @property
     def left_s(self) -> float:
         """How much of the time is left."""
-        return self._end_s - time.monotonic()
+        return float(self._end_s - time.monotonic())
 
     def write(self) -> None:
         """Write what there is as JSON, whole: a file that is there already stays until then."""

@@ -76,7 +76,8 @@ def _take_in(
             child.join(_END_S)
             return Failure(f"its process died, exit code {child.exitcode}", _read(traces))
         if not more:
-            return failure
+            ended: Failure | None = failure
+            return ended
         keep(found)
     with suppress(ProcessLookupError):
         os.kill(child.pid, _SAY_WHERE)

@@ -282,6 +282,7 @@ def test_weights_of_which_a_few_rows_are_others(tiny_llama, tmp_path):
         assert _answer(engine, [prompt]) == ([answers[0]], [_whole(prompt)]), "as they were at first"
 
 
+@pytest.mark.torture
 def test_two_ranks_of_which_one_dies(tiny_llama, tmp_path):
     store = tmp_path / "store"
     config = _with_store(store, cpu_bytes=0)  # each load is one from the drive

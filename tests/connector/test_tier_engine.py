@@ -96,6 +96,7 @@ def flip_bits(store: Path) -> None:
             opened.write(content)
 
 
+@pytest.mark.parametrize("model", ["llama", pytest.param("gemma3", marks=pytest.mark.torture)], indirect=True)
 def test_one_process(model, expected, tmp_path):
     with start(model, tmp_path, memory=64 << 20) as engine:
         assert answers(engine)[0] == expected, "cold"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import vllm
 from fs_tier_tests import LEFT_OUT
-from test_torture_next_vllm import ROOT, VERSIONS, lay_python, link_kernels, with_python
+from test_torture_next_vllm import ROOT, VERSIONS, lay_version, with_python
 
 pytestmark = pytest.mark.torture
 
@@ -52,8 +52,7 @@ def test_vllms_own_tests_of_its_fs_tier(version):
     lay_tests(tests, version)
     python = ROOT / "build" / f"vllm-{version}-python"
     if version != INSTALLED:
-        lay_python(python, version)
-        link_kernels(python)
+        lay_version(python, version)
     command = [sys.executable, "-m", "pytest", "-p", "fs_tier_tests", "-p", "no:cacheprovider", "-c", os.devnull]
     done = subprocess.run(
         [*command, "--rootdir", str(tests), "--tb", "short", "-q", str(tests / NAME)],

@@ -28,11 +28,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(67, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    ("rounds", "first"), [(3, 0), *(pytest.param(25, first, marks=pytest.mark.torture) for first in (0, 25, 50))]
+)
 @pytest.mark.parametrize("kind", [pytest.param("one group", marks=pytest.mark.torture), *list(KINDS)[1:]])
-def test_killed_at_any_instant(kind: str, rounds: int, tmp_path: Path) -> None:
+def test_killed_at_any_instant(kind: str, rounds: int, first: int, tmp_path: Path) -> None:
     """Of its start, its load and its end."""
-    seed = SEED + 10_000 * (rounds > 3)
+    seed = SEED + 10_000 * (rounds > 3) + first
     rng = random.Random(seed)
     store = tmp_path / "store"
     served = 0

@@ -434,8 +434,14 @@ RARE = (
     "sources let go when the first rank has copied",
     "late slots freed when the first rank released them",
     "failed position promised again",
+    "what cannot be opened now promised",
+    "what cannot be opened now given up",
+    "slot reused before its deletion is committed",
+    "source of a failed promotion kept",
+    "refused block never offered again",
+    "late slots of a promotion freed",
 )
-"""The search for these takes longer than for all others together."""
+"""The search for these takes hundreds of examples, and longer than for all others together."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every measurement of ``tools/measure_all.py`` runs, at a size that measures nothing, and has each
-figure that a page names. Those that start engines or servers are long, and so is a week."""
+figure that a page names. Most are long tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from measure_all import MEASUREMENTS, Measurement, Places
 from support.needs import need, why_no_mooncake
 
-LONG = {"first-token", "nothing-to-hit", "calls", "remote-objects", "remote-prompts", "remote-down", "week"}
+SHORT = {"scheduler", "drive"}
 SIZES = re.compile(r"\d[\d,]*( KiB| MiB)?")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ def places(tmp_path) -> Places:
 
 @pytest.mark.parametrize(
     "one",
-    [pytest.param(each, marks=[pytest.mark.torture] * (each.name in LONG)) for each in MEASUREMENTS],
+    [pytest.param(each, marks=[pytest.mark.torture] * (each.name not in SHORT)) for each in MEASUREMENTS],
     ids=lambda each: each.name,
 )
 def test_a_measurement_runs_and_has_what_the_pages_name(one, places):
@@ -89,14 +89,22 @@ def test_a_measurement_runs_and_has_what_the_pages_name(one, places):
     [
         ("compare_policies", "TRACE --families"),
         ("replay_states", "TRACE --room 30"),
-        pytest.param("measure_offloading", "DIR --rounds 1 --divide 16", marks=pytest.mark.torture),
+        ("measure_offloading", "DIR --rounds 1 --divide 16"),
+        ("measure_units", "--requests 20 --families agents --trace TRACE"),
     ],
 )
+@pytest.mark.torture
 def test_a_tool_that_writes_no_figures_runs(tool, arguments, places):
     said = run_tool(tool, places.arguments(arguments))
-    assert {"compare_policies": "**trace**", "replay_states": "30 %  learned", "measure_offloading": "Chunks that hit"}[
-        tool
-    ] in said
+    assert SAYS[tool] in said
+
+
+SAYS = {
+    "compare_policies": "**trace**",
+    "replay_states": "30 %  learned",
+    "measure_offloading": "Chunks that hit",
+    "measure_units": "trace, at most",
+}
 
 
 def run_tool(tool: str, arguments: list[str]) -> str:
@@ -127,6 +135,7 @@ ELSEWHERE = {
     "make_traces": "unit/test_make_traces.py",
     "measure_all": "unit/test_figures.py",
     "measure_offloading": "unit/test_measures.py",
+    "measure_units": "unit/test_measures.py",
     "mutate": "unit/test_mutate.py",
     "replay_states": "unit/test_measures.py",
 }

@@ -39,11 +39,14 @@ def test_each_setting_is_taken_or_refused_by_name(scheme, capfd):
     url, prefix = f"{scheme}://bucket/kv", PREFIXES[scheme]
     taken = set()
     for bare in [*names_of(*STORES[scheme]), *CLIENT]:
+        good: list[str] = []
         for name in (bare, prefix + bare, (prefix + bare).upper()):
-            for value in VALUES:
+            # A client is slow to make: of the other forms one that is right, and one that is not.
+            for value in VALUES if name == bare else (*good[:1], *[each for each in VALUES if each not in good][:1]):
                 try:
                     ObstoreBucket(url, BASE[scheme] | {name: value}, deadline_s=1.0)
                     taken.add(name)
+                    good.append(value)
                 except ConfigError as error:
                     said = str(error)
                     assert "\n" not in said and said.endswith(".")
