@@ -113,17 +113,18 @@ class Copies:
 
     # -- reads begin -----------------------------------------------------------------------------
 
-    def pin_sources(self, reads: Sequence[Read]) -> None:
-        """Find and pin the fastest copy of each block: in a tier, or another's."""
+    def pin_sources(self, reads: Sequence[Read], tiers: Collection[Tier] | None = None) -> None:
+        """Find and pin the fastest copy of each block, of some tiers (None: of any): in a tier, or
+        another's."""
         catalog = self._catalog
         found: dict[Tier, list[Read]] = {}
         for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
-            source = catalog.readable_tier(row)
+            source = catalog.readable_tier(row, tiers)
             if source is not None:
                 read.row = row
                 found.setdefault(source, []).append(read)
             else:
-                self.take_from_others(read)
+                self.take_from_others(read, tiers)
         for source, alike in found.items():
             catalog.pin([read.row for read in alike], source)
             self.read_from(source, alike)

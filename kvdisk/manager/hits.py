@@ -85,6 +85,7 @@ class HitCounts:
         start_tokens, limit_tokens = asked.start_tokens, asked.limit_tokens
         step = self._geometry.alignment_tokens
         end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
+        counts = np.bincount(blocks.tiers, minlength=len(Tier)).tolist()
         tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, blocks)
         missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
         for group in self._geometry.groups:
@@ -102,7 +103,7 @@ class HitCounts:
         for tier in reversed(self._sources):  # what a slower one has, those before it have missed
             if tier is not Tier.REMOTE and self._tiers.get(tier) is None:
                 continue
-            found = {"hit_tokens": tokens[tier], "hit_blocks": int(np.count_nonzero(blocks.tiers == tier))}
+            found = {"hit_tokens": tokens[tier], "hit_blocks": counts[tier]}
             missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
             for name, count in (found | missed).items():
                 self._stats.add(f"{name}.{tier.label}", count)
@@ -232,11 +233,13 @@ class HitCounts:
         if not tokens:
             return dict.fromkeys(self._sources, 0)
         # Of a unit the GPU may have a part: what is loaded is whole blocks of the engine's.
-        groups, grain = self._geometry.groups, self._geometry.hash_tokens
-        slowest = np.full(tokens // grain, self._tiers.first.tier, np.uint8)
+        groups, grain, first = self._geometry.groups, self._geometry.hash_tokens, self._tiers.first.tier
+        if blocks.tiers.max(initial=first) == first:
+            return dict.fromkeys(self._sources, 0) | {first: tokens // grain * grain}
+        slowest = np.full(tokens // grain, first, np.uint8)
         only_states = all(group.state_tokens is not None for group in groups)
-        is_slower = blocks.tiers > self._tiers.first.tier
-        for group in groups if is_slower.any() else ():
+        is_slower = blocks.tiers > first
+        for group in groups:
             chosen = is_slower & (blocks.groups == group.group)
             tiers = blocks.tiers[chosen]
             firsts = blocks.positions[chosen] * group.block_tokens - start_tokens

@@ -31,6 +31,8 @@ from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import NO_BLOCK, JobKind, Move
 
+_FEW = 32
+"""Up to so many blocks lists are faster than arrays."""
 _STRETCH = 1024
 """Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
@@ -105,27 +107,47 @@ class GpuLoads:
         return bytes(map(self._noted().__contains__, keys)).replace(b"\1", _READY)
 
 
+@dataclass(slots=True)
+class Rest:
+    """What of a long load is planned job by job, the head of its prompt first.
+
+    ``gpu_blocks``, ``rows``: of all its blocks; ``gpu_blocks``: a row of ids for each, NO_BLOCK for
+    what is not filled; ``rows``: NONE where no copy is pinned. ``order``: of their places there, in
+    which they are planned. ``planned``: how many are.
+    """
+
+    gpu_blocks: NDArray[np.int32]
+    rows: NDArray[np.intp]
+    order: NDArray[np.intp]
+    planned: int = 0
+
+    def __len__(self) -> int:
+        return len(self.order) - self.planned
+
+    def take(self, most: int) -> NDArray[np.intp]:
+        """Return which of the blocks come next, group by group; they are planned then."""
+        taken = self.order[self.planned : self.planned + most]
+        self.planned += len(taken)
+        return np.sort(taken)
+
+
 @dataclass(eq=False, slots=True)
 class Load:
-    """A request's load: planned job by job, the head of its prompt first.
+    """A request's load.
 
-    ``keys``, ``gpu_blocks``, ``rows``: of the blocks, as ``blocks`` has them; ``gpu_blocks``: a row
-    of ids for each, NO_BLOCK for what is not filled; ``rows``: NONE where no copy is pinned.
-    ``order``: of their places there, in which they are planned. ``id``: its first job. ``planned``:
-    how many are. ``landed``: copies that it leaves in memory, by size class. ``jobs``: that are
-    queued or out. ``failed``: groups and positions. ``failed_blocks``: on the GPU. ``sent_s``: when
-    the first job was. ``is_left``: the request has ended. ``is_void``: all of it fails, also what
-    was brought already.
+    ``keys``: of the blocks, as ``blocks`` has them. ``rest``: what later jobs bring; None: its
+    first job has all, and fills ``gpu_blocks``. ``id``: its first job. ``landed``: copies that it
+    leaves in memory, by size class. ``jobs``: that are queued or out. ``failed``: groups and
+    positions. ``failed_blocks``: on the GPU. ``sent_s``: when the first job was. ``is_left``: the
+    request has ended. ``is_void``: all of it fails, also what was brought already.
     """
 
     request: RequestState
     blocks: LoadedBlocks
     keys: list[BlockKey]
-    gpu_blocks: NDArray[np.int32]
-    rows: NDArray[np.intp]
-    order: NDArray[np.intp]
+    rest: Rest | None = None
+    gpu_blocks: Sequence[tuple[int, ...]] = ()
     id: JobId | None = None
-    planned: int = 0
     landed: Counter[int] = field(default_factory=Counter)
     jobs: set[JobId] = field(default_factory=set)
     failed: list[tuple[int, int]] = field(default_factory=list)
@@ -137,13 +159,7 @@ class Load:
     @property
     def is_planned(self) -> bool:
         """Whether its last job is queued or out, or was."""
-        return self.planned >= len(self.order)
-
-    def take(self, most: int) -> NDArray[np.intp]:
-        """Return which of its blocks come next, group by group; they are planned then."""
-        taken = self.order[self.planned : self.planned + most]
-        self.planned += len(taken)
-        return np.sort(taken)
+        return not self.rest
 
 
 def _given(block_ids: Sequence[int], each: int, most: int) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
@@ -201,36 +217,70 @@ class LoadJobs:
     ) -> None:
         """See ``TierManager.plan_load``."""
         end_tokens = local_tokens + external_tokens
-        load = self._find(request, local_tokens, end_tokens, block_ids)
+        groups = self._geometry.groups
+        for group in groups:
+            self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
+        stretches = [(local_tokens // group.block_tokens, end_tokens // group.block_tokens) for group in groups]
+        # A short hit does not wait for a long one.
+        most = max(1, SHARES[Kind.LOADS].blocks // 8, self._work.left(Kind.LOADS))
+        reads: list[Read] = []
+        if sum([stop - first for first, stop in stretches]) <= min(_FEW, most):
+            load, reads = self._find_few(request, stretches, block_ids)
+        else:
+            load = self._find(request, stretches, block_ids)
         request.loading = True
         request.load_start_tokens, request.load_end_tokens = local_tokens, end_tokens
         request.wait_started_s = None
         self._state.taken_blocks += len(load.keys)
         self._hits.scheduled(request, external_tokens, load.blocks)
-        share = SHARES[Kind.LOADS].blocks
-        first = max(1, share // 8, self._work.left(Kind.LOADS))  # a short hit does not wait for a long one
-        self._work.spend(Kind.LOADS, self._plan_job(load, first))
+        if load.rest is not None:
+            reads = self._reads(load, load.rest, most)
+        self._work.spend(Kind.LOADS, self._plan_job(load, reads))
         assert load.id is not None
         request.load_job = load.id
         self._under_way[load.id] = load
-        if not load.is_planned:
-            self._work.add(Kind.LOADS, load, self._plan_rest(load))
+        if load.rest:
+            self._work.add(Kind.LOADS, load, self._plan_rest(load, load.rest))
         self.gpu_loads.begin(load.id, load.keys)
 
-    def _plan_rest(self, load: Load) -> Work:
+    def _plan_rest(self, load: Load, rest: Rest) -> Work:
         """Plan more of a load that has begun, a job in each step."""
-        while not load.is_planned:
-            yield self._plan_job(load, self._work.left(Kind.LOADS))
+        while rest:
+            yield self._plan_job(load, self._reads(load, rest, self._work.left(Kind.LOADS)))
+
+    def _find_few(
+        self, request: RequestState, stretches: Sequence[tuple[int, int]], block_ids: Sequence[Sequence[int]]
+    ) -> tuple[Load, list[Read]]:
+        """Return the load of a short hit, and its reads. ``stretches``: the blocks of each group
+        that a hit covers, from where to where."""
+        reads: list[Read] = []
+        for group, (first, stop) in zip(self._geometry.groups, stretches, strict=True):
+            each, given = group.gpu_blocks, block_ids[group.group]
+            for at, key in enumerate(request.keys[group.group][first:stop], first):
+                gpu_blocks = given[at * each : (at + 1) * each]
+                if any(gpu_blocks):  # vLLM gave it: see _given
+                    filled = tuple([block or NO_BLOCK for block in gpu_blocks])
+                    reads.append(Read(key, None, filled, group.group, at, tenant=request.tenant))
+        self._copies.pin_sources(reads, request.load_tiers)
+        for read in reads:
+            if read.row == NONE:
+                read.parent = request.parent(read.group, read.position)
+        blocks = LoadedBlocks(
+            np.array([read.group for read in reads], np.uint8),
+            np.array([read.position for read in reads], np.intp),
+            np.array([read.source or 0 for read in reads], np.uint8),
+        )
+        keys, gpu_blocks = [read.key for read in reads], [read.gpu_blocks for read in reads]
+        return Load(request, blocks, keys, gpu_blocks=gpu_blocks), reads
 
     def _find(
-        self, request: RequestState, local_tokens: int, end_tokens: int, block_ids: Sequence[Sequence[int]]
+        self, request: RequestState, stretches: Sequence[tuple[int, int]], block_ids: Sequence[Sequence[int]]
     ) -> Load:
-        """Return the load of a hit, nothing of which is planned yet: its copies are pinned."""
+        """Return the load of a hit, nothing of which is planned yet: its copies are pinned.
+        ``stretches``: as in ``_find_few``."""
         keys: list[BlockKey] = []
         groups, positions, gpu_blocks, ends = [], [], [], []
-        for group in self._geometry.groups:
-            self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
-            first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
+        for group, (first, stop) in zip(self._geometry.groups, stretches, strict=True):
             each = group.gpu_blocks
             given, needed = _given(block_ids[group.group][first * each : stop * each], each, self._most_gpu_blocks)
             gpu_blocks.append(given)
@@ -250,12 +300,11 @@ class LoadJobs:
         blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
         is_short = len(keys) <= SHARES[Kind.LOADS].blocks
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
-        return Load(request, blocks, keys, np.concatenate(gpu_blocks), rows, order)
+        rest = Rest(np.concatenate(gpu_blocks), rows, order)
+        return Load(request, blocks, keys, rest)
 
-    def _plan_job(self, load: Load, most: int) -> int:
-        """Plan a job of up to so many blocks that come next; return how many it has."""
-        taken = load.take(most)
-        reads = self._reads(load, taken)
+    def _plan_job(self, load: Load, reads: list[Read]) -> int:
+        """Plan a job of these reads, which come next; return how many they are."""
         self._land(load, reads)
         self._add(load, [read.move for read in reads], [read.detail for read in reads])
         return len(reads)
@@ -275,17 +324,18 @@ class LoadJobs:
         load.jobs.add(record.job.id)
         self._by_job[record.job.id] = load
 
-    def _reads(self, load: Load, taken: NDArray[np.intp]) -> list[Read]:
-        """Return the reads of some blocks. What nobody has any more has no source."""
-        blocks = load.blocks
-        gone = self._copies.let_go_unreadable(load.rows[taken], blocks.tiers[taken])
-        load.rows[taken[gone]] = NONE
-        rows, tiers = load.rows[taken].tolist(), blocks.tiers[taken].tolist()
+    def _reads(self, load: Load, rest: Rest, most: int) -> list[Read]:
+        """Return the reads of up to so many blocks that come next. What nobody has any more has no
+        source."""
+        blocks, taken = load.blocks, rest.take(most)
+        gone = self._copies.let_go_unreadable(rest.rows[taken], blocks.tiers[taken])
+        rest.rows[taken[gone]] = NONE
+        rows, tiers = rest.rows[taken].tolist(), blocks.tiers[taken].tolist()
         reads = [
             Read(load.keys[at], None, gpu_blocks, group, position, row, tenant=load.request.tenant)
             for at, gpu_blocks, group, position, row in zip(
                 taken.tolist(),
-                self._gpu_blocks(load, taken),
+                self._gpu_blocks(load, rest, taken),
                 blocks.groups[taken].tolist(),
                 blocks.positions[taken].tolist(),
                 rows,
@@ -303,9 +353,9 @@ class LoadJobs:
             self._copies.read_from(tier, found.get(tier, ()))
         return reads
 
-    def _gpu_blocks(self, load: Load, taken: NDArray[np.intp]) -> list[tuple[int, ...]]:
+    def _gpu_blocks(self, load: Load, rest: Rest, taken: NDArray[np.intp]) -> list[tuple[int, ...]]:
         """Return the GPU blocks of some blocks."""
-        found = list(zip(*load.gpu_blocks[taken].T.tolist(), strict=True))
+        found = list(zip(*rest.gpu_blocks[taken].T.tolist(), strict=True))
         if min(self._counts) < self._most_gpu_blocks:
             groups = load.blocks.groups[taken].tolist()
             found = [blocks[: self._counts[group]] for blocks, group in zip(found, groups, strict=True)]
@@ -362,22 +412,23 @@ class LoadJobs:
         """The weights may have changed: loads fail whole, also what earlier jobs have brought."""
         for load in self._under_way.values():
             load.is_void = True
-            load.failed_blocks.update(load.gpu_blocks.ravel().tolist())
+            of_rest = () if load.rest is None else load.rest.gpu_blocks.ravel().tolist()
+            load.failed_blocks.update(of_rest, *load.gpu_blocks)
             self._give_up(load)
         self.gpu_loads.clear()
 
     def _give_up(self, load: Load) -> None:
         """Have what is not planned yet of a load fail: a job without a source, for its next block,
         from which on vLLM computes. Workers wait for that job to report the load."""
-        if load.is_planned:
+        rest = load.rest
+        if not rest:
             return
         self._work.cancel(load)
-        at = int(load.order[load.planned])
-        rest = load.take(len(load.order))
-        rows, tiers = load.rows[rest], load.blocks.tiers[rest]
-        self._copies.let_go(rows, tiers)
+        at = int(rest.order[rest.planned])
+        left = rest.take(len(rest))
+        self._copies.let_go(rest.rows[left], load.blocks.tiers[left])
         group, position = int(load.blocks.groups[at]), int(load.blocks.positions[at])
-        (gpu_blocks,) = self._gpu_blocks(load, np.array([at]))
+        (gpu_blocks,) = self._gpu_blocks(load, rest, np.array([at]))
         self._add(load, [Move(load.keys[at], 0, gpu_blocks)], [MoveDetail(NONE, group, position)])
 
     def settle(self, record: JobRecord, now: float) -> bool:

@@ -789,10 +789,10 @@ def check_pins(parts: ManagerParts) -> None:
                 if detail.row >= 0 and not is_neighbours(slot):
                     expected[detail.row, tier] += 1
     for load in parts.manager._work.owners(Kind.LOADS):
-        assert isinstance(load, Load)
-        rest = load.order[load.planned :]
+        assert isinstance(load, Load) and load.rest is not None
+        rest = load.rest.order[load.rest.planned :]
         for tier in catalog.tiers:
-            rows = load.rows[rest][load.blocks.tiers[rest] == tier]
+            rows = load.rest.rows[rest][load.blocks.tiers[rest] == tier]
             expected.update((row, tier) for row in rows.tolist() if row >= 0)
     for row in catalog.rows():
         for tier in catalog.tiers:
