@@ -394,10 +394,14 @@ class Copies:
                 else:
                     used[tier].append(row)
         for space in self._tiers:
-            self.offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
-            space.unpin(spent[space.tier])
-            space.reached(list(dict.fromkeys(reached)))  # so that the request need not do it again
-            space.touch(list(dict.fromkeys(used[space.tier])))
+            if space.tier in sound:
+                self.offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
+            if space.tier in spent:
+                space.unpin(spent[space.tier])
+            if reached:
+                space.reached(list(dict.fromkeys(reached)))  # so that the request need not do it again
+            if space.tier in used:
+                space.touch(list(dict.fromkeys(used[space.tier])))
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good

@@ -101,7 +101,7 @@ class _Run:
 
     def begin_at(self, start: int, keys: Sequence[BlockKey], reach: _Reach) -> None:
         """Begin at another block: the GPU has lost some of what it had, or got more."""
-        if start < self.start:
+        if start < self.start and self.rows:
             before = reach(keys[start : self.start])
             if before.strip(_READY):
                 self._keep(0, 0)
@@ -113,6 +113,8 @@ class _Run:
 
     def check(self, keys: Sequence[BlockKey], reach: _Reach) -> None:
         """End before the first block that is not ready any more."""
+        if not self.rows:
+            return
         for at in np.flatnonzero(~reach.catalog.are_ready(self.rows, self._lives, reach.tiers)).tolist():
             if keys[self.start + at] not in reach.hints:
                 self._keep(0, at)
