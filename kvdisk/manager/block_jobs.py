@@ -8,60 +8,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
-from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
-from kvdisk.manager.ages import Ages
+from kvdisk.blocks import BlockKey, Tier, groups_of
 from kvdisk.manager.catalog import NONE, READY
-from kvdisk.manager.copies import Copies, Read, Taken, Wanted
+from kvdisk.manager.copies import Copies, Offers, Read
 from kvdisk.manager.fetches import Fetches
 from kvdisk.manager.garbage import uncollected
-from kvdisk.manager.jobs import JobRecord, MoveDetail
+from kvdisk.manager.intake import Answer, Intake
+from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.reuse import STATES, Visit
 from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, RowMoves
+from kvdisk.messages import JobKind
 
 MOST_NEW: Final = 1 << 16
 """Blocks that were counted when they were put, and that no request was said to have reached
 since."""
 MOST_CHAINS: Final = 1024
 """Chains of these blocks that the next put may go on with."""
-
-
-class Offers(NamedTuple):
-    """Blocks in rows of the caller's, to be stored, as columns. ``parents``: of each the key before
-    it in its chain; ``groups``: of the keys."""
-
-    keys: Sequence[BlockKey]
-    parents: Sequence[BlockKey | None]
-    rows: Sequence[int]
-    groups: Sequence[int]
-
-    def at(self, positions: Sequence[int]) -> Offers:
-        """Return those at some positions, in their order, each of which comes once."""
-        if len(positions) == len(self.keys):
-            return self
-        keys, parents = [self.keys[at] for at in positions], [self.parents[at] for at in positions]
-        return Offers(keys, parents, [self.rows[at] for at in positions], [self.groups[at] for at in positions])
-
-
-@dataclass(slots=True)
-class PutResult:
-    """What became of offers, by their positions. ``record``: the job of those that were ``taken``,
-    in the order of its moves; None: there is none. ``waiting``: for room; ``hopeless``: none is
-    coming."""
-
-    record: JobRecord | None = None
-    taken: Sequence[int] = ()
-    present: list[int] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    hopeless: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +47,7 @@ class BlockJobs:
     """Stores and loads blocks by key, in the first tier. ``wanted``: slots by size class that
     offers wait for; at least one of each, so that there is some room for what comes first."""
 
-    def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: PeerHints, ages: Ages) -> None:
+    def __init__(self, parts: Parts, tiers: Tiers, copies: Copies, hints: PeerHints, intake: Intake) -> None:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._transfers = parts.transfers
@@ -91,7 +59,7 @@ class BlockJobs:
         self._tiers = tiers
         self._copies = copies
         self._hints = hints
-        self._ages = ages
+        self._intake = intake
         self.fetches = Fetches(parts, tiers, copies, hints)
         self._admissions = [space.admission for space in tiers]
         if hints.remote.admission is not None:
@@ -231,53 +199,25 @@ class BlockJobs:
         return [max(1, self._waiting[size_class]) for size_class in range(len(self._geometry.slot_sizes))]
 
     @uncollected
-    def store(self, offers: Offers, now: float, *, is_new: bool) -> PutResult:
+    def store(self, offers: Offers, now: float, *, is_new: bool) -> tuple[Answer, list[int]]:
         """Plan a job for the offers that are missing and admitted, as far as there is room now.
+        Return also the positions of those that are there.
 
         ``is_new``: False: they waited for room, and were admitted. A key comes once.
         """
-        answer = PutResult()
-        places, rows = self._missing(offers, answer)
-        some, are_admitted = offers.at(places), not is_new or self._target.admission.admits_all
+        missing = self._intake.missing(offers)
+        are_admitted = not is_new or self._target.admission.admits_all
         if not are_admitted:
-            self._count_new(some)
-        wanted = Wanted(some.keys, some.parents, rows, some.groups, [0] * len(places))
-        found = self._copies.take(self._target, wanted, now=now, are_admitted=are_admitted)
-        self._stats.add("refused_blocks.reuse", len(found.refused))
-        answer.refused += [places[at] for at in found.refused]
-        served = [(at, row, slot) for at, row, slot in zip(places, rows, found.slots, strict=True) if slot is not None]
-        if len(served) + len(found.refused) < len(places):
-            without = {*answer.refused, *(at for at, _, _ in served)}
-            self._leave_waiting(offers, [at for at in places if at not in without], answer, found)
-        taken, rows, slots = map(list, zip(*served, strict=True)) if served else ([], [], [])
-        if taken:
-            answer.taken, answer.record = taken, self._plan_store(offers.at(taken), rows, slots)
-        return answer
+            self._count_new(missing)
+        answer = self._intake.store(missing, now, are_admitted=are_admitted, by_key=True)
+        return answer, sorted({*offers.positions}.difference(missing.positions))
 
-    def _missing(self, offers: Offers, answer: PutResult) -> tuple[list[int], list[int]]:
-        """Return the positions of what no tier has or gets, nor a neighbour, and the row of each in
-        the catalog."""
-        self._ages.end(offers.keys)
-        places, rows = self._copies.missing(self._target, offers.keys)
-        if len(places) < len(offers.keys):
-            answer.present += sorted({*range(len(offers.keys))}.difference(places))
-        return places, rows
-
-    def _leave_waiting(self, offers: Offers, places: Sequence[int], answer: PutResult, found: Taken) -> None:
-        target, may_come = self._target, found.is_writable and not self._target.status.is_spent
-        for at in places:
-            comes = may_come and target.may_get_room(self._class_of[offers.groups[at]], silent=False)
-            (answer.waiting if comes else answer.hopeless).append(at)
-
-    def _plan_store(self, offers: Offers, rows: Sequence[int], slots: Sequence[Slot]) -> JobRecord:
-        tier = self._target.tier
-        rows = self._copies.begin_new(tier, offers.keys, offers.parents, rows, slots, [0] * len(rows))
-        generations = list(map(self._catalog.generations.__getitem__, rows))
-        moves = RowMoves(offers.keys, generations, offers.rows, tier, slots, offers.parents)
-        details = list(map(MoveDetail, rows, offers.groups, repeat(-1), repeat(None), repeat(tier)))
-        record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch)
-        record.by_key = True
-        return record
+    def waiting(self, answer: Answer) -> list[int]:
+        """Return which of the offers that got no slot may get one soon."""
+        if not answer.is_writable or self._target.status.is_spent:
+            return []
+        classes = map(self._class_of.__getitem__, answer.unserved.groups)
+        return [at for at, each in enumerate(classes) if self._target.may_get_room(each, silent=False)]
 
     def await_room(self, groups: Iterable[int]) -> None:
         """Take note of the groups of the offers that wait for room, at the end of a step's

@@ -8,7 +8,8 @@ from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.manager import block_jobs
-from kvdisk.manager.block_jobs import BlockJobs, Offers
+from kvdisk.manager.block_jobs import BlockJobs
+from kvdisk.manager.copies import Offers
 from kvdisk.manager.reuse import _ORIGINS, ReuseHistory
 
 NEW, SECOND_TURN = 0, 2
@@ -32,7 +33,8 @@ def chain(name: str, count: int) -> list[BlockKey]:
 def put(jobs: BlockJobs, keys: list[BlockKey], start: int = 0, stop: int | None = None) -> None:
     parents = [None, *keys]
     keys, parents = keys[start:stop], parents[start : len(keys) if stop is None else stop]
-    jobs.store(Offers(keys, parents, [0] * len(keys), [0] * len(keys)), 0.0, is_new=True)
+    zeros, blocks = [0] * len(keys), [(at,) for at in range(len(keys))]
+    jobs.store(Offers(keys, parents, (), zeros, zeros, range(len(keys)), blocks), 0.0, is_new=True)
 
 
 def kinds(history: ReuseHistory, keys: list[BlockKey]) -> set[int]:
