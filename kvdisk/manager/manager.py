@@ -113,7 +113,7 @@ class TierManager:
         self._ages = Ages(parts, tiers)
         intake = Intake(parts, tiers, copies, self._ages)
         self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, intake)
-        self.blocks = BlockJobs(parts, tiers, copies, self._hints, intake)
+        self.blocks = BlockJobs(parts, tiers, demand, copies, self._hints, intake)
         self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
     # -- requests ------------------------------------------------------------------------------
