@@ -554,6 +554,9 @@ class StorePlanner:
     ) -> Offers:
         """Return a request's blocks, by group and position, in the order of its prompt over all
         groups; not those that are not all on the GPU."""
+        if len(self._geometry.groups) == 1:
+            positions = sorted({at for _, at in places})
+            return self._offers_of(0, request.keys[0], gpu_blocks[0], positions, request.tenant)
         by_group: dict[int, list[int]] = {}
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
