@@ -60,18 +60,19 @@ class Intake:
         offers: Offers,
         now: float,
         *,
-        are_admitted: bool = False,
-        in_order: bool = False,
         request_id: str | None = None,
+        are_admitted: bool = False,
         by_key: bool = False,
     ) -> Answer:
-        """Plan a job for the offers that are admitted, as far as there is room.
+        """Plan a job for the offers that are admitted, as far as there is room; of a request's none
+        behind the first that gets no slot.
 
-        ``offers``: as ``missing`` returns them. ``are_admitted``, ``in_order``: see
-        ``Copies.take``. ``request_id``, ``by_key``: see ``JobRecord``.
+        ``offers``: as ``missing`` returns them. ``are_admitted``: see ``Copies.take``.
+        ``request_id``, ``by_key``: see ``JobRecord``.
         """
         if not offers.keys:
             return Answer()
+        in_order = request_id is not None  # a hit needs what is before it
         found = self._copies.take(self._target, offers, now=now, are_admitted=are_admitted, in_order=in_order)
         slots = [slot for slot in found.slots if slot is not None]
         refused = unserved = _NONE

@@ -2,7 +2,7 @@
 """What is stored: the store policy's offers are answered, and a job is planned for those taken.
 
 Offers come from three sides: what a running request has computed (``plan``), what a preemption
-takes away (``save``), and free blocks of the engine's cache (``plan_free``). ``_store`` answers
+takes away (``save``), and free blocks of the engine's cache (``plan_free``). ``Intake`` answers
 them all. What finds no room is offered again after a back-off. Scheduler thread only.
 """
 
@@ -53,16 +53,10 @@ _POSITION_AND_GROUP = itemgetter(1, 0)
 
 
 class StorePlanner:
-    """Takes offers into slots of the first tier, and has their GPU blocks watched: ``sources``."""
+    """Offers blocks to the first tier, and has their GPU blocks watched: ``sources``."""
 
     def __init__(
-        self,
-        parts: Parts,
-        tiers: Tiers,
-        store_policy: StorePolicy,
-        demand: Demand,
-        hints: PeerHints,
-        intake: Intake,
+        self, parts: Parts, tiers: Tiers, store_policy: StorePolicy, demand: Demand, hints: PeerHints, intake: Intake
     ) -> None:
         self._config = parts.config
         self._geometry = parts.geometry
@@ -627,8 +621,7 @@ class StorePlanner:
         missing = self._intake.missing(offers)
         if self._store_policy.offers_all:
             missing = self._without_gaps(missing)
-        is_of_one, request_id = request is not None, None if request is None else request.request_id
-        answer = self._intake.store(missing, now, in_order=is_of_one, request_id=request_id)
+        answer = self._intake.store(missing, now, request_id=request.request_id if request is not None else None)
         if answer.unserved.keys:
             why = "budget" if self._target.status.is_spent else "room"
             self._stats.add(f"refused_blocks.{why}", len(answer.unserved.keys) - answer.beyond_share)
