@@ -7,7 +7,7 @@ address, and no value of another package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain, islice
@@ -95,22 +95,23 @@ class Move(NamedTuple):
         return [block for block in self.gpu_blocks if block != NO_BLOCK]
 
 
-class RowMoves(Sequence[Move]):
-    """The moves of a job by key, as columns: each has one row in the place of GPU blocks, and one
-    slot in ``tier``. A ``Move`` is made only where somebody asks for one: an object for each block
-    would take a good part of an engine's step."""
+class StoreMoves(Sequence[Move]):
+    """The moves of a store, as columns: each has one slot in ``tier``. A ``Move`` is made only
+    where somebody asks for one: an object for each block would take a good part of an engine's
+    step. ``gpu_blocks``: of a job by key, the row of the caller's memory in their place."""
 
     def __init__(
         self,
         keys: Sequence[BlockKey],
         generations: Sequence[int],
-        rows: Sequence[int],
+        gpu_blocks: Sequence[tuple[int, ...]],
         tier: Tier,
         slots: Sequence[Slot],
         parents: Sequence[BlockKey | None],
     ) -> None:
-        assert len(keys) == len(generations) == len(rows) == len(slots) == len(parents)
-        self._keys, self._generations, self._rows = keys, generations, rows
+        assert len(keys) == len(generations) == len(gpu_blocks) == len(slots) == len(parents)
+        self.gpu_blocks = gpu_blocks
+        self._keys, self._generations = keys, generations
         self._tier, self._slots, self._parents = tier, slots, parents
 
     def __len__(self) -> int:
@@ -124,7 +125,11 @@ class RowMoves(Sequence[Move]):
         if isinstance(at, slice):
             return tuple(self)[at]
         slots = {self._tier: self._slots[at]}
-        return Move(self._keys[at], self._generations[at], (self._rows[at],), slots, self._parents[at])
+        return Move(self._keys[at], self._generations[at], self.gpu_blocks[at], slots, self._parents[at])
+
+    def __iter__(self) -> Iterator[Move]:
+        slots = ({self._tier: slot} for slot in self._slots)
+        return map(Move, self._keys, self._generations, self.gpu_blocks, slots, self._parents)
 
     def places(self, tier: Tier) -> Sequence[Slot | None]:
         """Return the slot of each move in a tier; None: it has none there."""
@@ -134,12 +139,12 @@ class RowMoves(Sequence[Move]):
         """Return what ``_unpack`` makes moves of."""
         segments, indexes = zip(*self._slots, strict=True) if self._slots else ((), ())
         tiers = ((self._tier,),), bytes(len(self))
-        return self._keys, self._generations, [1], self._rows, self._parents, *tiers, segments, indexes
+        return self._keys, self._generations, *_pack_blocks(self.gpu_blocks), self._parents, *tiers, segments, indexes
 
 
 def places_in(moves: Sequence[Move], tier: Tier) -> Sequence[Slot | None]:
     """Return the slot of each move in a tier; None: it has none there."""
-    return moves.places(tier) if isinstance(moves, RowMoves) else [move.slots.get(tier) for move in moves]
+    return moves.places(tier) if isinstance(moves, StoreMoves) else [move.slots.get(tier) for move in moves]
 
 
 class GuestSpec(NamedTuple):
@@ -228,17 +233,20 @@ def _pack(moves: Sequence[Move]) -> tuple[object, ...]:
     one after the other."""
     if not moves:
         return ()
-    if isinstance(moves, RowMoves):
+    if isinstance(moves, StoreMoves):
         return moves.pack()
     keys, generations, gpu_blocks, slots, parents = zip(*moves, strict=True)
-    counts = list(map(len, gpu_blocks))
-    blocks = list(chain.from_iterable(gpu_blocks))
     known: dict[tuple[Tier, ...], int] = {}
     tiers = bytes(known.setdefault(tuple(each), len(known)) for each in slots)
     places = [slot for each in slots for slot in each.values()]
     segments, indexes = [slot.segment for slot in places], [slot.index for slot in places]
-    counts = counts[:1] if len(set(counts)) == 1 else counts
-    return keys, generations, counts, blocks, parents, tuple(known), tiers, segments, indexes
+    return keys, generations, *_pack_blocks(gpu_blocks), parents, tuple(known), tiers, segments, indexes
+
+
+def _pack_blocks(gpu_blocks: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+    """Return how many GPU blocks each move has, one number where all have as many, and these."""
+    counts = list(map(len, gpu_blocks))
+    return counts[:1] if len(set(counts)) == 1 else counts, list(chain.from_iterable(gpu_blocks))
 
 
 def _unpack(job: dict[str, Any], *columns: Any) -> Job:

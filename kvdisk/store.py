@@ -29,8 +29,9 @@ from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import EPOCH_LIMIT, FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
 from kvdisk.identity import Identity
-from kvdisk.manager.block_jobs import Offers, Prompt
+from kvdisk.manager.block_jobs import Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
+from kvdisk.manager.copies import Offers
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Plan, Reason, Report
@@ -107,25 +108,26 @@ class ThreadMover:
         self._parts.close()
 
 
+_NONE = Offers()
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``offers``:
-    those of a put; ``waiting``: positions of what is not planned yet. ``records``: what was
-    planned, and the position of each move. ``is_new``: no step has looked at it. ``is_void``: it
-    ends as CANCELLED."""
+    those of a put that are not planned yet. ``records``: what was planned, and the position of each
+    move. ``is_new``: no step has looked at it. ``is_void``: it ends as CANCELLED."""
 
     tag: int
     keys: Sequence[BlockKey]
     asked_s: float
     results: list[Result | None]
-    offers: Offers | None = None
-    waiting: Sequence[int] = ()
+    offers: Offers = _NONE
     records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
     is_new: bool = True
     is_void: bool = False
 
-    def note(self, positions: Iterable[int], result: Result) -> None:
-        """These blocks have ended so."""
+    def note(self, positions: Iterable[int], result: Result | None) -> None:
+        """These blocks have ended so; None: not yet."""
         for at in positions:
             self.results[at] = result
 
@@ -292,9 +294,10 @@ class BlockStore(BlockStoreFace):
         self._check(keys, rows)
         self._check([parent for parent in set(parents) - known if parent is not None], [])
         job = self._new_job(tag, keys)
-        job.offers, job.waiting = Offers(keys, parents, rows, groups_of(keys)), range(len(keys))
-        if len(known) < len(keys):
-            job.waiting = list({key: at for at, key in reversed(list(enumerate(keys)))}.values())[::-1]
+        count = len(keys)
+        job.offers = Offers(keys, parents, (), groups_of(keys), [0] * count, range(count), list(zip(rows, strict=True)))
+        if len(known) < count:
+            job.offers = job.offers.at(sorted({key: at for at, key in reversed(list(enumerate(keys)))}.values()))
 
     @_in_turn
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
@@ -344,20 +347,19 @@ class BlockStore(BlockStoreFace):
         nor with too many rows: others may need these more."""
         left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[int]()
         for job in self._jobs.values():
-            if job.offers is None or not job.waiting:
+            if not job.offers.keys:
                 continue
-            positions, offers = job.waiting, job.offers.at(job.waiting)
-            answer = self._blocks.store(offers, now, is_new=job.is_new)
+            answer, present = self._blocks.store(job.offers, now, is_new=job.is_new)
             if answer.record is not None:
-                job.records.append((answer.record, [positions[at] for at in answer.taken]))
-            job.note([positions[at] for at in answer.present], Result.PRESENT)
-            job.note([positions[at] for at in answer.refused], Result.REFUSED)
-            may_wait = left if now - job.asked_s < ROOM_S else 0
-            kept, given_up = answer.waiting[:may_wait], [*answer.waiting[may_wait:], *answer.hopeless]
-            job.note([positions[at] for at in given_up], Result.NO_ROOM)
-            self._blocks.give_up(len(given_up))
-            job.waiting, job.is_new = [positions[at] for at in kept], False
-            waiting += [offers.groups[at] for at in kept]
+                job.records.append((answer.record, answer.taken.positions))
+            job.note(present, Result.PRESENT)
+            job.note(answer.refused.positions, Result.REFUSED)
+            job.note(answer.unserved.positions, Result.NO_ROOM)
+            kept = self._blocks.waiting(answer)[: left if now - job.asked_s < ROOM_S else 0]
+            self._blocks.give_up(len(answer.unserved.keys) - len(kept))
+            job.offers, job.is_new = answer.unserved.at(kept), False
+            job.note(job.offers.positions, None)
+            waiting += job.offers.groups
             left -= len(kept)
         self._blocks.await_room(waiting)
 
@@ -383,7 +385,7 @@ class BlockStore(BlockStoreFace):
             for record, positions in job.take_ended(self._manager.is_under_way):
                 for at, position in enumerate(positions):
                     job.results[position] = _RESULTS[record.failed[at]] if at in record.failed else Result.DONE
-            if not job.waiting and not job.records:
+            if not job.offers.keys and not job.records:
                 del self._jobs[job.tag]
                 self._ended.append(self._end(job))
 
@@ -408,7 +410,7 @@ class BlockStore(BlockStoreFace):
         """Have jobs end as CANCELLED; ``also_under_way``: at once, as nothing moves any more."""
         for job in jobs:
             job.is_void = True
-            job.waiting = ()
+            job.offers = _NONE
             if also_under_way:
                 job.records = []
 

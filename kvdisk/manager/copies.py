@@ -64,25 +64,36 @@ class Read:
         return MoveDetail(self.row, self.group, self.position, self.source, self.target)
 
 
-class Wanted(NamedTuple):
-    """Blocks that are to have copies in a tier. Of each: its key, what comes before it in its
-    chain, its row (NONE: it has none), its group, and its tenant."""
+class Offers(NamedTuple):
+    """Blocks that are to have copies in a tier, as columns. Of each: its key, what comes before it
+    in its chain, its row (NONE: it has none), its group, and its tenant.
 
-    keys: Sequence[BlockKey]
-    parents: Sequence[BlockKey | None]
-    rows: Sequence[int]
-    groups: Sequence[int]
-    tenants: Sequence[int]
+    Columns of a store, empty where nobody needs them: ``positions`` in its request or job (-1: it
+    is no request's, or not to be offered again), ``gpu_blocks`` (of a job by key, the row of the
+    caller's memory), and ``gpu_keys``: of what nobody holds on the GPU, the keys of these. They are
+    somebody else's when the engine knows them by others.
+    """
 
-    def at(self, places: Sequence[int]) -> Wanted:
-        """Return the blocks at some places."""
-        return Wanted(
-            [self.keys[at] for at in places],
-            [self.parents[at] for at in places],
-            [self.rows[at] for at in places],
-            [self.groups[at] for at in places],
-            [self.tenants[at] for at in places],
-        )
+    keys: Sequence[BlockKey] = ()
+    parents: Sequence[BlockKey | None] = ()
+    rows: Sequence[int] = ()
+    groups: Sequence[int] = ()
+    tenants: Sequence[int] = ()
+    positions: Sequence[int] = ()
+    gpu_blocks: Sequence[tuple[int, ...]] = ()
+    gpu_keys: Sequence[Sequence[BlockKey]] = ()
+
+    def at(self, places: Sequence[int]) -> Offers:
+        """Return the blocks at some places, in the order of these."""
+        return Offers._make([column[at] for at in places] if column else column for column in self)
+
+    def and_then(self, others: Offers) -> Offers:
+        """Return these and others with the same columns, but for their rows: these may have
+        changed."""
+        joined = others
+        if self.keys:
+            joined = Offers._make([*column, *more] for column, more in zip(self, others, strict=True))
+        return joined._replace(rows=())
 
 
 class Taken(NamedTuple):
@@ -173,8 +184,8 @@ class Copies:
         rows = [
             read.row if read.row != NONE else row for read, row in zip(reads, self._catalog.find_all(keys), strict=True)
         ]
-        wanted = Wanted(keys, [read.parent for read in reads], rows, groups_of(keys), [read.tenant for read in reads])
-        return self.take(self._landing, wanted, keep_dirty=keep_dirty, most=most)
+        offers = Offers(keys, [read.parent for read in reads], rows, groups_of(keys), [read.tenant for read in reads])
+        return self.take(self._landing, offers, keep_dirty=keep_dirty, most=most)
 
     def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
         """Begin a copy in memory of what each of some reads brings."""
@@ -192,20 +203,21 @@ class Copies:
 
     # -- writes begin ----------------------------------------------------------------------------
 
-    def missing(self, target: TierSpace, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
-        """Return the places in ``keys`` of the blocks that no tier has or gets, nor a neighbour as
-        near as ``target`` is, and the row of each, NONE where it has none."""
-        rows, near = self._catalog.find_all(keys), self._neighbours.near(target.tier)
+    def missing(self, target: TierSpace, offers: Offers) -> Offers:
+        """Return, with their rows, the blocks that no tier has or gets, nor a neighbour as near as
+        ``target`` is."""
+        rows, near = self._catalog.find_all(offers.keys), self._neighbours.near(target.tier)
         presences = self._catalog.presences_of(rows)
+        offers = offers._replace(rows=rows)
         if not near and not any(presences):
-            return list(range(len(keys))), rows
-        places = [at for at, presence in enumerate(presences) if not presence and keys[at] not in near]
-        return places, rows if len(places) == len(rows) else [rows[at] for at in places]
+            return offers
+        keys = offers.keys
+        return offers.at([at for at, presence in enumerate(presences) if not presence and keys[at] not in near])
 
     def take(
         self,
         target: TierSpace,
-        wanted: Wanted,
+        offers: Offers,
         *,
         now: float | None = None,
         are_admitted: bool = False,
@@ -222,19 +234,19 @@ class Copies:
         ``in_order``, ``keep_dirty``, ``most``: see ``Room.take``.
         """
         catalog, states = self._catalog, self._catalog.columns(target.tier).states
-        places: Sequence[int] = range(len(wanted.keys))
+        places: Sequence[int] = range(len(offers.keys))
         refused: list[int] = []
         if not are_admitted and not target.admission.admits_all:
-            answers = target.admits(wanted.keys, wanted.parents)
+            answers = target.admits(offers.keys, offers.parents)
             refused = [at for at, is_let_in in enumerate(answers) if not is_let_in]
             places = list(compress(places, answers))
-        places = [at for at in places if (row := wanted.rows[at]) == NONE or states[row] == ABSENT]
-        slots: list[Slot | None] = [None] * len(wanted.keys)
+        places = [at for at in places if (row := offers.rows[at]) == NONE or states[row] == ABSENT]
+        slots: list[Slot | None] = [None] * len(offers.keys)
         if now is not None and not target.update_writable(now):
             return Taken(slots, refused, is_writable=False)
         if not places:
             return Taken(slots, refused)
-        some = wanted if len(places) == len(slots) else wanted.at(places)
+        some = offers if len(places) == len(slots) else offers.at(places)
         before = catalog.find_all([parent for parent in some.parents if parent is not None])
         tails = [row for row in before if row != NONE and catalog.is_only_in(target.tier, row)]
         classes = list(map(self._geometry.size_classes.__getitem__, some.groups))
@@ -243,50 +255,36 @@ class Copies:
             classes, some.tenants, some.groups, in_order=in_order, keep_dirty=keep_dirty, most=most
         )
         catalog.unpin(tails, target.tier)
-        if some is wanted:
+        if some is offers:
             slots = found
         else:
             for at, slot in zip(places, found, strict=True):
                 slots[at] = slot
         return Taken(slots, refused, beyond_share, tails)
 
-    def begin_new(
-        self,
-        tier: Tier,
-        keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey | None],
-        rows: Sequence[int],
-        slots: Sequence[Slot],
-        tenants: Sequence[int],
-    ) -> list[int]:
+    def begin_new(self, tier: Tier, offers: Offers, slots: Sequence[Slot]) -> Sequence[int]:
         """Begin copies of blocks that no tier has, or only where nobody may read now; return their
-        rows.
-
-        ``parents``: of each the key before it in its chain. ``rows``: of each, NONE: it has none.
-        ``tenants``: of each.
-        """
-        catalog = self._catalog
+        rows."""
+        catalog, rows = self._catalog, offers.rows
         hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in catalog.tiers]}
         new = [at for at, row in enumerate(rows) if row == NONE]
         if len(new) == len(rows):
-            rows = self._add_new(keys, parents, tenants)
+            rows = self._add_new(offers)
         elif new:
-            some_keys, some_parents = [keys[at] for at in new], [parents[at] for at in new]
-            added = iter(self._add_new(some_keys, some_parents, [tenants[at] for at in new]))
+            added = iter(self._add_new(offers.at(new)))
             rows = [next(added) if row == NONE else row for row in rows]
         for row in rows:
             if row not in hidden:  # or an old copy would be younger when it can be read again
                 catalog.stored_s[row] = self._state.now_s
         catalog.begin(rows, tier, slots)
-        return list(rows)
+        return rows
 
-    def _add_new(
-        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None], tenants: Sequence[int]
-    ) -> list[int]:
+    def _add_new(self, offers: Offers) -> list[int]:
         """Make rows of new generations."""
-        first = self._state.generation + 1
-        self._state.generation += len(keys)
-        return self._catalog.add(keys, range(first, first + len(keys)), self._state.epoch, parents, tenants)
+        first, count = self._state.generation + 1, len(offers.keys)
+        self._state.generation += count
+        generations = range(first, first + count)
+        return self._catalog.add(offers.keys, generations, self._state.epoch, offers.parents, offers.tenants)
 
     def begin_demotions(
         self, wanted: Mapping[int, Sequence[int]], source: TierSpace, target: TierSpace

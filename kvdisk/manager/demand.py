@@ -4,14 +4,24 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.copies import Offers
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import STATES, ReuseHistory, Visit
 from kvdisk.manager.step_work import SHARES, Kind, StepWork, Work
+
+MOST_NEW: Final = 1 << 16
+"""Blocks that were counted when they were put, and that no request was said to have reached
+since."""
+MOST_CHAINS: Final = 1024
+"""Chains of these blocks that the next put may go on with."""
+
+_Tell = Callable[[Sequence[BlockKey]], None]
 
 
 @dataclass(slots=True)
@@ -31,7 +41,7 @@ class Demand:
     prompt.
 
     Of a long prompt each step counts a part, as if all had been counted at once; also once the
-    request has ended.
+    request has ended. Of blocks by key those that are put count, too: who puts one wants it.
     """
 
     def __init__(self, history: ReuseHistory, admissions: Sequence[AdmissionPolicy], work: StepWork) -> None:
@@ -39,6 +49,13 @@ class Demand:
         self._admissions = [each for each in admissions if type(each).want is not AdmissionPolicy.want]
         """Those that are told: others' ``want`` does nothing."""
         self._work = work
+        self._new: dict[BlockKey, None] = {}
+        """See ``MOST_NEW``; the first that came goes first."""
+        self._chains: dict[BlockKey, tuple[Visit, int]] = {}
+        """See ``MOST_CHAINS``; by the last block, the visit that counted it and the origin of what
+        comes behind."""
+
+    # -- what requests come to -----------------------------------------------------------------
 
     def reach(self, request: RequestState, group: int, stop: int) -> None:
         """A request has come to its first ``stop`` blocks of a group, or will: it wants all of its
@@ -89,7 +106,7 @@ class Demand:
         if start < late.start:
             keys = request.keys[late.group]
             late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
-            self._want(request, keys, start, late.start)
+            self._want(request.request_id, keys, start, late.start)
         if late.start == late.stop and request.late[late.group] is late:
             request.late[late.group] = None
 
@@ -104,7 +121,7 @@ class Demand:
             times = times._replace(most=max(1, self._history.known(keys[start - 1])[0]))
         stop = request.counted[group] = min(stop, end)
         request.origin[group] = self._history.count(keys, start, stop, request.origin[group], times)
-        self._want(request, keys, start, stop)
+        self._want(request.request_id, keys, start, stop)
         if stop < end and not self._work.has(Kind.DEMAND, (request, group)):
             self._work.add(Kind.DEMAND, (request, group), self._count_rest(request, group))
 
@@ -128,8 +145,78 @@ class Demand:
 
     def _want_state(self, request: RequestState, key: BlockKey) -> None:
         self._history.count((key,), 0, 1, STATES)
-        self._want(request, (key,), 0, 1)
+        self._want(request.request_id, (key,), 0, 1)
 
-    def _want(self, request: RequestState, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+    def _want(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
         for admission in self._admissions:
-            admission.want(keys[start:stop], request.request_id)
+            admission.want(keys[start:stop], request_id)
+
+    # -- blocks by key -------------------------------------------------------------------------
+
+    def reach_keys(self, request_id: str, keys_by_group: Sequence[Sequence[BlockKey]], tell: _Tell) -> None:
+        """A request wants these blocks of its prompt, in this order. Those that were counted as new
+        when they were put are not counted again; of recurrent states the last known one is wanted.
+        ``tell``: is told whose count has risen."""
+        for group, alike in enumerate(keys_by_group):
+            uncounted = [key for key in alike if key not in self._new]
+            for key in alike if len(uncounted) < len(alike) else ():
+                self._new.pop(key, None)
+                self._chains.pop(key, None)
+            if group in self._history.state_groups:
+                last = self._history.last_known(uncounted)
+                if last is not None:
+                    self._history.count((last,), 0, 1, STATES)
+                    tell((last,))
+            elif uncounted:
+                visit = self._history.begin(0, len(uncounted))
+                self._work.add(Kind.DEMAND, self, self._count_keys(uncounted, visit, tell))
+            self._want(request_id, uncounted, 0, len(uncounted))
+
+    @property
+    def has_counted_all(self) -> bool:
+        """Whether all that requests reached is counted."""
+        return not self._work.has(Kind.DEMAND)
+
+    def _count_keys(self, keys: Sequence[BlockKey], visit: Visit, tell: _Tell) -> Work:
+        """Count blocks of one kind that a request reached."""
+        start = origin = 0
+        while start < len(keys):
+            stop = min(len(keys), start + self._work.left(Kind.DEMAND))
+            origin = self._history.count(keys, start, stop, origin, visit)
+            tell(keys[start:stop])
+            looked, start = stop - start, stop
+            yield looked
+
+    def put(self, offers: Offers) -> None:
+        """Count those blocks as new that no request was said to have reached: admission would take
+        them for some that nobody has wanted for long."""
+        self._work.finish(Kind.DEMAND)
+        known, parents = self._history.known, dict(zip(offers.keys, offers.parents, strict=True))
+        new = [(group, key) for group, key in zip(offers.groups, offers.keys, strict=True) if not known(key)[0]]
+        for group in sorted({group for group, _ in new}):
+            keys = [key for other, key in new if other == group]
+            if group in self._history.state_groups:
+                for key in keys:
+                    self._history.count((key,), 0, 1, STATES)
+            else:
+                self._count_chain(keys, parents[keys[0]])
+        self._new.update((key, None) for _, key in new)
+        for most, counted in ((MOST_NEW, self._new), (MOST_CHAINS, self._chains)):
+            while len(counted) > most:
+                del counted[next(iter(counted))]
+
+    def _count_chain(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        """Count blocks of one kind that follow each other. A prompt that is put in parts is one
+        visit; the next turn of a conversation is another."""
+        begun = self._chains.pop(parent, None) if parent is not None else None
+        if begun is not None:
+            visit, origin = self._history.go_on(begun[0], len(keys)), begun[1]
+        else:
+            visit = self._history.begin(0, len(keys))
+            origin = self._history.origin_behind(parent) if parent is not None else 0
+        self._chains[keys[-1]] = visit, self._history.count(keys, 0, len(keys), origin, visit)
+
+    def forget_keys(self) -> None:
+        """Forget what was put: keys have another meaning."""
+        self._new.clear()
+        self._chains.clear()

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, groups_of
-from kvdisk.manager.copies import Copies, Wanted
+from kvdisk.manager.copies import Copies, Offers
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
@@ -94,19 +94,17 @@ class Fetches:
     def _fetch(self, wanted: list[tuple[BlockKey, BlockKey | None]]) -> None:
         """Plan a job for some blocks, each with the one before it in its chain."""
         target, source, generations = self._target, self._remote.tier, self._catalog.generations
-        places, rows = self._copies.missing(target, [key for key, _ in wanted])
-        wanted = [wanted[at] for at in places]
         keys, parents = [key for key, _ in wanted], [parent for _, parent in wanted]
-        taken = self._copies.take(target, Wanted(keys, parents, rows, groups_of(keys), [0] * len(keys)))
-        found = [(*block, slot) for block, slot in zip(wanted, taken.slots, strict=True) if slot is not None]
-        if not found:
+        offers = self._copies.missing(target, Offers(keys, parents, (), groups_of(keys), [0] * len(keys)))
+        found = self._copies.take(target, offers).slots
+        slots = [slot for slot in found if slot is not None]
+        if not slots:
             return
-        found_keys, parents_found, slots = zip(*found, strict=True)
-        rows = self._catalog.find_all(found_keys)
-        rows = self._copies.begin_new(target.tier, found_keys, parents_found, rows, slots, [0] * len(found))
+        offers = offers.at([at for at, slot in enumerate(found) if slot is not None])
+        rows = self._copies.begin_new(target.tier, offers, slots)
         moves = [
             Move(key, generations[row], slots={target.tier: slot, source: BY_KEY}, parent=parent)
-            for (key, parent, slot), row in zip(found, rows, strict=True)
+            for key, parent, slot, row in zip(offers.keys, offers.parents, slots, rows, strict=True)
         ]
         details = [MoveDetail(row, source=source, target=target.tier) for row in rows]
         self._remote.begin_reads(len(moves))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvdisk.blocks import JobId, Tier
 from kvdisk.context import SchedulerContext
-from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, RowMoves, SegmentSpec
+from kvdisk.messages import HomeSpec, Job, JobKind, Move, Reason, Report, SegmentSpec, StoreMoves
 
 _STORE, _LOAD = JobKind.STORE, JobKind.LOAD
 _CANCELLABLE = frozenset({_STORE, JobKind.DEMOTE, JobKind.PROMOTE})
@@ -114,7 +114,7 @@ class Transfers:
         ``request_id``: whose it is, if anybody's."""
         assert len(moves) == len(details)
         owner = request_id if kind is _LOAD else None
-        kept = moves if isinstance(moves, RowMoves) else tuple(moves)
+        kept = moves if isinstance(moves, StoreMoves) else tuple(moves)
         job = Job(JobId(self._next_id), kind, kept, epoch, owner, home, segment, arrival, more)
         self._next_id += 1
         record = self._records[job.id] = JobRecord(job, details, request_id)
@@ -274,4 +274,7 @@ class StoreSources:
 
 
 def _gpu_blocks_of(record: JobRecord) -> list[int]:
-    return list(chain.from_iterable([move.gpu_blocks for move in record.job.moves]))
+    moves = record.job.moves
+    return list(
+        chain.from_iterable(moves.gpu_blocks if isinstance(moves, StoreMoves) else [each.gpu_blocks for each in moves])
+    )

@@ -28,6 +28,7 @@ from kvdisk.manager.events import Journal
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.hit_lookup import HitLookup
 from kvdisk.manager.hits import HitCounts
+from kvdisk.manager.intake import Intake
 from kvdisk.manager.jobs import JobRecord, Transfers
 from kvdisk.manager.kv_hints import KVHints
 from kvdisk.manager.load_jobs import LoadJobs
@@ -110,8 +111,9 @@ class TierManager:
         self._kv_hints = KVHints(parts, tiers, self._promotions)
         self._lookups = HitLookup(parts, tiers, self._hits, self._hints, gpu_loads, self._threshold)
         self._ages = Ages(parts, tiers)
-        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, self._ages, copies)
-        self.blocks = BlockJobs(parts, tiers, copies, self._hints, self._ages)
+        intake = Intake(parts, tiers, copies, self._ages)
+        self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, intake)
+        self.blocks = BlockJobs(parts, tiers, demand, copies, self._hints, intake)
         self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
     # -- requests ------------------------------------------------------------------------------

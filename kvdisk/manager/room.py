@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
@@ -217,6 +217,9 @@ class Room:
         them, whatever the next tier takes. ``most``: blocks by size class. A tier that cannot
         always be written is taken as the last ``update_writable`` found it.
         """
+        if self.share is None and most is None and not self._needs_all:  # all are alike
+            found = self.allocate(0, len(classes), keep_dirty=keep_dirty)
+            return [*found, *repeat(None, len(classes) - len(found))], 0
         wanted = range(len(classes)) if most is None else _within(classes, most)
         places = self._fit_to_share(wanted, classes, tenants, in_order=in_order, keep_dirty=keep_dirty)
         by_class: dict[int, list[int]] = {}

@@ -2,7 +2,7 @@
 """What is stored: the store policy's offers are answered, and a job is planned for those taken.
 
 Offers come from three sides: what a running request has computed (``plan``), what a preemption
-takes away (``save``), and free blocks of the engine's cache (``plan_free``). ``_store`` answers
+takes away (``save``), and free blocks of the engine's cache (``plan_free``). ``Intake`` answers
 them all. What finds no room is offered again after a back-off. Scheduler thread only.
 """
 
@@ -13,46 +13,30 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import itemgetter
-from typing import NamedTuple
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, Slot, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, group_of, groups_of, make_block_key
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
-from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import ABSENT, NONE, READY
-from kvdisk.manager.copies import Copies, Taken, Wanted
+from kvdisk.manager.copies import Offers
 from kvdisk.manager.demand import Demand, Stretch
 from kvdisk.manager.free_units import FreeUnits
-from kvdisk.manager.jobs import JobRecord, MoveDetail, StoreSources
+from kvdisk.manager.intake import Answer, Intake
+from kvdisk.manager.jobs import JobRecord, StoreSources
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import BackOff, BlockKeys, RequestState
 from kvdisk.manager.step_work import SHARES, Kind, Work
-from kvdisk.manager.store_policy import AHEAD_STEPS, StorePolicy
+from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, StorePolicy
 from kvdisk.manager.tiers import Tiers
-from kvdisk.messages import JobKind, Move, Reason
-
-
-class _Offer(NamedTuple):
-    """A block that is offered. ``gpu_blocks``: those of the GPU that it has; none: it is not all
-    there. ``position``: in its group of its request; -1: it is no request's, or not to be offered
-    again. ``tenant``: see ``Catalog.tenants``. ``gpu_keys``: of what nobody holds on the GPU, the
-    keys of ``gpu_blocks``: they are somebody else's when the engine knows them by others."""
-
-    key: BlockKey
-    parent: BlockKey | None
-    gpu_blocks: tuple[int, ...]
-    group: int
-    position: int = -1
-    tenant: int = 0
-    gpu_keys: Sequence[BlockKey] = ()
+from kvdisk.messages import Reason
 
 
 @dataclass(slots=True)
 class _Rest:
     """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
     ``positions``: of those that the store policy offers. ``used_at``: from where on a load has just
-    used them. ``tenant``: as in ``_Offer``. ``late``: what of them is not counted yet."""
+    used them. ``tenant``: see ``Catalog.tenants``. ``late``: what of them is not counted yet."""
 
     group: int
     keys: BlockKeys
@@ -69,17 +53,10 @@ _POSITION_AND_GROUP = itemgetter(1, 0)
 
 
 class StorePlanner:
-    """Takes offers into slots of the first tier, and has their GPU blocks watched: ``sources``."""
+    """Offers blocks to the first tier, and has their GPU blocks watched: ``sources``."""
 
     def __init__(
-        self,
-        parts: Parts,
-        tiers: Tiers,
-        store_policy: StorePolicy,
-        demand: Demand,
-        hints: PeerHints,
-        ages: Ages,
-        copies: Copies,
+        self, parts: Parts, tiers: Tiers, store_policy: StorePolicy, demand: Demand, hints: PeerHints, intake: Intake
     ) -> None:
         self._config = parts.config
         self._geometry = parts.geometry
@@ -95,10 +72,10 @@ class StorePlanner:
         self._demand = demand
         self.sources = StoreSources(parts.context)
         self._hints = hints
-        self._ages = ages
-        self._copies = copies
+        self._intake = intake
         groups = parts.geometry.groups
-        self._min_block_tokens = min(group.block_tokens for group in groups)
+        self._block_tokens = [group.block_tokens for group in groups]
+        self._min_block_tokens = min(self._block_tokens)
         self._behind = {group.volatile_tokens for group in groups}
         """By how many tokens blocks become final behind the last that was computed."""
         self._prompt_only = any(group.prompt_only for group in groups)
@@ -107,7 +84,7 @@ class StorePlanner:
         self._free_units = FreeUnits(parts.context, parts.geometry) if has_units and offers_free else None
         self._free_back_off = BackOff()
         """The pause after offers of free blocks were refused."""
-        self._left: list[_Offer] = []
+        self._left = Offers()
         """Blocks that wait for room, the newest: of requests that have ended, and recurrent
         states."""
         self._left_at = -1
@@ -157,9 +134,9 @@ class StorePlanner:
             self._demand.reach(request, group.group, stop)
             if group.state_tokens is None:
                 first, last = (min(max(start, tokens // group.block_tokens), stop) for tokens in request.loaded)
-                self._use(keys[start:first])
-                self._use(keys[first:last], are_new=False)
-                self._use(keys[last:stop])
+                for begin, end, are_new in ((start, first, True), (first, last, False), (last, stop, True)):
+                    if begin < end:
+                        self._use(keys[begin:end], are_new=are_new)
                 positions = self._reach(request, group.group, start, stop)
                 if first < last and not holds:  # what a load has brought is mostly still in a tier
                     there = self._catalog.presences(keys[first:last])
@@ -167,17 +144,19 @@ class StorePlanner:
                 new += [(group.group, at) for at in positions]
         request.due += self._in_order(new)
         states, request.states = request.states, []
-        self._use(states)
+        if states:
+            self._use(states)
         if not request.due or holds:
             return
         due, rest = request.due[:most], request.due[most:]
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
             due = [(group, at) for group, at in due if at < request.reached[group]]
-        job_id, refused = self._store(self._offers(request, due, block_ids), request, now)
-        request.due = [(offer.group, offer.position) for offer in refused] + rest
-        if job_id is not None:
+        answer = self._store(self._offers(request, due, block_ids), request, now)
+        unserved = answer.unserved
+        request.due = [*zip(unserved.groups, unserved.positions, strict=True), *rest]
+        if answer.record is not None:
             request.back_off.accept()
-        if refused and not self._target.is_searching:
+        if unserved.keys and not self._target.is_searching:
             request.back_off.refuse(self._state.released, now)
 
     def _computed_blocks(self, tokens: int) -> int:
@@ -190,6 +169,8 @@ class StorePlanner:
         """Put off what a long load has brought, and what lies before it: later steps look at it.
         What is computed behind it comes first, because a request may end soon."""
         first_tokens, last_tokens = request.loaded
+        if not last_tokens:
+            return
         ends = [
             (group, request.reached[group.group], self._full_blocks(request, group, min(last_tokens, storable_tokens)))
             for group in self._geometry.groups
@@ -259,7 +240,7 @@ class StorePlanner:
         if request.loading or request.stale:
             return
         request.update_keys()
-        offers = []
+        left: list[FreeOffer] = []
         for group, gpu_block, tokens in states:
             keys, at = request.keys[group], tokens // self._geometry.groups[group].block_tokens - 1
             if (
@@ -269,9 +250,8 @@ class StorePlanner:
             ):
                 self._demand.leave_state(request, keys[at])
                 if self._reach(request, group, at, at + 1):
-                    parent = request.parent(group, at)
-                    offers.append(self._free_offer(keys[at], parent, gpu_block, request.tenant))
-        self._leave(self._store(offers, None, now)[1])
+                    left.append(FreeOffer(gpu_block, keys[at], request.parent(group, at)))
+        self._leave(self._store(self._free_offers(left, request.tenant), None, now).unserved)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         if request.limits.store_limit_tokens is not None:
@@ -311,7 +291,10 @@ class StorePlanner:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
             due = due[: SHARES[Kind.LEFT].blocks]
             offers = self._offers(request, due, request.held_blocks)
-            self._leave([self._left_offer(offer, request.keys[offer.group], offer.position) for offer in offers])
+            gpu_keys = [
+                request.keys[group].of_gpu(at) for group, at in zip(offers.groups, offers.positions, strict=True)
+            ]
+            self._leave(offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys))
         if request.is_behind and not request.stale:
             storable_tokens = self._storable_tokens(request, request.held_tokens)
             for group in self._geometry.groups:
@@ -340,46 +323,42 @@ class StorePlanner:
         keys, used_at = rest.keys[start:stop], min(max(0, rest.used_at - start), stop - start)
         self._use(keys[:used_at])
         self._use(keys[used_at:], are_new=False)
-        waiting = {offer.key for offer in self._left}
-        offers: list[_Offer] = []
-        for at, presence in enumerate(self._catalog.presences(keys), start):
-            key = keys[at - start]
-            if presence == ABSENT and key not in waiting and at in rest.positions:
-                (gpu_blocks,) = self._gpu_blocks(rest.group, rest.blocks, (at,))
-                parent = rest.keys[at - 1] if at else None
-                offer = _Offer(key, parent, gpu_blocks, rest.group, tenant=rest.tenant)
-                offer = self._left_offer(offer, rest.keys, at)
-                if self._is_cached(offer):
-                    offers.append(offer)
-        if offers:
-            self._leave(self._store(offers, None, self._work.now)[1])
+        waiting, presences = {*self._left.keys}, self._catalog.presences(keys)
+        at_all = [
+            at
+            for at, key, presence in zip(range(start, stop), keys, presences, strict=True)
+            if presence == ABSENT and key not in waiting and at in rest.positions
+        ]
+        offers = self._offers_of(rest.group, rest.keys, rest.blocks, at_all, rest.tenant)
+        gpu_keys = list(map(rest.keys.of_gpu, offers.positions))
+        offers = offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys)
+        offers = offers.at(self._cached(offers))
+        if offers.keys:
+            self._leave(self._store(offers, None, self._work.now).unserved)
             self._left_at = self._state.released
 
-    def _left_offer(self, offer: _Offer, keys: BlockKeys, at: int) -> _Offer:
-        """Return the offer of a block that nobody holds on the GPU any more. ``keys``: its
-        group's, of its request; ``at``: which of them is its own."""
-        return offer._replace(position=-1, gpu_keys=keys.of_gpu(at))
+    def _cached(self, offers: Offers) -> list[int]:
+        """Return the places of those that nobody holds on the GPU whose blocks are what they were
+        there."""
+        block_of, each = self._context.get_block, zip(offers.gpu_blocks, offers.gpu_keys, strict=True)
+        return [at for at, (blocks, keys) in enumerate(each) if [block_of(block).key for block in blocks] == [*keys]]
 
-    def _is_cached(self, offer: _Offer) -> bool:
-        """Whether the GPU blocks of what nobody holds there are what they were."""
-        block_of, blocks = self._context.get_block, offer.gpu_blocks
-        return bool(blocks) and [block_of(block).key for block in blocks] == list(offer.gpu_keys)
-
-    def _leave(self, offers: Sequence[_Offer]) -> None:
+    def _leave(self, offers: Offers) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them: of more
         than a step looks at the newest."""
         most = SHARES[Kind.LEFT].blocks
-        self._left = [*self._left, *offers[:most]][-most:]
-        if self._left and not self._work.has(Kind.LEFT, self):
+        left = self._left.and_then(offers.at(range(min(most, len(offers.keys)))))
+        self._left = left.at(range(max(0, len(left.keys) - most), len(left.keys)))
+        if self._left.keys and not self._work.has(Kind.LEFT, self):
             self._work.add(Kind.LEFT, self, self._offer_left())
 
     def _offer_left(self) -> Work:
         """Offer what was left, once in a step."""
-        while self._left:
-            self._left_at, looked = self._state.released, len(self._left)
+        while (left := self._left).keys:
+            self._left_at, looked = self._state.released, len(left.keys)
             # One request may have left what another has left, too.
-            cached = {offer.key: offer for offer in self._left if self._is_cached(offer)}
-            self._left = self._store(list(cached.values()), None, self._work.now)[1]
+            cached = {left.keys[at]: at for at in self._cached(left)}
+            self._left = self._store(left.at(list(cached.values())), None, self._work.now).unserved
             yield looked
             yield 0
 
@@ -390,7 +369,7 @@ class StorePlanner:
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
         self._work.cancel(self)
-        self._left = []
+        self._left = Offers()
         self._losses += 1
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
@@ -413,11 +392,15 @@ class StorePlanner:
         """
         released, taken = self._state.released - 1, set(record.failed.values()) == {Reason.OVERWRITTEN}
         if record.request_id is None:
-            moves = [(record.job.moves[at], record.details[at].group) for at in sorted(record.failed)]
-            states = [(move, group) for move, group in moves if self._geometry.groups[group].state_tokens is not None]
+            failed, groups = sorted(record.failed), self._geometry.groups
+            states = [
+                record.job.moves[at] for at in failed if groups[record.details[at].group].state_tokens is not None
+            ]
             if record.job.id > self._wrong_up_to:
-                self._leave([self._free_offer(move.key, move.parent, *move.gpu_blocks) for move, _ in states])
-            self._offer_free_again([move.key for move, _ in moves])
+                self._leave(
+                    self._free_offers([FreeOffer(move.gpu_blocks[0], move.key, move.parent) for move in states])
+                )
+            self._offer_free_again([record.job.moves[at].key for at in failed])
             back_off = self._free_back_off
         elif request is not None:
             details = [record.details[at] for at in record.failed]
@@ -459,10 +442,11 @@ class StorePlanner:
             self._demand.reach(request, group.group, max(positions, default=-1) + 1)
             places += [(group.group, at) for at in positions]
         # Never offered again: they are overwritten before room comes free.
-        offers = [offer._replace(position=-1) for offer in self._offers(request, places, tables)]
+        offers = self._offers(request, places, tables)
         request.forget_gpu_blocks()
         # The copies come before all else of the step: nobody has to watch the blocks.
-        return self._store(offers, request, now, watched=False)[0]
+        record = self._store(offers._replace(positions=[-1] * len(offers.keys)), request, now, watched=False).record
+        return None if record is None else record.job.id
 
     def _leave_out_what_has_gone(
         self, group: GroupGeometry, keys: BlockKeys, blocks: list[int], computed_tokens: int
@@ -495,33 +479,46 @@ class StorePlanner:
         found = self._store_policy.free_offers(self._free_units or self._context)
         if not found:
             return
-        offers = [self._free_offer(each.key, each.parent, each.block) for each in found]
-        job_id, refused = self._store(offers, None, now)
-        if job_id is not None:
+        answer = self._store(self._free_offers(found), None, now)
+        if answer.record is not None:
             self._free_back_off.accept()
-        if refused:
-            self._offer_free_again([offer.key for offer in refused])
+        if answer.unserved.keys:
+            self._offer_free_again(answer.unserved.keys)
             if not self._target.is_searching:
                 self._free_back_off.refuse(self._state.released, now)
 
-    def _free_offer(self, key: BlockKey, parent: BlockKey | None, gpu_block: int, tenant: int | None = None) -> _Offer:
-        """Return the offer of a block that is no request's now. ``tenant``: None: the one that
-        reached it, or that has what is before it."""
-        group, groups = group_of(key), self._geometry.groups
-        if groups[group].state_tokens is not None and (parent is None or group_of(parent) == group):
-            # The policy knows one group. What ends with a state has its hash.
-            size, beside = groups[group].block_tokens, self._geometry.beside(group)
-            others = [other.group for other in beside if size % other.block_tokens == 0]
-            parent = make_block_key(key[:-GROUP_BYTES], others[-1]) if others else parent
-        if tenant is None:
-            tenant = self._reached_by.get(key, 0)
-            if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
-                tenant = self._catalog.tenants[row]
-        offer = _Offer(key, parent, (gpu_block,), group, tenant=tenant, gpu_keys=(key,))
-        if groups[group].gpu_blocks == 1:
-            return offer
-        gpu_blocks, gpu_keys = self._free_units.find(key) if self._free_units is not None else ((), ())
-        return offer._replace(gpu_blocks=gpu_blocks, gpu_keys=gpu_keys)
+    def _free_offers(self, found: Sequence[FreeOffer], tenant: int | None = None) -> Offers:
+        """Return the offers of blocks that are no request's now. ``tenant``: None: of each the one
+        that reached it, or that has what is before it."""
+        keys, geometry = [each.key for each in found], self._geometry
+        groups = groups_of(keys)
+        parents = [self._parent_of_free(each, group) for each, group in zip(found, groups, strict=True)]
+        blocks: list[tuple[int, ...]] = []
+        gpu_keys: list[Sequence[BlockKey]] = []
+        for each, group in zip(found, groups, strict=True):
+            is_unit, units = geometry.groups[group].gpu_blocks > 1, self._free_units
+            found_there = units.find(each.key) if is_unit and units is not None else ((), ())
+            blocks.append(found_there[0] if is_unit else (each.block,))
+            gpu_keys.append(found_there[1] if is_unit else (each.key,))
+        tenants = [tenant] * len(keys) if tenant is not None else list(map(self._tenant_of_free, keys, parents))
+        offers = Offers(keys, parents, (), groups, tenants, [-1] * len(keys), blocks, gpu_keys)
+        return offers if all(blocks) else offers.at([at for at, each in enumerate(blocks) if each])
+
+    def _parent_of_free(self, offer: FreeOffer, group: int) -> BlockKey | None:
+        """Return the key before a block. The policy knows one group. What ends with a state has its
+        hash."""
+        groups, parent = self._geometry.groups, offer.parent
+        if groups[group].state_tokens is None or (parent is not None and group_of(parent) != group):
+            return parent
+        size = groups[group].block_tokens
+        others = [other.group for other in self._geometry.beside(group) if size % other.block_tokens == 0]
+        return make_block_key(offer.key[:-GROUP_BYTES], others[-1]) if others else parent
+
+    def _tenant_of_free(self, key: BlockKey, parent: BlockKey | None) -> int:
+        tenant = self._reached_by.get(key, 0)
+        if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
+            tenant = self._catalog.tenants[row]
+        return tenant
 
     def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
         """Remember whose blocks these are, for when they are free: as many as the engine has, and
@@ -541,26 +538,43 @@ class StorePlanner:
 
     def _in_order(self, places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return blocks, by group and position, in the order of their prompt over all groups."""
-        sizes = [group.block_tokens for group in self._geometry.groups]
+        sizes = self._block_tokens
         if len(set(sizes)) == 1:
             return sorted(places, key=_POSITION_AND_GROUP)
         return sorted(places, key=lambda place: ((place[1] + 1) * sizes[place[0]], place[0]))
 
     def _offers(
         self, request: RequestState, places: Iterable[tuple[int, int]], gpu_blocks: Sequence[Sequence[int]]
-    ) -> list[_Offer]:
+    ) -> Offers:
         """Return a request's blocks, by group and position, in the order of its prompt over all
-        groups."""
-        found: dict[tuple[int, int], _Offer] = {}
+        groups; not those that are not all on the GPU."""
+        if len(self._geometry.groups) == 1:
+            positions = sorted({at for _, at in places})
+            return self._offers_of(0, request.keys[0], gpu_blocks[0], positions, request.tenant)
         by_group: dict[int, list[int]] = {}
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
+        offers = Offers()
         for group, positions in by_group.items():
-            keys, blocks = request.keys[group], self._gpu_blocks(group, gpu_blocks[group], positions)
-            named = zip(keys.of(positions), keys.before(positions), blocks, strict=True)
-            tenant = request.tenant
-            found |= {(group, at): _Offer(*each, group, at, tenant) for each, at in zip(named, positions, strict=True)}
-        return [found[place] for place in self._in_order(found)]
+            of_group = self._offers_of(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
+            offers = offers.and_then(of_group)
+        if len(by_group) > 1:
+            at_of = {place: at for at, place in enumerate(zip(offers.groups, offers.positions, strict=True))}
+            offers = offers.at([at_of[place] for place in self._in_order(at_of)])
+        return offers
+
+    def _offers_of(
+        self, group: int, keys: BlockKeys, table: Sequence[int], positions: Sequence[int], tenant: int
+    ) -> Offers:
+        """Return blocks of one group, whose positions ascend; not those that are not all on the
+        GPU. ``keys``, ``table``: the group's."""
+        blocks = self._gpu_blocks(group, table, positions)
+        if not all(blocks):
+            positions = list(compress(positions, blocks))
+            blocks = list(filter(None, blocks))
+        count = len(blocks)
+        named = keys.of(positions), keys.before(positions), ()
+        return Offers(*named, [group] * count, [tenant] * count, positions, blocks)
 
     def _gpu_blocks(self, group: int, table: Sequence[int], positions: Iterable[int]) -> list[tuple[int, ...]]:
         """Return the GPU blocks that some blocks of a group have; none of one that is not all
@@ -571,109 +585,47 @@ class StorePlanner:
         found = (tuple(table[at * each : (at + 1) * each]) for at in positions)
         return [blocks if all(blocks) else () for blocks in found]
 
-    def _missing(self, offers: Sequence[_Offer]) -> list[tuple[_Offer, int]]:
-        """Return, with their rows, the blocks on the GPU that no tier has or gets, nor a neighbour
-        as near as the first tier is."""
-        on_gpu = [offer for offer in offers if offer.gpu_blocks]
-        keys = [offer.key for offer in on_gpu]
-        self._ages.end(keys)
-        places, rows = self._copies.missing(self._target, keys)
-        return [(on_gpu[at], row) for at, row in zip(places, rows, strict=True)]
-
-    def _without_gaps(self, missing: list[tuple[_Offer, int]]) -> list[tuple[_Offer, int]]:
+    def _without_gaps(self, missing: Offers) -> Offers:
         """Return the missing blocks but for those behind one that no tier has, nor is offered: it
         was refused, or has left. No hit gets there."""
-        offered = {offer.key for offer, _ in missing}
-        first = [offer for offer, _ in missing if offer.parent is not None and offer.parent not in offered]
-        rows = self._catalog.find_all([offer.parent for offer in first if offer.parent is not None])
-        groups, hints = self._geometry.groups, self._hints.known
-        gone = {
-            offer.key
-            for offer, row in zip(first, rows, strict=True)
-            if row == NONE and groups[offer.group].reads_all and offer.parent not in hints
+        keys, parents, groups = missing.keys, missing.parents, self._geometry.groups
+        offered, hints = {*keys}, self._hints.known
+        first = [(at, parent) for at, parent in enumerate(parents) if parent is not None and parent not in offered]
+        rows = self._catalog.find_all([parent for _, parent in first])
+        gone: set[BlockKey | None] = {
+            keys[at]
+            for (at, parent), row in zip(first, rows, strict=True)
+            if row == NONE and groups[missing.groups[at]].reads_all and parent not in hints
         }
         if not gone:
             return missing
-        kept: list[tuple[_Offer, int]] = []
-        for offer, row in missing:
-            if offer.key in gone or offer.parent in gone:
-                gone.add(offer.key)
+        kept: list[int] = []
+        for at, key in enumerate(keys):
+            if key in gone or parents[at] in gone:
+                gone.add(key)
             else:
-                kept.append((offer, row))
+                kept.append(at)
         why = "room" if self._target.admission.admits_all else "reuse"
-        self._stats.add(f"refused_blocks.{why}", len(missing) - len(kept))
-        return kept
+        self._stats.add(f"refused_blocks.{why}", len(keys) - len(kept))
+        return missing.at(kept)
 
-    def _store(
-        self, offers: Sequence[_Offer], request: RequestState | None, now: float, *, watched: bool = True
-    ) -> tuple[JobId | None, list[_Offer]]:
+    def _store(self, offers: Offers, request: RequestState | None, now: float, *, watched: bool = True) -> Answer:
         """Plan a job for the offers that are missing and admitted, from the first on, as far as
         there is room.
 
         A hit needs the blocks of all groups, and what follows a gap serves nobody: of a request's,
         all are refused from the first on that has no slot. One whose old copy is just being dropped
-        is refused alone: a drive that hangs may hold it for long. Returns the job, None: there is
-        none, and those refused. ``watched``: see ``_queue``.
+        is refused alone: a drive that hangs may hold it for long. ``watched``: have the engine name
+        those of its blocks that it reuses.
         """
-        missing = self._missing(offers)
+        missing = self._intake.missing(offers)
         if self._store_policy.offers_all:
             missing = self._without_gaps(missing)
-        if not missing:
-            return None, []
-        found = self._take(missing, now, in_order=request is not None)
-        self._stats.add("refused_blocks.reuse", len(found.refused))
-        taken = [
-            (offer, row, slot) for (offer, row), slot in zip(missing, found.slots, strict=True) if slot is not None
-        ]
-        if len(self._geometry.groups) > 1:
-            taken.sort(key=lambda each: each[0].group)  # as their slots lie
-        refused = []
-        if len(taken) + len(found.refused) < len(missing):
-            without = {*found.refused, *(at for at, slot in enumerate(found.slots) if slot is not None)}
-            refused = [offer for at, (offer, _) in enumerate(missing) if at not in without]
+        answer = self._intake.store(missing, now, request_id=request.request_id if request is not None else None)
+        if answer.unserved.keys:
             why = "budget" if self._target.status.is_spent else "room"
-            self._stats.add(f"refused_blocks.{why}", len(refused) - found.beyond_share)
-            self._stats.add("refused_blocks.share", found.beyond_share)
-        return self._queue(taken, request, watched=watched), refused
-
-    # -- slots and jobs ------------------------------------------------------------------------
-
-    def _take(self, wanted: Sequence[tuple[_Offer, int]], now: float, *, in_order: bool) -> Taken:
-        """Take slots for offers, which come with their rows; with ``in_order`` up to the first that
-        gets none."""
-        offers, rows = zip(*wanted, strict=True)
-        columns = Wanted(
-            [offer.key for offer in offers],
-            [offer.parent for offer in offers],
-            rows,
-            [offer.group for offer in offers],
-            [offer.tenant for offer in offers],
-        )
-        taken = self._copies.take(self._target, columns, now=now, in_order=in_order)
-        if None in taken.slots:
-            self._target.offer(taken.tails, own=True)  # once it has them they may leave; nobody else asks for them
-        return taken
-
-    def _queue(
-        self, taken: Sequence[tuple[_Offer, int, Slot]], request: RequestState | None, *, watched: bool = True
-    ) -> JobId | None:
-        """Begin copies, and plan the job that writes them; return it, None where there are none.
-
-        ``taken``: offers, their rows, and the slots for them. ``request``: whose they are, if
-        anybody's. ``watched``: have the engine name those of its blocks that it reuses.
-        """
-        if not taken:
-            return None
-        generations, tier = self._catalog.generations, self._target.tier
-        keys, parents = [offer.key for offer, _, _ in taken], [offer.parent for offer, _, _ in taken]
-        slots, tenants = [slot for _, _, slot in taken], [offer.tenant for offer, _, _ in taken]
-        rows = self._copies.begin_new(tier, keys, parents, [row for _, row, _ in taken], slots, tenants)
-        moves, details = [], []
-        for row, (offer, _, slot) in zip(rows, taken, strict=True):
-            moves.append(Move(offer.key, generations[row], offer.gpu_blocks, {tier: slot}, offer.parent))
-            details.append(MoveDetail(row, offer.group, offer.position, None, tier))
-        request_id = None if request is None else request.request_id
-        record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
-        if watched:
-            self.sources.add(record)
-        return record.job.id
+            self._stats.add(f"refused_blocks.{why}", len(answer.unserved.keys) - answer.beyond_share)
+            self._stats.add("refused_blocks.share", answer.beyond_share)
+        if watched and answer.record is not None:
+            self.sources.add(answer.record)
+        return answer

@@ -277,7 +277,7 @@ def test_what_is_fetched_is_admitted_by_what_all_requests_so_far_have_reached(ho
     here.settle()
     blocks, manager = store._manager.blocks, store._manager
     store.reached("before", known)
-    while not blocks.has_counted_all:
+    while not blocks._demand.has_counted_all:
         store.step(time.monotonic())
     blocks.fetches.note_loads([*new, *known])
     store.reached("long", new)

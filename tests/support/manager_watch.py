@@ -226,39 +226,38 @@ class ManagerWatch(Watch):
         left: set[BlockKey] = set()
         if request is None:
             self.note_progress()
-            left = {offer.key for offer in self.parts.manager._stores._left}
-        for offer in offers if not how and not self._at_rest else ():
-            if self._is_state(offer.key):
+            left = {*self.parts.manager._stores._left.keys}
+        for key in offers.keys if not how and not self._at_rest else ():
+            if self._is_state(key):
                 continue  # the step that leaves it tries twice
-            changes, refused_s = self._refused.pop((owner, offer.key), (-1, -math.inf))
-            waited = offer.key in left or now - refused_s >= SHORTEST_BACK_OFF_S
+            changes, refused_s = self._refused.pop((owner, key), (-1, -math.inf))
+            waited = key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
             assert self._changes > changes, "an offer is repeated though no room can have come free"
         # One of these may leave for one behind it, where what lies between has left the tier.
-        held = {offer.key for offer in offers if self._is_held(offer.key)}
+        held = {key for key in offers.keys if self._is_held(key)}
         self._not_admitted |= {(owner, key) for key in self._behind_gaps(offers)}
-        job_id, refused = self._store(offers, request, now, **how)
+        answer = self._store(offers, request, now, **how)
         is_final = not how and not self.parts.manager._tiers.first.is_searching
-        for offer in refused if is_final else ():
-            self._refused[owner, offer.key] = self._changes, now
-        lacking = {offer.key for offer in refused}
-        held |= {offer.key for offer in offers if self._is_held(offer.key)}
-        self._stored |= {(owner, each.key) for each in offers if each.key not in lacking and each.key in held}
-        return job_id, refused
+        for key in answer.unserved.keys if is_final else ():
+            self._refused[owner, key] = self._changes, now
+        held |= {key for key in offers.keys if self._is_held(key)}
+        self._stored |= {(owner, key) for key in held.difference(answer.unserved.keys)}
+        return answer
 
     def _behind_gaps(self, offers: Any) -> set[BlockKey]:
         """Return the keys of offers behind a block that no tier has, nor is offered: these are not
         stored, though another request may store that block a moment later."""
-        offered, found = {offer.key for offer in offers}, set[BlockKey]()
-        for offer in offers:
-            is_there = offer.parent in offered or offer.parent in self.parts.manager._hints.known
-            if offer.parent in found or (
-                offer.parent is not None
-                and self.sizes.geometry.groups[offer.group].reads_all
+        offered, found = {*offers.keys}, set[BlockKey]()
+        for key, parent, group in zip(offers.keys, offers.parents, offers.groups, strict=True):
+            is_there = parent in offered or parent in self.parts.manager._hints.known
+            if parent in found or (
+                parent is not None
+                and self.sizes.geometry.groups[group].reads_all
                 and not is_there
-                and self.parts.catalog.find(offer.parent) == NONE
+                and self.parts.catalog.find(parent) == NONE
             ):
-                found.add(offer.key)
+                found.add(key)
         return found
 
     def _is_state(self, key: BlockKey) -> bool:

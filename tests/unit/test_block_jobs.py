@@ -7,8 +7,9 @@ import pytest
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, make_block_key
-from kvdisk.manager import block_jobs
-from kvdisk.manager.block_jobs import BlockJobs, Offers
+from kvdisk.manager import demand
+from kvdisk.manager.block_jobs import BlockJobs
+from kvdisk.manager.copies import Offers
 from kvdisk.manager.reuse import _ORIGINS, ReuseHistory
 
 NEW, SECOND_TURN = 0, 2
@@ -32,27 +33,28 @@ def chain(name: str, count: int) -> list[BlockKey]:
 def put(jobs: BlockJobs, keys: list[BlockKey], start: int = 0, stop: int | None = None) -> None:
     parents = [None, *keys]
     keys, parents = keys[start:stop], parents[start : len(keys) if stop is None else stop]
-    jobs.store(Offers(keys, parents, [0] * len(keys), [0] * len(keys)), 0.0, is_new=True)
+    zeros, blocks = [0] * len(keys), [(at,) for at in range(len(keys))]
+    jobs.store(Offers(keys, parents, (), zeros, zeros, range(len(keys)), blocks), 0.0, is_new=True)
 
 
 def kinds(history: ReuseHistory, keys: list[BlockKey]) -> set[int]:
     return {number % _ORIGINS for number in history.classes_of(keys)}
 
 
-@pytest.mark.parametrize("most", [block_jobs.MOST_CHAINS, 0])
+@pytest.mark.parametrize("most", [demand.MOST_CHAINS, 0])
 def test_a_second_turn_is_told_from_a_new_prompt(jobs, most, monkeypatch):
-    monkeypatch.setattr(block_jobs, "MOST_CHAINS", most)
+    monkeypatch.setattr(demand, "MOST_CHAINS", most)
     keys = chain("chat", 12)
     put(jobs, keys, 0, 6)
     jobs.reached("first turn", keys[:6])
     put(jobs, keys, 6)
-    assert kinds(jobs._history, keys[:6]) == {NEW}
-    assert kinds(jobs._history, keys[6:]) == {SECOND_TURN}
+    assert kinds(jobs._demand._history, keys[:6]) == {NEW}
+    assert kinds(jobs._demand._history, keys[6:]) == {SECOND_TURN}
 
 
 def test_a_prompt_in_parts_is_one_visit_of_one_kind(jobs):
     """Else a long one would look like many that never come back: like a scan."""
-    history = jobs._history
+    history = jobs._demand._history
     seen: list[tuple[int, float]] = []
     count, before = history.count, history.now
 

@@ -91,7 +91,7 @@ def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monk
     bench.manager._stores._context.step_blocks = 14  # what the fake engine computes in a step of 4 tokens, at most
     offered, store = [], bench.manager._stores._store
     bench.manager._stores._store = lambda offers, *rest, **also: (
-        offered.append(len(offers)) or store(offers, *rest, **also)
+        offered.append(len(offers.keys)) or store(offers, *rest, **also)
     )
     bench.serve(prompt_of(0))
     held = bench.catalog.rows_in(Tier.CPU)

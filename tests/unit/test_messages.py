@@ -9,7 +9,7 @@ import pickletools
 import pytest
 
 from kvdisk.blocks import BlockKey, JobId, Slot, Tier
-from kvdisk.messages import Job, JobKind, Move, Plan, Report, RowMoves, SegmentSpec, places_in
+from kvdisk.messages import Job, JobKind, Move, Plan, Report, SegmentSpec, StoreMoves, places_in
 
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 """vLLM: with it an executor of several processes sends what a step needs."""
@@ -36,10 +36,10 @@ def load_of(count: int) -> Job:
     return Job(JobId(7), JobKind.LOAD, tuple(moves), epoch=2, request_id="a", arrival=3, more=True)
 
 
-def rows_of(count: int) -> RowMoves:
+def rows_of(count: int) -> StoreMoves:
     """Return the moves of a store by key."""
     keys, slots = list(map(key, range(count))), [Slot(2, at + 9) for at in range(count)]
-    return RowMoves(keys, range(100, 100 + count), range(count), Tier.NVME, slots, [None, *keys][:count])
+    return StoreMoves(keys, range(100, 100 + count), list(zip(range(count))), Tier.NVME, slots, [None, *keys][:count])
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,17 @@ from support.fake_pool import FakePool
 from support.low_bounds import lower_shares
 from tier_bench import TierBench
 
-from kvdisk.blocks import BlockKey, Tier, make_block_key
+from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy
+from kvdisk.manager.copies import Offers
+from kvdisk.manager.intake import Answer
+from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.requests import BackOff
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import NoStores, Spillover, make_store_policy
+from kvdisk.messages import Job, JobKind
 
 KEYS = [make_block_key(bytes([position]), 0) for position in range(40)]
 
@@ -41,9 +45,13 @@ def test_a_full_tier_is_asked_ever_less_often_until_something_is_taken(is_taken,
     taken, and the rest is refused."""
     bench = TierBench((4,), gpu_blocks=400, store_decode=True)
     planner, asked = bench.manager._stores, []
-    monkeypatch.setattr(
-        planner, "_store", lambda offers, *_: (asked.append(1) or (1 if is_taken else None), offers[1:])
-    )
+
+    def answered(offers: Offers, *_: object) -> Answer:
+        asked.append(1)
+        record = JobRecord(Job(JobId(1), JobKind.STORE), [], None) if is_taken else None
+        return Answer(record, unserved=offers.at(range(1, len(offers.keys))))
+
+    monkeypatch.setattr(planner, "_store", answered)
     bench.engine.add("one", "aabbcc", 600)
     for _ in range(200):
         planner._state.released += 1

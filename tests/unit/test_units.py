@@ -11,10 +11,10 @@ from tier_bench import TierBench
 
 from kvdisk.blocks import Slot, Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry, in_units
+from kvdisk.manager.copies import Offers
 from kvdisk.manager.free_units import FreeUnits
 from kvdisk.manager.jobs import MoveDetail, StoreSources, Transfers
 from kvdisk.manager.requests import BlockKeys
-from kvdisk.manager.stores import _Offer
 from kvdisk.messages import JobKind, Move, Reason
 
 WINDOW = GroupGeometry(1, 2, 4096, window_tokens=9)
@@ -33,10 +33,10 @@ def test_what_a_request_has_left_is_stored_only_while_all_of_it_is_cached(bench,
     bench.step()
     stores, state = bench.manager._stores, bench.manager._requests[request.id]
     blocks = tuple(request.table[0][2:4])
-    left = stores._left_offer(_Offer(state.keys[0][1], state.keys[0][0], blocks, 0), state.keys[0], 1)
-    assert stores._is_cached(left)
+    left = Offers([state.keys[0][1]], [state.keys[0][0]], gpu_blocks=[blocks], gpu_keys=[state.keys[0].of_gpu(1)])
+    assert stores._cached(left) == [0]
     bench.engine.pool.forget(blocks[lost])
-    assert not stores._is_cached(left)
+    assert stores._cached(left) == []
 
 
 @pytest.mark.parametrize("lost", range(5))
