@@ -391,15 +391,29 @@ class Copies:
                     reached.append(row)
                 else:
                     used[tier].append(row)
+        if reached:
+            reached = list(dict.fromkeys(reached))
         for space in self._tiers:
-            if space.tier in sound:
-                self.offer_lower(sound[space.tier], space.tier)  # their counts rose when the load was planned
-            if space.tier in spent:
-                space.unpin(spent[space.tier])
-            if reached:
-                space.reached(list(dict.fromkeys(reached)))  # so that the request need not do it again
-            if space.tier in used:
-                space.touch(list(dict.fromkeys(used[space.tier])))
+            self._end_reads_from(space, sound.get(space.tier), spent.get(space.tier), used.get(space.tier), reached)
+
+    def _end_reads_from(
+        self,
+        space: TierSpace,
+        sound: Sequence[int] | None,
+        spent: Sequence[int] | None,
+        used: Sequence[int] | None,
+        reached: Sequence[int],
+    ) -> None:
+        """Note what became of a tier's copies that were read, if any: ``sound`` ones, pins that are
+        ``spent``, and what was ``used``, or ``reached`` in whatever tier."""
+        if sound:
+            self.offer_lower(sound, space.tier)  # their counts rose when the load was planned
+        if spent:
+            space.unpin(spent)
+        if reached:
+            space.reached(reached)  # so that the request need not do it again
+        if used:
+            space.touch(list(dict.fromkeys(used)))
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good

@@ -257,9 +257,9 @@ class LoadJobs:
         for group, (first, stop) in zip(self._geometry.groups, stretches, strict=True):
             each, given = group.gpu_blocks, block_ids[group.group]
             for at, key in enumerate(request.keys[group.group][first:stop], first):
-                gpu_blocks = given[at * each : (at + 1) * each]
-                if any(gpu_blocks):  # vLLM gave it: see _given
-                    filled = tuple([block or NO_BLOCK for block in gpu_blocks])
+                of_block = given[at * each : (at + 1) * each]
+                if any(of_block):  # vLLM gave it: see _given
+                    filled = tuple([block or NO_BLOCK for block in of_block])
                     reads.append(Read(key, None, filled, group.group, at, tenant=request.tenant))
         self._copies.pin_sources(reads, request.load_tiers)
         for read in reads:
