@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
+from kvdisk.manager import bounds
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Read, Taken, Wanted
@@ -25,12 +26,6 @@ from kvdisk.manager.reuse import STATES, Visit
 from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, RowMoves
-
-MOST_NEW: Final = 1 << 16
-"""Blocks that were counted when they were put, and that no request was said to have reached
-since."""
-MOST_CHAINS: Final = 1024
-"""Chains of these blocks that the next put may go on with."""
 
 
 class Offers(NamedTuple):
@@ -98,10 +93,10 @@ class BlockJobs:
             self._admissions.append(hints.remote.admission)
         self._class_of = parts.geometry.size_classes
         self._new: dict[BlockKey, None] = {}
-        """See ``MOST_NEW``; the first that came goes first."""
+        """See ``bounds.UNREACHED``; the first that came goes first."""
         self._chains: dict[BlockKey, tuple[Visit, int]] = {}
-        """See ``MOST_CHAINS``; by the last block, the visit that counted it and the origin of what
-        comes behind."""
+        """See ``bounds.CHAINS``; by the last block, the visit that counted it and the origin of
+        what comes behind."""
         self._waiting = Counter[int]()
 
     # -- what there is -------------------------------------------------------------------------
@@ -200,7 +195,7 @@ class BlockJobs:
             elif keys:
                 self._count_chain(keys, parents[keys[0]])
         self._new.update(dict.fromkeys(parents))
-        for most, counted in ((MOST_NEW, self._new), (MOST_CHAINS, self._chains)):
+        for most, counted in ((bounds.UNREACHED, self._new), (bounds.CHAINS, self._chains)):
             while len(counted) > most:
                 del counted[next(iter(counted))]
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS, make_own
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists, TenantLists
@@ -24,10 +25,6 @@ from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
-MOST_CLASSES: Final = 100
-MOST_WALKED: Final = 256
-"""Tails that are looked at for the place of one that has become a tail: bounds a step. Mostly it is
-among the first: it was used when what followed it was, and that has just left."""
 _NOT_HERE: Final = 255
 _NOBODY: Final = (math.inf, NONE)
 _USELESS: Final = -1.0
@@ -57,10 +54,11 @@ class EvictionPolicy:
     """
 
     classes = 1
-    """How many, up to ``MOST_CLASSES``. A block's class only rises while its copy is here."""
+    """How many, within ``bounds``. A block's class only rises while its copy is here."""
 
     def __init__(self, keys: Keys, history: ReuseHistory) -> None:
-        assert 0 < self.classes <= MOST_CLASSES, f"a policy has up to {MOST_CLASSES} classes, and not {self.classes}"
+        most = bounds.POLICY_CLASSES
+        assert 0 < self.classes <= most, f"a policy has up to {most} classes, and not {self.classes}"
         self._keys = keys
         self._history = history
         self._kinds = self.classes + 3
@@ -138,7 +136,7 @@ class EvictionPolicy:
     def _first_not_older(self, lists: RowLists | TenantLists, row: int, used: int) -> int:
         """Return the oldest of a list, which begins with ``row``, that was not used before
         ``used``, or, of a long list, one that was; negative: all were, and the list is short."""
-        for _ in range(MOST_WALKED):
+        for _ in range(bounds.TAILS_LOOKED_AT):
             if row < 0 or self._last[row] >= used:
                 break
             row = lists.newer(row)
@@ -362,9 +360,6 @@ class TailFirst:
     then.
     """
 
-    MAX_SKIPPED = 1024
-    """Tails that may not leave, and that a search passes over: bounds a step."""
-
     def __init__(
         self,
         policy: EvictionPolicy,
@@ -380,7 +375,7 @@ class TailFirst:
         self._catalog = catalog
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
-        self._may_skip = self.MAX_SKIPPED
+        self._may_skip = bounds.TAILS_SKIPPED
         """Tails that may not leave, and that the next search may pass over if it goes on."""
         self.ended_early = False
         """Whether the last search for victims found too few, and the next one goes on from where it
@@ -479,7 +474,7 @@ class TailFirst:
         found: dict[int, None] = {}
         passed: list[int] = []
         if not go_on:
-            self._may_skip = self.MAX_SKIPPED
+            self._may_skip = bounds.TAILS_SKIPPED
         for row in self._tails(found, tenant) if count > 0 else ():
             if evictable(row):
                 found[row] = None

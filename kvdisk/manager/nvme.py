@@ -19,6 +19,7 @@ from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.geometry import segment_file_bytes
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
 from kvdisk.index.record_index import Index
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
@@ -36,11 +37,8 @@ RUN_BYTES = 16 << 20
 """Bytes of one rank that go to a drive before it is the next drive's turn."""
 SHORT_RUN_SLOTS = 8
 """Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
-_MAX_EVICTED_PER_STEP = 256
-MOST_ENDED = 1024
-"""Copies of segments that are being dropped which one step ends."""
-_MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
-"""Kept free of a large tier, so that there are long runs to choose from."""
+_SPARE_DIVISOR = 32
+"""One in so many slots is kept free of a large tier, up to ``bounds.SPARE_SLOTS``."""
 _IS_LOST = frozenset({Reason.ABSENT, Reason.HEADER})
 """Why a segment that could not be opened is given up: its file is known to be gone, or not to be
 its own. Whatever else keeps a rank from it may pass."""
@@ -48,7 +46,7 @@ its own. Whatever else keeps a rank from it may pass."""
 
 def spare_slots(total: int) -> int:
     """Return how many of a tier's slots are kept free between steps."""
-    return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
+    return max(min(64, total // 8), min(bounds.SPARE_SLOTS, total // _SPARE_DIVISOR))
 
 
 class NvmeSpace(TierSpace):
@@ -328,7 +326,7 @@ class NvmeSpace(TierSpace):
             if short <= 0:
                 self._shift.note_satisfied(size_class)
             elif not made and total:
-                evicted = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
+                evicted = self._evict(size_class, min(short, bounds.EVICTED))
                 self._shift.evicted(size_class, evicted)
                 made = evicted > 0
             made |= self._shift.is_freeing_for(size_class) or self._evictors[size_class].ended_early
@@ -476,7 +474,7 @@ class NvmeSpace(TierSpace):
     def _end_copies(self) -> None:
         """End copies of segments that are being dropped, as many as a step may: a drive that fails
         while it is opened has all of them."""
-        while self._ending and (left := MOST_ENDED - self._ended) > 0:
+        while self._ending and (left := bounds.ENDED - self._ended) > 0:
             segment = next(iter(self._ending))
             rows = self._catalog.kept_in(self.tier, segment)
             self.discard(*rows[:left])
@@ -495,7 +493,7 @@ class NvmeSpace(TierSpace):
         if not rows:
             self._drop_segment(spec)
             return
-        leaving = rows[:_MAX_EVICTED_PER_STEP]
+        leaving = rows[: bounds.EVICTED]
         self.discard(*leaving)
         self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
 

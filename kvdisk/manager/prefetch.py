@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, JobId, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read, Taken
 from kvdisk.manager.demand import Demand
@@ -28,19 +29,9 @@ from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
-MAX_PROMOTE_JOBS = 4
-"""Promotions queued or out, of drives, and as many of the remote store; the worker reads for them
-only where loads leave half of its reads."""
-MAX_PROMOTE_MOVES = 64
 PREFETCH_DIVISOR = 2
 """One in so many CPU slots of each size class may have a block that is read ahead for a request
 that still waits."""
-MOST_SEEN = 16
-"""Requests at the head of the queue that one step passes over or looks at."""
-MOST_FOUND = 4
-"""Requests whose hits one step looks for; of the last of them however long it is."""
-MOST_ASKED = 16
-"""Prefetches that KV hints ask for and that have not begun, or are not planned to their end."""
 
 
 class _Wanted:
@@ -155,7 +146,7 @@ class Promotions:
         of this one, as far as there is room. Return False where too many wait already."""
         if self._landing is None:
             return True
-        if len(self._asked) >= MOST_ASKED:
+        if len(self._asked) >= bounds.PREFETCHES:
             return False
         hashes = request.hashes[: tokens // self._geometry.hash_tokens]
         name = f"{request.request_id}, prefetch"
@@ -202,10 +193,10 @@ class Promotions:
             self._lacks_room = False
         elif self._lacks_room and self._waiting:
             return 0
-        for request, wanted in list(islice(line.items(), MOST_SEEN)):
+        for request, wanted in list(islice(line.items(), bounds.WAITING_SEEN)):
             self._hints.renew(request)
             if wanted is None:
-                if found == MOST_FOUND or found_keys >= self._left or self._hints.is_asking(request):
+                if found == bounds.WAITING_LOOKED_UP or found_keys >= self._left or self._hints.is_asking(request):
                     continue
                 found += 1
                 found_keys += sum(map(len, request.keys))
@@ -237,7 +228,7 @@ class Promotions:
         one does not hold up the other."""
         self._remote_jobs = [job_id for job_id in self._remote_jobs if job_id in self._transfers]
         count = len(self._remote_jobs)
-        return (count if is_remote else self._transfers.count(JobKind.PROMOTE) - count) >= MAX_PROMOTE_JOBS
+        return (count if is_remote else self._transfers.count(JobKind.PROMOTE) - count) >= bounds.JOBS
 
     def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
@@ -304,9 +295,7 @@ class Promotions:
         assert self._landing is not None
         picked: list[Read] = []
         is_remote, hints = self._is_remote(wanted.first), self._hints.usable
-        while (
-            wanted and self._left > 0 and len(picked) < MAX_PROMOTE_MOVES and self._is_remote(wanted.first) is is_remote
-        ):
+        while wanted and self._left > 0 and len(picked) < bounds.MOVES and self._is_remote(wanted.first) is is_remote:
             read = wanted.take()
             self._left -= 1
             row = self._catalog.find(read.key)

@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.dirty import Dirty
@@ -26,10 +27,6 @@ from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.shares import TenantShare
 from kvdisk.manager.standings import PINNED
-
-MOST_SURPLUS = 256
-"""Copies of a tenant beyond its share that may leave at once beside those for which room is
-needed."""
 
 
 class TierStatus(NamedTuple):
@@ -310,7 +307,7 @@ class Room:
             return count
         left, freed = self.share.left(size_class, tenant), 0
         if left < count:
-            surplus = min(MOST_SURPLUS, max(0, -left))
+            surplus = min(bounds.EVICTED, max(0, -left))
             freed = self._evict(size_class, count - max(0, left) + surplus, keep_dirty=keep_dirty, tenant=tenant)
             self._stats.add(f"share_evicted_blocks.{self.tier.label}", freed)
             left = self.share.left(size_class, tenant)

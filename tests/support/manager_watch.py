@@ -16,12 +16,11 @@ from typing import Any, Protocol
 from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, CopyState, TierChoice
-from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.load_jobs import Load
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.prefix_match import Lookups, first_needed
-from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
 from kvdisk.manager.step_work import Kind
@@ -297,8 +296,8 @@ class ManagerWatch(Watch):
         self._check_stores(plan, preempted)
         self.reads.check_bounds([job for job, _ in self._jobs.values()])
         far = [Tier.REMOTE in job.moves[0].slots for job, _ in self._jobs.values() if job.kind is JobKind.DEMOTE]
-        assert far.count(False) <= MAX_DEMOTE_JOBS
-        assert far.count(True) <= MOST_SEND_JOBS
+        assert far.count(False) <= bounds.JOBS
+        assert far.count(True) <= bounds.JOBS
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
@@ -377,7 +376,7 @@ class ManagerWatch(Watch):
         """Whether what a read is planned of has failed its check. An object is tried again after a
         while: somebody may have repaired it."""
         if Tier.REMOTE in move.slots:
-            return self.engine.now < self._bad_objects.get(move.key, -FIRST_DOUBT_S) + FIRST_DOUBT_S
+            return self.engine.now < self._bad_objects.get(move.key, -math.inf) + bounds.READ_AGAIN.first_s
         return _source(move) in self._bad_copies
 
     def _spend(self, written_bytes: int) -> None:

@@ -11,7 +11,7 @@ from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import dirty
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import DOOMED
 from kvdisk.messages import Reason
 
@@ -72,7 +72,7 @@ def test_of_a_prompt_longer_than_the_drive_it_keeps_the_head(step_tokens, memory
 def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
     """Also where that had been there, and had left; far behind the block goes alone, as a step is
     not held up for the rest."""
-    monkeypatch.setattr(dirty, "MOST_WALKED", most)
+    monkeypatch.setattr(bounds, "LOOKED_AT", most)
     bench = TierBench((32,), (64,), nvme_admission="all")
     bench.idle()
     bench.serve("aabbccddeeff")
@@ -86,7 +86,7 @@ def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
 
 def test_one_offer_looks_at_a_bounded_number_of_copies(monkeypatch):
     """Of a million tokens it once took 14 s: each of its copies walked as far as one call may."""
-    monkeypatch.setattr(dirty, "MOST_WALKED", 4)
+    monkeypatch.setattr(bounds, "LOOKED_AT", 4)
     bench = TierBench((64,), (64,), gpu_blocks=200, nvme_admission="all")
     bench.idle()
     bench.serve(ascii_letters)

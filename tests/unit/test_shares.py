@@ -293,7 +293,7 @@ def test_pinned_blocks_stay_and_what_leaves_first_leaves_first():
 
 def test_a_smaller_share_after_a_restart_is_reached_by_and_by(monkeypatch):
     """While it is not, the tenant may replace its own blocks; a step lets few more go."""
-    monkeypatch.setattr("kvdisk.manager.room.MOST_SURPLUS", 3)
+    monkeypatch.setattr("kvdisk.manager.bounds.EVICTED", 3)
     bench = bench_of(("nvme_slots",), salt_share=1.0)
     for prompt in flood_of("b", 13):
         bench.serve(prompt)

@@ -14,6 +14,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst, make_eviction
@@ -238,7 +239,7 @@ def test_a_state_that_follows_a_state_makes_nothing_useful():
 
 @pytest.mark.parametrize("how", ["first", "useless"])
 def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 8)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 8)
     copies = Copies("lru", [-1] * 30)
     rows = [copies.store(number) for number in range(30)]
     copies.catalog.pin(rows[:29], Tier.CPU)
@@ -318,7 +319,7 @@ class Watched(Copies):
             return evictable(row) and row not in kept
 
         rows = self.order.victims(count, asked)
-        assert self.looked <= TailFirst.MAX_SKIPPED + 2 * count, "it looks at what is no tail"
+        assert self.looked <= bounds.TAILS_SKIPPED + 2 * count, "it looks at what is no tail"
         for row in rows:
             self.drop(row)
         return rows
@@ -326,7 +327,7 @@ class Watched(Copies):
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_tail_of_a_long_chain_is_found_at_once(eviction, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 1)
     copies = Watched(eviction, list(range(-1, 299)), monkeypatch)
     rows = [copies.store(number) for number in range(300)]
     left = [row for _ in range(155) for row in copies.search(2)]
@@ -348,7 +349,7 @@ def test_all_children_of_one_parent_leave_in_one_search(newest_first, monkeypatc
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("why", ["in use", "waits for its demotion", "chain in use"])
 def test_what_may_not_leave_does_not_keep_others_from_leaving(eviction, why, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 16)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 16)
     parents = [*range(-1, 199), -1] if why == "chain in use" else [-1] * 201
     copies = Watched(eviction, parents, monkeypatch)
     rows = [copies.store(number) for number in range(201)]
