@@ -220,7 +220,9 @@ METRICS: Mapping[str, Metric] = {
             _G,
             "blocks on NVMe that are not served, as some rank cannot open their segment now; their room stays taken",
         ),
-        Metric("limbo_blocks", _G, "NVMe slots that come free when the deletion of their record is committed"),
+        Metric(
+            "awaiting_commit_blocks", _G, "NVMe slots that come free when the deletion of their record is committed"
+        ),
         Metric("queued_jobs", _G, "jobs planned or under way", "job", (*JOBS, "files")),
         Metric("backlog_blocks", _G, "blocks in the CPU tier that wait to be written to NVMe"),
         Metric("uncommitted_changes", _G, "changes of the index that wait for their commit"),

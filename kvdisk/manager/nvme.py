@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe tier: slots, limbo, the index, and how much may be written. Scheduler thread only.
+"""The NVMe tier: slots, the index, and how much may be written. Scheduler thread only.
 
-A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
+A slot of an evicted copy is not free until its record's deletion is committed, so a committed
 record never names a slot that holds other bytes (invariant 2).
 """
 
@@ -244,7 +244,7 @@ class NvmeSpace(TierSpace):
         found = super().gauges()
         found[f"capacity_bytes.{self.tier.label}"] = self._free_and_total_bytes()[1]
         found["unavailable_blocks"] = sum(map(self.pool.used_slots, self.segments.away))
-        found["limbo_blocks"] = sum(self.pool.limbo)
+        found["awaiting_commit_blocks"] = sum(self.pool.awaiting)
         found["uncommitted_changes"] = max(0, self._ticket - self._committed)
         free = sum(self.pool.free)
         found["fragmentation_ratio"] = self.pool.free_in_short_runs(SHORT_RUN_SLOTS) / free if free else 0.0
@@ -321,7 +321,7 @@ class NvmeSpace(TierSpace):
                 # Nothing that can be served leaves before somebody wants to write.
                 wish, spare = wish if self.above is not None else 0, 0
             needed = max(self._affordable(size_class, wish), spare)
-            short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
+            short = needed - self.free_slots(size_class) - self.pool.awaiting[size_class]
             made = short <= 0 or self._make_or_take(size_class, now)
             if short <= 0:
                 self._shift.note_satisfied(size_class)
@@ -346,10 +346,10 @@ class NvmeSpace(TierSpace):
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:
         """Whether ``make_room`` found a way to room, or slots come free with a commit."""
-        limbo = self.pool.limbo[size_class]
-        if silent and (limbo or self._shift.is_freeing_for(size_class)) and not self.free_slots(size_class):
+        awaiting = self.pool.awaiting[size_class]
+        if silent and (awaiting or self._shift.is_freeing_for(size_class)) and not self.free_slots(size_class):
             return False
-        return not self._is_short[size_class] or (self._index_writable and limbo > 0)
+        return not self._is_short[size_class] or (self._index_writable and awaiting > 0)
 
     def _evictable(self) -> Callable[[int], bool]:
         """Return the test whether a copy may be evicted for room: one on a drive that can be
@@ -397,7 +397,7 @@ class NvmeSpace(TierSpace):
         self.uses.reached(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """End unpinned copies: their records are deleted, their slots go to limbo."""
+        """End unpinned copies: their records are deleted, their slots await that commit."""
         if rows:
             self._ticket = self._index.delete([(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows])
             self.uses.end(rows)
@@ -549,7 +549,7 @@ class NvmeSpace(TierSpace):
     # -- commits and failures ------------------------------------------------------------------
 
     def commit(self) -> bool:
-        """Take note of what the index has committed: slots leave limbo, and dropped segments lose
+        """Take note of what the index has committed: slots come free, and dropped segments lose
         their files.
 
         Returns whether room came free.

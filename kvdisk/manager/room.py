@@ -120,7 +120,7 @@ class Room:
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         pool, sizes = self.pool, self._geometry.slot_sizes
-        slots = (map(int.__add__, pool.free, pool.limbo), pool.total)
+        slots = (map(int.__add__, pool.free, pool.awaiting), pool.total)
         free, total = (sum(map(int.__mul__, counts, sizes)) * self._slots_per_block for counts in slots)
         return free, total
 

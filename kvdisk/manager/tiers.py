@@ -54,7 +54,9 @@ class TierSpace(Room):
         """Return the tier's gauges, by series."""
         name, sizes = self.tier.label, self._geometry.slot_sizes
         pool, parts = self.pool, self._slots_per_block
-        used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
+        used = [
+            total - free - awaiting for total, free, awaiting in zip(pool.total, pool.free, pool.awaiting, strict=True)
+        ]
         return {
             f"used_bytes.{name}": sum(map(int.__mul__, used, sizes)) * parts,
             f"held_blocks.{name}": sum(used),

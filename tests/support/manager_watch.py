@@ -576,8 +576,8 @@ class ManagerWatch(Watch):
             if state == USED
         }
         assert used == in_service, "a used slot without a copy, or a copy without its slot"
-        for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True):
-            assert free >= 0 and limbo >= 0 and free + limbo <= total
+        for total, free, awaiting in zip(pool.total, pool.free, pool.awaiting, strict=True):
+            assert free >= 0 and awaiting >= 0 and free + awaiting <= total
 
     def _check_copies(self) -> None:
         """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
@@ -723,7 +723,7 @@ class ManagerWatch(Watch):
             held = self.engine.holders(block)
             assert self.engine.pool.get_block(block).ref_cnt == held, f"GPU block {block} is not given back"
         if parts.nvme is not None:
-            assert not any(parts.nvme.pool.limbo), "a slot stays in limbo"
+            assert not any(parts.nvme.pool.awaiting), "a slot awaits a commit for ever"
             committed = {(record.epoch, record.key, record.slot) for record in self.index.blocks()}
             named = {
                 (catalog.epochs[row], catalog.keys[row], catalog.slot(row, Tier.NVME))
