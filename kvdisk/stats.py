@@ -179,7 +179,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
         Metric(
-            "left_blocks", _C, "copies evicted from the CPU tier that NVMe had not taken, by reason", "reason", REFUSALS
+            "evicted_unwritten",
+            _C,
+            "copies evicted from the CPU tier that NVMe had not taken, by reason",
+            "reason",
+            REFUSALS,
         ),
         Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
         Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),

@@ -202,8 +202,7 @@ class SlotPool:
                 runs.add(first + low, high - low)
 
     def has_segment(self, segment: int) -> bool:
-        """Whether the segment is in service.
-    """
+        """Whether the segment is in service."""
         return segment in self._place_of
 
 

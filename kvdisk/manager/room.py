@@ -413,9 +413,9 @@ class Room:
         lost = set(lacking).intersection(leaving)
         unserved = lost.intersection(admitted)
         beyond_share = sum(map(below._is_beyond_share, unserved)) if below.share is not None else 0
-        self._stats.add("left_blocks.reuse", len(lost) - len(unserved))
-        self._stats.add("left_blocks.share", beyond_share)
-        why = "left_blocks.budget" if below.status.is_spent else "left_blocks.room"
+        self._stats.add("evicted_unwritten.reuse", len(lost) - len(unserved))
+        self._stats.add("evicted_unwritten.share", beyond_share)
+        why = "evicted_unwritten.budget" if below.status.is_spent else "evicted_unwritten.room"
         self._stats.add(why, len(unserved) - beyond_share)
         return leaving
 

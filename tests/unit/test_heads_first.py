@@ -155,12 +155,12 @@ def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_ref
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 2
     assert waiting.leaving_below(rows[3::-1]) == []
-    assert waiting.total == 0 == bench.stats["left_blocks.room"]
+    assert waiting.total == 0 == bench.stats["evicted_unwritten.room"]
     assert waiting.leaving_below(rows[3::-1]) == rows[3::-1]
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 0, "refused until they are used"
     assert bench.parts.cpu.offer_before_eviction(rows[:3:-1]) == rows[:3:-1]
-    assert bench.stats["left_blocks.room"] == 2
+    assert bench.stats["evicted_unwritten.room"] == 2
     bench.parts.cpu.touch(rows[:3:-1])
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 2

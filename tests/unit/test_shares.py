@@ -270,10 +270,10 @@ def test_what_waits_for_the_drive_holds_nobody_up():
     assert all(has(bench, prompt, Tier.NVME) for prompt in HOT)
     assert not has(bench, "bnew11", Tier.NVME)
     assert nvme.share.left(0, ord("b")) < 3
-    assert bench.stats["left_blocks.share"] == 0
+    assert bench.stats["evicted_unwritten.share"] == 0
     for prompt in flood_of("b", 20)[10:]:
         bench.serve(prompt)
-    assert bench.stats["left_blocks.share"] > 0 == bench.stats["left_blocks.room"]
+    assert bench.stats["evicted_unwritten.share"] > 0 == bench.stats["evicted_unwritten.room"]
     bench.catalog.unpin(held, Tier.NVME)
 
 
