@@ -388,7 +388,7 @@ class TierManager:
         """
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
-        self._state.landing.clear()
+        self._state.arriving.clear()
         self._work.clear()
         self._hints.stop()
         self._forget_computed()
@@ -514,6 +514,6 @@ class Gauges:
             found |= space.gauges()
         if (paused := self._remote.is_paused) is not None:
             found["remote_paused"] = float(paused)
-        if self._tiers.landing_tier is not None:
+        if self._tiers.arrival_tier is not None:
             found["backlog_blocks"] = sum(space.dirty.total for space in self._tiers if space.dirty is not None)
         return found

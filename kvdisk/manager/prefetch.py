@@ -96,7 +96,7 @@ class Promotions:
         self._state = parts.state
         self._work = parts.work
         self._tiers = tiers
-        self._landing = tiers.landing_tier if len(tiers) > 1 or parts.config.remote else None
+        self._arrival = tiers.arrival_tier if len(tiers) > 1 or parts.config.remote else None
         self._demand = demand
         self._hints = hints
         self._gpu_loads = gpu_loads
@@ -124,7 +124,7 @@ class Promotions:
     def enqueue(self, request: RequestState, *, first: bool = False) -> None:
         """Read ahead for a request that waits, and that may load from all tiers; with ``first``
         before all others."""
-        if self._landing is not None and self._config.prefetch and request.load_tiers is None:
+        if self._arrival is not None and self._config.prefetch and request.load_tiers is None:
             self.leave(request)
             self._waiting[request] = None
             self._waiting.move_to_end(request, last=not first)
@@ -144,7 +144,7 @@ class Promotions:
     def ask(self, request: RequestState, tokens: int) -> bool:
         """Read a prompt's first ``tokens`` ahead, after what requests wait for and whatever becomes
         of this one, as far as there is room. Return False where too many wait already."""
-        if self._landing is None:
+        if self._arrival is None:
             return True
         if len(self._asked) >= bounds.PREFETCHES:
             return False
@@ -175,7 +175,7 @@ class Promotions:
         None is planned while a scheduled request waits for a prefetch, to let that finish first.
         """
         while line:
-            if any(space.status.works for space in self._tiers if space is not self._landing) or self._config.remote:
+            if any(space.status.works for space in self._tiers if space is not self._arrival) or self._config.remote:
                 self._left = self._work.left(kind)
                 found = self._plan(kind, line)
                 if looked := found + self._work.left(kind) - max(0, self._left):
@@ -233,11 +233,11 @@ class Promotions:
     def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
         used."""
-        assert self._landing is not None
+        assert self._arrival is not None
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, hints, tier = self._catalog, self._hints.usable, self._landing.tier
+        catalog, hints, tier = self._catalog, self._hints.usable, self._arrival.tier
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
         changes = self._hints.changes if hints else -1
@@ -262,7 +262,7 @@ class Promotions:
         order = np.argsort(np.concatenate(starts), kind="stable")
         some = order[self._within(request, *(np.concatenate(each)[order] for each in (groups, positions, starts)))]
         if len(some):  # or reading ahead would make room by letting just these leave
-            self._landing.touch(np.concatenate(held)[::-1].tolist())
+            self._arrival.touch(np.concatenate(held)[::-1].tolist())
         return _Wanted(request, np.concatenate(groups)[some], np.concatenate(positions)[some])
 
     def _within(
@@ -283,16 +283,16 @@ class Promotions:
         """Whether a drive has a block, in this row of the catalog, or ``hints``, that neither the
         GPU nor memory has or gets."""
         catalog = self._catalog
-        assert self._landing is not None
+        assert self._arrival is not None
         if self._gpu_loads.loader_of(key) is not None or self._context.is_cached(key):
             return False
         if row < 0:
             return key in hints
-        return catalog.state(row, self._landing.tier) == ABSENT and catalog.readable_tier(row) is not None
+        return catalog.state(row, self._arrival.tier) == ABSENT and catalog.readable_tier(row) is not None
 
     def _plan_job(self, request_id: str, wanted: _Wanted) -> bool:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
-        assert self._landing is not None
+        assert self._arrival is not None
         picked: list[Read] = []
         is_remote, hints = self._is_remote(wanted.first), self._hints.usable
         while wanted and self._left > 0 and len(picked) < bounds.MOVES and self._is_remote(wanted.first) is is_remote:
@@ -307,7 +307,7 @@ class Promotions:
         for at, (read, slot) in enumerate(zip(picked, taken.slots, strict=True)):
             if slot is not None:
                 self._copies.pin_sources((read,))
-                self._copies.land((read,), (slot,))
+                self._copies.begin_arrivals((read,), (slot,))
                 made.append(read)
             elif at not in taken.refused:
                 left.append(read)
@@ -322,10 +322,10 @@ class Promotions:
 
     def _take(self, request_id: str, reads: Sequence[Read]) -> Taken:
         """Take CPU slots for blocks, within the share of what may be read ahead."""
-        assert self._landing is not None
-        totals = enumerate(self._landing.pool.total)
+        assert self._arrival is not None
+        totals = enumerate(self._arrival.pool.total)
         most = [max(0, total // PREFETCH_DIVISOR - self._taken[size_class]) for size_class, total in totals]
-        found = self._copies.take_landing(reads, most=most, keep_dirty=True)
+        found = self._copies.take_arriving(reads, most=most, keep_dirty=True)
         taken = Counter(self._class_of(read) for read, slot in zip(reads, found.slots, strict=True) if slot is not None)
         self._ahead.setdefault(request_id, Counter()).update(taken)
         self._taken.update(taken)

@@ -210,6 +210,6 @@ class Tiers:
         return pairwise(self)
 
     @property
-    def landing_tier(self) -> TierSpace | None:
+    def arrival_tier(self) -> TierSpace | None:
         """The tier where a load may leave a copy of what it reads from a slower one, if any."""
         return self.first if self.first.in_memory else None

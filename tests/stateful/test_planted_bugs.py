@@ -195,7 +195,7 @@ def never_close(_real: Real, neighbours: NeighbourCopies, slot: Any) -> None:
 def give_another_generation(planter: Planter) -> None:
     planter.replace_in(
         Copies,
-        "land",
+        "begin_arrivals",
         Catalog,
         "add",
         lambda real, catalog, keys, generations, *rest: real(catalog, keys, [each + 1 for each in generations], *rest),

@@ -306,7 +306,7 @@ def test_a_long_prompt_that_waits_for_room_is_looked_up_once(others, geometry, m
         losses = bench.catalog.losses
         bench.serve(prompt_of(number, 4))
         if others == "are read":
-            bench.manager._state.landing.update(keys_of(prompt_of(number)))
+            bench.manager._state.arriving.update(keys_of(prompt_of(number)))
         elif others == "are loaded" and number == 2:
             bench.manager._loads.gpu_loads.begin(99, keys_of(prompt_of(number)))
         assert bench.catalog.losses > losses
