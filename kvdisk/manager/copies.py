@@ -3,7 +3,7 @@
 
 A write begins a copy, which becomes READY or is abandoned when its job has ended. A read pins its
 source, which was used then, or was bad. A late move has failed, and a device may still touch its
-slots: its target is DOOMED and keeps its writer's pin, and its source keeps its pin, until
+slots: its target is DROPPED and keeps its writer's pin, and its source keeps its pin, until
 ``release``. Of one chain the tail ends first, so that its head ends as the most recently used.
 """
 

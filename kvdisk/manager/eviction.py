@@ -350,7 +350,7 @@ class TailFirst:
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
     its tier follows it, and the policy lists only those. What comes to be followed by a READY copy
     is taken out; it is listed again, by its own last use, when what followed it goes. Of what is
-    listed a few may be followed by a copy that is being written, or is doomed. ``insert`` and
+    listed a few may be followed by a copy that is being written, or is dropped. ``insert`` and
     ``touch`` take of one chain the tail first.
 
     What a block's standing says goes before what the policy says (``standings``).

@@ -396,12 +396,12 @@ class NvmeSpace(TierSpace):
         super().reached(rows)
         self.uses.reached(rows)
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def end(self, rows: Sequence[int]) -> None:
         """End unpinned copies: their records are deleted, their slots await that commit."""
         if rows:
             self._ticket = self._index.delete([(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows])
             self.uses.end(rows)
-            super().drop(rows)
+            super().end(rows)
 
     def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         self.pool.retain(slots, self._ticket)

@@ -2,7 +2,7 @@
 """Slots of one tier: each is in exactly one of free, used or awaiting commit (invariant 1).
 
 Used: held by one copy. Awaiting commit: its record's deletion is not committed yet. What a late
-transfer may still touch is held by a doomed copy that keeps its pin. Scheduler thread only.
+transfer may still touch is held by a dropped copy that keeps its pin. Scheduler thread only.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ class Room:
             searched = True
             may_leave = rows if self.above is None else self.above.leaving_below(rows)
             leaving = self.offer_before_eviction(may_leave)
-            self.drop(leaving)
+            self.end(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
             if len(may_leave) < len(rows):
@@ -371,7 +371,7 @@ class Room:
         """Return the test whether a copy may be evicted for room: to be used at once."""
         return self._catalog.evictable_in(self.tier)
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def end(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""
         raise NotImplementedError
 

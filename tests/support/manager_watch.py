@@ -717,7 +717,7 @@ class ManagerWatch(Watch):
                 state = catalog.state(row, tier)
                 pins = 0 if state == CopyState.ABSENT else zombies.pop((tier, catalog.slot(row, tier)), 0)
                 assert catalog.pins(row, tier) == pins, "a pin is left, or was given back too early"
-                assert state in {CopyState.ABSENT, CopyState.READY} or (pins and state == CopyState.DOOMED)
+                assert state in {CopyState.ABSENT, CopyState.READY} or (pins and state == CopyState.DROPPED)
         assert not zombies, f"slots that a late transfer may touch are not held: {zombies}"
         for block in range(1, self.engine.pool.block_count):
             held = self.engine.holders(block)
@@ -728,7 +728,7 @@ class ManagerWatch(Watch):
             named = {
                 (catalog.epochs[row], catalog.keys[row], catalog.slot(row, Tier.NVME))
                 for row in catalog.rows()
-                if catalog.state(row, Tier.NVME) in {CopyState.READY, CopyState.DOOMED}
+                if catalog.state(row, Tier.NVME) in {CopyState.READY, CopyState.DROPPED}
             }
             assert committed <= named, "a record outlives its copy"
 

@@ -102,7 +102,7 @@ def given_up() -> tuple[TierBench, int]:
     bench.finish()
     assert bench.held("abcdefgh") == [True] * 4
     *_, tail = bench.rows("abcdefgh")
-    bench.parts.nvme.drop([tail])
+    bench.parts.nvme.end([tail])
     assert bench.parts.cpu.offer_before_eviction([tail]) == []
     bench.idle()
     assert bench.held("abcdefgh") == [True] * 4
@@ -113,7 +113,7 @@ def test_what_memory_gives_up_stays_on_the_drive_until_memory_has_let_go():
     """Else the tail of a chain that fills the drive is written, leaves, and is written again."""
     bench, tail = given_up()
     assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == []
-    bench.parts.cpu.drop(bench.parts.cpu.offer_before_eviction([tail]))
+    bench.parts.cpu.end(bench.parts.cpu.offer_before_eviction([tail]))
     assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == [tail]
 
 

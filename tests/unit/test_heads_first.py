@@ -12,7 +12,7 @@ from tier_bench import GEOMETRY, TierBench
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import bounds
-from kvdisk.manager.catalog import DOOMED
+from kvdisk.manager.catalog import DROPPED
 from kvdisk.messages import Reason
 
 SAME_SIZE = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)
@@ -77,7 +77,7 @@ def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
     bench.idle()
     bench.serve("aabbccddeeff")
     nvme, rows = bench.parts.nvme, bench.rows("aabbccddeeff")
-    nvme.drop(rows[:1:-1])
+    nvme.end(rows[:1:-1])
     bench.parts.cpu.offer(rows[-1:])
     bench.idle()
     held = bench.held("aabbccddeeff")
@@ -91,7 +91,7 @@ def test_one_offer_looks_at_a_bounded_number_of_copies(monkeypatch):
     bench.idle()
     bench.serve(ascii_letters)
     rows, asked, waiting = bench.rows(ascii_letters), [], bench.parts.dirty
-    bench.parts.nvme.drop(rows[::-1])
+    bench.parts.nvme.end(rows[::-1])
     look = waiting._missing_parent
     monkeypatch.setattr(waiting, "_missing_parent", lambda row: asked.append(row) or look(row))
     bench.parts.cpu.offer(rows[::-1])
@@ -108,7 +108,7 @@ def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     bench.parts.cpu.discard(row)
     bench.serve("aabbccdd", cold=True)
     assert bench.held("aabbccdd", Tier.CPU) == [True, False, True, True]
-    assert bench.catalog.state(row, Tier.CPU) == DOOMED
+    assert bench.catalog.state(row, Tier.CPU) == DROPPED
     bench.parts.cpu.unpin((row,))
 
 
@@ -151,7 +151,7 @@ def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_ref
     bench.idle()
     bench.serve("aabbccddeeff")
     rows, waiting = bench.rows("aabbccddeeff"), bench.parts.dirty
-    bench.parts.nvme.drop(rows[:3:-1])
+    bench.parts.nvme.end(rows[:3:-1])
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 2
     assert waiting.leaving_below(rows[3::-1]) == []

@@ -59,7 +59,7 @@ class Copies:
 
     def drop(self, row: int) -> None:
         self.order.remove((row,))
-        self.catalog.drop((row,), Tier.CPU)
+        self.catalog.end((row,), Tier.CPU)
 
     def ready(self) -> dict[int, int]:
         found = {number: self.catalog.find(key_of(number)) for number in range(len(self.parents))}
@@ -384,7 +384,7 @@ def test_a_row_is_a_tail_again_whatever_way_its_follower_goes(eviction, way):
     elif way == "discarded":
         catalog.pin((tail,), Tier.NVME)
         nvme.discard(tail)
-        assert order.victims(1, everything) == [], "a doomed copy follows it still"
+        assert order.victims(1, everything) == [], "a dropped copy follows it still"
         nvme.unpin((tail,))
     else:
         nvme._drop_segment(nvme.segments.specs[1])

@@ -82,7 +82,7 @@ def test_gauges_of_what_waits_for_the_drive():
     bench.step()
     assert read() == [3, 0, 0, 0]
     bench.finish()
-    bench.parts.nvme.drop(bench.catalog.rows_in(Tier.NVME)[:1])
+    bench.parts.nvme.end(bench.catalog.rows_in(Tier.NVME)[:1])
     assert read() == [0, 1, 1, 0] and bench.manager.gauges.busy
     bench.idle()
     assert read() == [0, 0, 0, 1 / 14], "one free slot lies before the others"
