@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier, make_block_key
 from kvdisk.connector.tier_names import VLLM_TIERS
-from kvdisk.manager import events as journal_room
+from kvdisk.manager import bounds
 from kvdisk.manager.requests import BlockKeys
 from kvdisk.messages import JobKind
 
@@ -203,7 +203,7 @@ def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(engines, mon
     bench = engines.make(nvme=True, events=True)
     request = bench.serve("a", PROMPT)
     engines.close()
-    monkeypatch.setattr(journal_room, "MOST_TAKEN", 3)
+    monkeypatch.setattr(bounds, "EVENT_KEYS", 3)
     bench = engines.make(nvme=True, events=True)
     assert bench.scheduler.has_requests(), "steps are asked for, until all is told"
     assert tell_all(bench) == [3, 1]
