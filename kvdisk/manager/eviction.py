@@ -27,7 +27,7 @@ Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
 _NOT_HERE: Final = 255
 _NOBODY: Final = (math.inf, NONE)
-_USELESS: Final = -1.0
+_STATELESS: Final = -1.0
 """Worth less than anything else."""
 _WORTH_OF: Final = (-1.0, 2.0**1000, math.inf)
 """What a copy is worth, by its standing: less than any that has none, or more."""
@@ -382,7 +382,7 @@ class TailFirst:
         ended: there may be more."""
         self._in_vain = 0
         """Tails that searches have passed over since one was found, or something left."""
-        self._useless: set[int] = set()
+        self._stateless: set[int] = set()
         """Tails behind which a state has left."""
 
     def insert(self, rows: Sequence[int]) -> None:
@@ -416,16 +416,16 @@ class TailFirst:
         tails = [row for row in before if row not in gone and not self._is_followed(row, gone, staying)]
         if self._history.state_groups:
             for row in rows:
-                self._note_useless(row, self._useless, gone)
-            self._useless.difference_update(rows)
+                self._note_stateless(row, self._stateless, gone)
+            self._stateless.difference_update(rows)
         self._policy.remove(rows)
         self._policy.list_tails(tails)
         if rows:
             self._in_vain = 0
         return tails
 
-    def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:
-        """Add to ``useless`` what a copy follows, if that serves nobody once it and all that is
+    def _note_stateless(self, row: int, stateless: set[int], gone: dict[int, None]) -> None:
+        """Add to ``stateless`` what a copy follows, if that serves nobody once it and all that is
         ``gone`` have left."""
         catalog = self._catalog
         parent, group = catalog.parent_rows[row], group_of(catalog.keys[row])
@@ -433,8 +433,8 @@ class TailFirst:
         if parent == NONE or not self._policy.holds(parent) or self._is_followed(parent, gone, {}):
             return
         is_state = group in self._history.state_groups and group_of(catalog.keys[parent]) != group
-        if row in useless or (is_state and catalog.is_only_in(self._tier, row)):
-            useless.add(parent)
+        if row in stateless or (is_state and catalog.is_only_in(self._tier, row)):
+            stateless.add(parent)
 
     # -- who is next -----------------------------------------------------------------------------
 
@@ -442,7 +442,7 @@ class TailFirst:
         """Return what the copy that would leave next brings (``ReuseHistory.rate``); 0: there is
         none."""
         for row in self._tails({}):
-            if row in self._useless:
+            if row in self._stateless:
                 return 0.0
             _, number, age = self._history.known(self._catalog.keys[row])
             return self._history.rate(number, age)
@@ -450,7 +450,7 @@ class TailFirst:
 
     def value_of(self, row: int) -> float:
         """Return what a copy brings, as the policy sees it; see ``EvictionPolicy.value_of``."""
-        return 0.0 if row in self._useless else self._policy.value_of(row)
+        return 0.0 if row in self._stateless else self._policy.value_of(row)
 
     def least_value(self) -> float:
         """Return what the copy brings that would leave next; 0: there is none."""
@@ -485,7 +485,7 @@ class TailFirst:
         self._may_skip -= len(passed)
         if len(found) < count:
             for row in reversed(passed):
-                self._useless.discard(row)
+                self._stateless.discard(row)
                 if self._policy.standing(row) == DEMOTED:
                     self._policy.place(row, None)
                 self._policy.postpone(row)
@@ -503,9 +503,9 @@ class TailFirst:
         """
         policy, parent_rows, tenants = self._policy, self._catalog.parent_rows, self._catalog.tenants
         staying: dict[int, int] = {}
-        useless = {row for row in self._useless if tenants[row] == tenant} if tenant else self._useless.copy()
+        stateless = {row for row in self._stateless if tenants[row] == tenant} if tenant else self._stateless.copy()
         freed = sorted(
-            (self._worth_of(row, useless), row) for row in useless if not self._is_followed(row, found, staying)
+            (self._worth_of(row, stateless), row) for row in stateless if not self._is_followed(row, found, staying)
         )
         heappush(freed, _NOBODY)
         proposals, given = policy.proposals_of(tenant) if tenant else policy.proposals(), set[int]()
@@ -532,13 +532,13 @@ class TailFirst:
                 continue
             if row in found and parent != NONE and not self._is_followed(parent, found, staying):
                 if self._history.state_groups:
-                    self._note_useless(row, useless, found)
-                if parent != proposed[1] or parent in useless:  # else it comes by itself
-                    heappush(freed, (self._worth_of(parent, useless), parent))
+                    self._note_stateless(row, stateless, found)
+                if parent != proposed[1] or parent in stateless:  # else it comes by itself
+                    heappush(freed, (self._worth_of(parent, stateless), parent))
 
-    def _worth_of(self, row: int, useless: Collection[int]) -> float:
-        if row in useless and self._policy.standing(row) is None:
-            return _USELESS
+    def _worth_of(self, row: int, stateless: Collection[int]) -> float:
+        if row in stateless and self._policy.standing(row) is None:
+            return _STATELESS
         return self._policy.worth_of(row)
 
     def _is_followed(self, row: int, found: dict[int, None], staying: dict[int, int]) -> bool:

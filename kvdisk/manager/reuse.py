@@ -59,7 +59,7 @@ use."""
 _FIRST_WEIGHT: Final = 5.0
 _LEAST_LEFT: Final = 0.1
 """Least share of blocks that have come to an age: with fewer the age counts like the one before."""
-_WITNESS: Final = 0.006
+_EVIDENCE_CAP: Final = 0.006
 """Cap of one visit's weight as evidence of a scan, as a share of the tier's slots."""
 _RARER: Final = 10.0
 """How many times as rarely new blocks come back while a scan runs."""
@@ -82,12 +82,12 @@ _Floats = NDArray[np.float64]
 
 class Visit(NamedTuple):
     """A request came to its prompt. ``before``, ``now``: the history's time as the visit begins
-    and ends, for all of its blocks. ``share``: the weight of each block. ``most``: uses
+    and ends, for all of its blocks. ``weight``: of each block. ``most``: uses
     that they have then at most."""
 
     before: int
     now: int
-    share: float
+    weight: float
     most: int = USES
 
 
@@ -113,7 +113,7 @@ class ReuseHistory:
         self.state_groups = state_groups
         self.now = 0
         self._places = bounds.LEAST_PLACES
-        self._witness_blocks = _WITNESS * bounds.LEAST_PLACES / 8
+        self._evidence_blocks = _EVIDENCE_CAP * bounds.LEAST_PLACES / 8
         self.clear()
         self._entered = [0.0] * CLASSES
         """By class: how much came to be in it, or was used in it: of a prompt the root of its
@@ -139,7 +139,7 @@ class ReuseHistory:
         """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
         all keys; for start only."""
         self._places = max(self._places, min(bounds.PLACES, 1 << (8 * slots - 1).bit_length()))
-        self._witness_blocks = _WITNESS * slots
+        self._evidence_blocks = _EVIDENCE_CAP * slots
         self.clear()
 
     def clear(self) -> None:
@@ -206,14 +206,14 @@ class ReuseHistory:
             return self._scan_score[number]
         rarely, again = often / _RARER, came_again / (came + came_again)
         evidence = again * math.log(rarely / often) + (1.0 - again) * math.log((1.0 - rarely) / (1.0 - often))
-        weight = part * min(1.0, (came + came_again) / self._witness_blocks)
+        weight = part * min(1.0, (came + came_again) / self._evidence_blocks)
         return min(_SCAN_SCORE_CAP, max(0.0, self._scan_score[number] + weight * evidence))
 
     def _count_few(self, hashes: list[int], origin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
         """Count keys that follow each other. Return the uses of the first, the origin of what comes
         behind them, and by origin how many came for the first and for the second time."""
         marks, entered, reused = self._marks, self._entered, self._reused
-        share, known_ages = visit.share, visit.before - self._restored
+        weight, known_ages = visit.weight, visit.before - self._restored
         places, ages, origins, origin = self._find_or_insert(hashes, origin, visit)
         new, again = [0] * _ORIGINS, [0] * _ORIGINS
         least = 0
@@ -224,14 +224,14 @@ class ReuseHistory:
             else:
                 mark = marks[place] if place != _NOWHERE else _ORIGINS + own_origin
                 if age < known_ages:
-                    reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += share
+                    reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += weight
                 if mark < 2 * _ORIGINS:
                     again[mark % _ORIGINS] += 1
                 uses, own_origin = divmod(mark, _ORIGINS)  # noqa: PLW2901
                 uses += uses < visit.most
             least = max(least, uses)
             mark = least * _ORIGINS + own_origin
-            entered[_CLASS_OF[mark]] += share
+            entered[_CLASS_OF[mark]] += weight
             if place != _NOWHERE:
                 marks[place] = mark
         return least, origin, new, again
@@ -240,21 +240,21 @@ class ReuseHistory:
         self, hashes: NDArray[np.uint64], origin: int, visit: Visit
     ) -> tuple[int, int, list[int], list[int]]:
         """Do what ``_count_few`` does, by arrays."""
-        share, known_ages = visit.share, visit.before - self._restored
+        weight, known_ages = visit.weight, visit.before - self._restored
         places, ages, origins, origin = self._find_or_insert_many(hashes, origin, visit)
         marks, is_known, has_place = np.frombuffer(self._marks, np.uint16), ages != _NEW, places != _NOWHERE
         of_key = np.where(has_place & is_known, marks[places], _ORIGINS + origins).astype(np.intp)
         is_timed = is_known & (ages < known_ages)
         # bit_length: exact for ages below 2**53.
         buckets = _CLASSES_OF[of_key] * _BUCKETS + np.frexp(ages.astype(np.float64))[1]
-        _add_share(self._reused, buckets[is_timed][::-1], share)
+        _add_weight(self._reused, buckets[is_timed][::-1], weight)
         new = np.bincount(origins[~is_known], minlength=_ORIGINS).tolist()
         again = np.bincount(of_key[is_known & (of_key < 2 * _ORIGINS)] % _ORIGINS, minlength=_ORIGINS).tolist()
         uses, own_origins = np.divmod(of_key, _ORIGINS)
         uses = np.where(is_known, np.maximum(uses, np.minimum(uses + 1, visit.most)), 1)
         least = np.maximum.accumulate(uses[::-1])[::-1]
         after = least * _ORIGINS + own_origins
-        _add_share(self._entered, _CLASSES_OF[after][::-1], share)
+        _add_weight(self._entered, _CLASSES_OF[after][::-1], weight)
         marks[places[has_place]] = after[has_place]
         return int(least[0]), origin, new, again
 
@@ -576,10 +576,10 @@ class ReuseHistory:
         """By class and bucket: on a line from age 0 that has the slope of the bucket."""
 
 
-def _add_share(counts: list[float], places: NDArray[np.intp], share: float) -> None:
-    """Add a share to a count for each of some places, in their order."""
+def _add_weight(counts: list[float], places: NDArray[np.intp], weight: float) -> None:
+    """Add a weight to a count for each of some places, in their order."""
     for place, times in zip(*np.unique(places, return_counts=True), strict=True):
         count = counts[place]
         for _ in range(times):
-            count += share
+            count += weight
         counts[place] = count

@@ -162,7 +162,7 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
     while copies.ready():
         assert copies.evict(3)
     assert len(copies.catalog._vacant) == len(copies.catalog.generations), "a row is lost"
-    assert not copies.order._useless
+    assert not copies.order._stateless
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 8])
@@ -212,7 +212,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
         parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
         space.finish((row,), 0)
     assert not space.allocate(0, 1), "the states follow"
-    assert len(space.allocate(1, 2)) == 2 and not any(order._useless for order in space._evictors)
+    assert len(space.allocate(1, 2)) == 2 and not any(order._stateless for order in space._evictors)
     assert len(space.allocate(0, 2)) == 2
 
 
@@ -237,14 +237,14 @@ def test_a_state_that_follows_a_state_makes_nothing_useful():
     assert copies.victims(3) == [rows[0], rows[2], rows[1]]
 
 
-@pytest.mark.parametrize("how", ["first", "useless"])
+@pytest.mark.parametrize("how", ["first", "stateless"])
 def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
     monkeypatch.setattr(bounds, "TAILS_SKIPPED", 8)
     copies = Copies("lru", [-1] * 30)
     rows = [copies.store(number) for number in range(30)]
     copies.catalog.pin(rows[:29], Tier.CPU)
-    if how == "useless":
-        copies.order._useless.update(rows[:29])
+    if how == "stateless":
+        copies.order._stateless.update(rows[:29])
     else:
         for number in range(29):
             copies.standings.set(key_of(number), DEMOTED, 60.0)
