@@ -76,22 +76,22 @@ class Demand:
         if start >= stop:
             return None
         _, times = self._visit(request, group, stop)
-        late = Stretch(request, group, start, stop, request.origin[group], times)
+        put_off = Stretch(request, group, start, stop, request.origin[group], times)
         request.counted[group] = stop
         request.origin[group] = self._history.origin_behind(request.keys[group][stop - 1])
-        request.late[group] = late
-        return late
+        request.put_off[group] = put_off
+        return put_off
 
-    def go_on(self, late: Stretch, stop: int) -> None:
+    def go_on(self, put_off: Stretch, stop: int) -> None:
         """Count what was put off, up to before block ``stop``."""
-        request, start = late.request, late.start
-        late.start = max(start, min(stop, late.stop))
-        if start < late.start:
-            keys = request.keys[late.group]
-            late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
-            self._want(request, keys, start, late.start)
-        if late.start == late.stop and request.late[late.group] is late:
-            request.late[late.group] = None
+        request, start = put_off.request, put_off.start
+        put_off.start = max(start, min(stop, put_off.stop))
+        if start < put_off.start:
+            keys = request.keys[put_off.group]
+            put_off.origin = self._history.count(keys, start, put_off.start, put_off.origin, put_off.visit)
+            self._want(request, keys, start, put_off.start)
+        if put_off.start == put_off.stop and request.put_off[put_off.group] is put_off:
+            request.put_off[put_off.group] = None
 
     def _count(self, request: RequestState, group: int, stop: int) -> None:
         """Count a request's blocks up to ``stop``, or to the end of its visit; steps count the rest
@@ -99,7 +99,7 @@ class Demand:
         keys, visit, start = request.keys[group], request.visits[group], request.counted[group]
         assert visit is not None
         end, times = visit
-        if request.late[group] is not None:
+        if request.put_off[group] is not None:
             # Nothing has more uses than what it follows, which has not its last one yet.
             times = times._replace(most=max(1, self._history.known(keys[start - 1])[0]))
         stop = request.counted[group] = min(stop, end)

@@ -187,7 +187,7 @@ class RequestState:
     """By group: how many of its blocks are counted as wanted."""
     origin: list[int] = field(default_factory=list)
     """By group: what ``ReuseHistory.count`` returned for these."""
-    late: list[object | None] = field(default_factory=list)
+    put_off: list[object | None] = field(default_factory=list)
     """By group: the ``demand.Stretch`` before these that is counted later, if there is one."""
     visits: list[tuple[int, Visit] | None] = field(default_factory=list)
     """By group: up to where its blocks are counted as wanted at once, and as a part of what."""
@@ -286,7 +286,7 @@ class RequestState:
     def count_anew(self) -> None:
         """What was counted of it is forgotten, or it has other keys."""
         self.counted, self.origin = ([0] * len(self.keys) for _ in range(2))
-        self.visits, self.late = [None] * len(self.keys), [None] * len(self.keys)
+        self.visits, self.put_off = [None] * len(self.keys), [None] * len(self.keys)
         self.states = []
 
     def limit_loads(self, tokens: int) -> None:
