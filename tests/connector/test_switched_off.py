@@ -354,7 +354,7 @@ def test_a_store_whose_source_may_be_overwritten_is_not_written(engines, tmp_pat
     assert entered.wait(WAIT_S)
     Plant("scheduler", "plan").put(bench, monkeypatch)
     mover = bench.ranks[0].mover
-    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._runner.given_up), gate.set()))
+    letting_go = threading.Thread(target=lambda: (_wait_until(lambda: mover._runner.copies.given_up), gate.set()))
     letting_go.start()
     bench.step()
     assert gate.is_set(), "the step has waited for the copy"

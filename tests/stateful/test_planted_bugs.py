@@ -419,8 +419,8 @@ BUGS = {
     ),
     "remote store asked after the weights changed": Bug(nothing(RemoteCopies, "stop"), (on.REMOTE_ONLY,)),
     "sent to the remote store whoever wanted it": Bug(send_whatever, (on.REMOTE_REUSE,)),
-    "copy sent without a pin": Bug(without_pins(RemoteCopies, "plan"), (on.REMOTE_ONLY,)),
-    "copy sent from a drive without a pin": Bug(without_pins(RemoteCopies, "plan"), (on.REMOTE_NVME,)),
+    "copy sent without a pin": Bug(without_pins(RemoteCopies, "_plan_job"), (on.REMOTE_ONLY,)),
+    "copy sent from a drive without a pin": Bug(without_pins(RemoteCopies, "_plan_job"), (on.REMOTE_NVME,)),
     # -- neighbours --
     "neighbour's copy that failed asked for again": Bug(
         nothing(NeighbourCopies, "reject"), (on.NVME_BUDGET, on.BUDGET, on.NVME_ONLY)

@@ -20,6 +20,8 @@ from kvdisk.device.store import Store
 from kvdisk.device.watch import HomeWatch
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, HomeSpec, Job, JobKind, Reason, SegmentSpec
+from kvdisk.stats import Stats
+from kvdisk.worker.device_io import DeviceIo
 from kvdisk.worker.files import FileJobs, HomeFiles
 
 MINE = bytes(range(32))
@@ -46,6 +48,12 @@ def joined(dirs, home) -> HomeFiles:
 
 def folders(path: Path) -> list[str]:
     return sorted(os.listdir(path / "homes"))
+
+
+def jobs_over(files: HomeFiles) -> FileJobs:
+    """Return jobs of files with no batch at the device."""
+    device_io = DeviceIo(Mock(), None, io_deadline_s=60.0, stats=Stats(), log=Mock())
+    return FileJobs(files, device_io, Mock(), threaded=False)
 
 
 def test_each_further_directory_is_part_of_the_first(dirs):
@@ -152,13 +160,13 @@ def test_a_neighbours_segment_is_on_a_drive_of_our_own_list(dirs):
     mine = acquire(ours)
 
     def open_theirs() -> tuple[list[Reason | None], dict[int, int]]:
-        jobs = FileJobs(joined(ours, mine), Mock(), Mock(), uses=Mock(), threaded=False)
+        jobs = jobs_over(joined(ours, mine))
         for drive in range(3):
             source = ForeignSegment(theirs.id, drive)
             spec = SPEC._replace(segment=FOREIGN_SEGMENTS + drive, drive=drive, create=False, source=source)
             jobs.add(Job(JobId(drive), JobKind.OPEN_SEGMENT, segment=spec))
         reasons = [reason for _, reason in jobs.turn()]
-        found = {segment - FOREIGN_SEGMENTS: file.drive for segment, file in jobs.open.items()}
+        found = {segment - FOREIGN_SEGMENTS: file.drive for segment, file in jobs._device_io.open.items()}
         jobs.close()
         return reasons, found
 
@@ -287,7 +295,7 @@ def test_a_process_with_few_descriptors_opens_what_it_may_and_leaves_some_to_oth
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     files = HomeFiles(dirs[:1], 0, 1)
     files.open_home(HomeSpec(home.id, home.fingerprint, tuple(range(40))))
-    jobs = FileJobs(files, Mock(), Mock(), uses=Mock(), threaded=False)
+    jobs = jobs_over(files)
     for segment in range(40):
         jobs.add(Job(JobId(segment), JobKind.OPEN_SEGMENT, segment=SPEC._replace(segment=segment, create=False)))
     reasons = [reason for _, reason in jobs.turn()]
@@ -318,7 +326,7 @@ def test_what_an_errno_says_of_a_segment(dirs, monkeypatch, number, reason):
     files = joined(dirs[:1], home)
     files.open_segment(SPEC)
     files.close()
-    jobs = FileJobs(joined(dirs[:1], home), Mock(), Mock(), uses=Mock(), threaded=False)
+    jobs = jobs_over(joined(dirs[:1], home))
     real = os.open
 
     def opening(path, *more, **how):
